@@ -1,0 +1,1 @@
+"""lightning: make an agent that already exists better by reinforcement learning."""

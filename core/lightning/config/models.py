@@ -1,0 +1,149 @@
+"""The sections of the configuration. Every field is documented here and nowhere else; unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TrainerConfig(Section):
+    """The loop."""
+
+    steps: int = Field(default=40, ge=0)
+    """Optimizer steps to take."""
+    tasks_per_step: int = Field(default=16, ge=1)
+    """Groups per step; the number of rollouts is this times the algorithm's group size."""
+    eval_every: int = Field(default=10, ge=0)
+    """Evaluate on the held-out tasks every so many steps, and always before the first and after the last; 0 only then."""
+    eval_temperature: float = Field(default=1.0, ge=0.0)
+    """Sampling temperature of evaluations."""
+    checkpoint_every: int = Field(default=1, ge=1)
+    """Write the training state every so many steps; steps since then are replayed from the store on resume."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many checkpoints stay on disk."""
+    seed: int = 0
+    """Seeds the order of tasks, the sampler and the engine."""
+    max_logprob_gap: float = Field(default=0.5, gt=0)
+    """Warn when |trainer - sampler| exceeds this on any token (nats)."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685), by peft."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Scale; the update is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Must stay 0 for on-policy training to be exact."""
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the modules that get an adapter."""
+
+
+class EngineConfig(Section):
+    """The torch engine."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and compute; `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, or `auto`."""
+    threads: int = Field(default=1, ge=0)
+    """torch threads on a CPU (0 leaves torch's default); one is fastest beside a policy server on the same cores."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Padded tokens per forward and backward pass."""
+    lr: float = Field(default=1e-6, gt=0)
+    """AdamW's learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the gradient's global norm to this."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly."""
+    gradient_checkpointing: bool = False
+    """Trade compute for memory in the backward pass."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights."""
+
+
+class PolicyServerConfig(Section):
+    """vLLM: our own process, or one that runs already."""
+
+    attach: str = ""
+    """Root URL of a running vLLM to use; empty starts one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Profile of arguments and environment for an owned server."""
+    host: str = "127.0.0.1"
+    """Address of an owned server; the RL routes of vLLM are open, so keep it on loopback."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of an owned server; 0 takes a free one."""
+    dtype: str = "auto"
+    """vLLM's dtype; `auto` is float32 on a CPU."""
+    max_model_len: int = Field(default=2048, ge=16)
+    """Longest prompt plus response, in tokens."""
+    kv_cache_bytes: int = Field(default=268_435_456, ge=1)
+    """KV cache of a CPU server."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of the GPU's memory for a CUDA server (the trainer needs the rest)."""
+    tool_call_parser: str = "hermes"
+    """vLLM's parser for tool calls; empty leaves tool calling off."""
+    args: tuple[str, ...] = ()
+    """Further arguments for `vllm serve`, as they are."""
+    start_timeout: float = Field(default=300.0, gt=0)
+    """Seconds until a server must answer."""
+
+
+class GatewayConfig(Section):
+    """The OpenAI-compatible front."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    token_ttl: float = Field(default=3600.0, gt=0)
+    """Seconds for which a rollout's API key is valid."""
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Requests above this get a 413."""
+    hold_timeout: float = Field(default=600.0, gt=0)
+    """Seconds a request may wait during a weight update before it gets a 503."""
+    upstream_timeout: float = Field(default=600.0, gt=0)
+    """Seconds without a byte from vLLM until the call counts as failed."""
+    override_sampling: dict[str, float | int] = Field(default_factory=dict)
+    """Sampling parameters forced on every request; empty keeps the agents' own."""
+
+
+class RunnerConfig(Section):
+    """Where and how agents run."""
+
+    concurrency: int = Field(default=32, ge=1)
+    """Agents at once; the process runner keeps one process for each."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds one rollout may take."""
+    max_attempts: int = Field(default=2, ge=1)
+    """Attempts per rollout; only infrastructure failures are retried."""
+    lease_ttl: float = Field(default=60.0, gt=0)
+    """Seconds until a silent runner's work is given to another."""
+    preload: tuple[str, ...] = ()
+    """Modules the fork server imports once, so that a new process starts at once."""
+    rollouts_per_process: int = Field(default=1000, ge=1)
+    """A worker process is replaced after so many rollouts."""
+
+
+class Config(Section):
+    """Everything that can be set. Precedence: arguments and `--set`, then `LIGHTNING_*`, then the TOML file."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    engine: EngineConfig = EngineConfig()
+    policy_server: PolicyServerConfig = PolicyServerConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    runner: RunnerConfig = RunnerConfig()

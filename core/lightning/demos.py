@@ -1,0 +1,29 @@
+"""What a demonstration is: an agent, its tasks and a base model that can be trained in minutes on two cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning.runner.protocol import Agent
+from lightning.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """`tasks(n, seed)` makes training tasks, `val_tasks(n)` the held-out ones (never among the training tasks).
+
+    `settings` are configuration overrides (`{"trainer.steps": 30}`); `describe(task)` says a task in words.
+    """
+
+    name: str
+    title: str
+    agent: Agent
+    model: Path
+    tasks: Callable[[int, int], Sequence[Task]]
+    val_tasks: Callable[[int], Sequence[Task]]
+    describe: Callable[[Task], str]
+    settings: Mapping[str, object] = field(default_factory=dict)
+    source: Path | None = None
+    """The agent's own source file, shown as the next thing to read."""

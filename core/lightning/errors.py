@@ -1,0 +1,85 @@
+"""Every error lightning raises on purpose; each message names the culprit and the cure.
+
+    LightningError
+    ├── MissingExtraError (ImportError)      an optional dependency is not installed
+    ├── ConfigError (ValueError)             a setting is unknown or impossible
+    ├── PluginError (RuntimeError)           a plugin could not be loaded or used
+    ├── DataError (ValueError)               tasks, rewards or tokens that cannot be trained on
+    ├── StoreError (RuntimeError)            the database refused
+    │   ├── SchemaError                      it is corrupt, or newer than this program
+    │   ├── StaleAttemptError                a late writer was fenced off
+    │   └── ConflictError                    one idempotency key, two contents
+    ├── GatewayError (RuntimeError)          the gateway could not start or serve
+    ├── PolicyServerError (RuntimeError)     vLLM did not start, died, or refused new weights
+    ├── EngineError (RuntimeError)           the training engine cannot load or step
+    ├── RunnerError (RuntimeError)           agents cannot be run at all (one agent's fault is an Outcome, not this)
+    └── AuditError (AssertionError)          the trained batches are not what the store holds
+
+Each one also subclasses the builtin it refines, so `except ValueError` keeps working. All can be pickled.
+"""
+
+from __future__ import annotations
+
+
+class LightningError(Exception):
+    """Base of all errors raised by lightning."""
+
+
+class MissingExtraError(LightningError, ImportError):
+    """An optional dependency is missing; the message has the pip command that installs it."""
+
+    def __init__(self, extra: str, module: str = "") -> None:
+        self.extra, self.module = extra, module
+        what = f"module {module!r} is not installed" if module else f"the extra {extra!r} is not installed"
+        super().__init__(f"{what}. Run: pip install 'lightning[{extra}]<1'")
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
+        return (type(self), (self.extra, self.module))
+
+
+class ConfigError(LightningError, ValueError):
+    """A setting is unknown, has the wrong type, or contradicts another one."""
+
+
+class PluginError(LightningError, RuntimeError):
+    """A plugin could not be imported, registered or called."""
+
+
+class DataError(LightningError, ValueError):
+    """Tasks, rewards, ids or logprobs that cannot be trained on."""
+
+
+class StoreError(LightningError, RuntimeError):
+    """The store refused an operation or cannot be reached."""
+
+
+class SchemaError(StoreError):
+    """The database is corrupt, or was written by a newer release."""
+
+
+class StaleAttemptError(StoreError):
+    """A writer of an attempt that has been superseded, or has already ended, was refused."""
+
+
+class ConflictError(StoreError):
+    """The same idempotency key arrived with different content."""
+
+
+class GatewayError(LightningError, RuntimeError):
+    """The gateway could not start or lost its upstreams."""
+
+
+class PolicyServerError(LightningError, RuntimeError):
+    """vLLM did not start, died, or did not take new weights."""
+
+
+class EngineError(LightningError, RuntimeError):
+    """The training engine cannot load the model or take the step."""
+
+
+class RunnerError(LightningError, RuntimeError):
+    """Agents cannot be run at all."""
+
+
+class AuditError(LightningError, AssertionError):
+    """What was trained is not what the store holds."""

@@ -1,0 +1,99 @@
+"""Every hook of lightning, in one place: implement the ones you need with `@lightning.hookimpl`.
+
+A plugin is a module (or object) named by an entry point of the group `lightning`. The entry point's name is the plugin's
+name; `name.module` (one dot or more) delays importing the plugin until `module` is imported, as adapters want it:
+
+    [project.entry-points.lightning]
+    raw = "lightning_raw"                           # loaded with the plugin manager
+    "langchain.langchain_core" = "lightning_langchain"   # loaded when langchain_core is
+
+`register_*` hooks receive a function `register(name, factory)`; a name registered twice is an error that names both plugins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import pluggy
+
+if TYPE_CHECKING:
+    from lightning.algorithms.protocol import Algorithm
+    from lightning.config import Config
+    from lightning.credit import Credit
+    from lightning.demos import Demo
+    from lightning.engines.protocol import Engine
+    from lightning.runner.protocol import Agent, Runner
+    from lightning.store.protocol import Store
+    from lightning.tracking.protocol import Tracker
+    from lightning.types import Caller, Rollout, StepRecord, ToolEvent
+
+hookspec = pluggy.HookspecMarker("lightning")
+hookimpl = pluggy.HookimplMarker("lightning")
+
+Emit = "Callable[[ToolEvent], None]"
+Undo = "Callable[[], None]"
+
+
+class Register(Protocol):
+    """Give a name to a factory, a class or a function."""
+
+    def __call__(self, name: str, factory: object) -> None: ...
+
+
+@hookspec
+def lightning_install(emit: Callable[[ToolEvent], None]) -> Callable[[], None]:  # type: ignore[empty-body]
+    """Attach to the framework's own callbacks and report tool runs through `emit`; return a function that undoes it.
+
+    Called once in the agent's process. Must be idempotent and cheap.
+    """
+
+
+@hookspec(firstresult=True)
+def lightning_identify() -> Caller | None:
+    """Say which agent is calling. Asked in the very thread or task that is about to send a model request."""
+
+
+@hookspec
+def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
+    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`."""
+
+
+@hookspec
+def register_credits(register: Callable[[str, Credit], None]) -> None:
+    """Credit assignment functions for `LightningRL(credit="name")`."""
+
+
+@hookspec
+def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
+    """Engines for `Trainer(engine="name")`: a function from the configuration to an `Engine`."""
+
+
+@hookspec
+def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
+    """Stores by URL scheme: a function from the URL to a `Store`."""
+
+
+@hookspec
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """Runners for `Trainer(runner="name")`: a function from the agent and the configuration to a `Runner`."""
+
+
+@hookspec
+def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
+    """Where metrics go besides the store, for `trackers=["name"]`."""
+
+
+@hookspec
+def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
+    """Demonstrations for `lightning demo NAME`."""
+
+
+@hookspec
+def rollout_finished(rollout: Rollout) -> None:
+    """A rollout has succeeded or failed for good."""
+
+
+@hookspec
+def step_finished(record: StepRecord) -> None:
+    """An optimizer step has been committed."""

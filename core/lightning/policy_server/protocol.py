@@ -1,0 +1,63 @@
+"""What serves the policy: the contract between the trainer, the gateway and vLLM.
+
+The invariant: at any moment a policy server samples from exactly one version, and everybody who needs to can tell which
+version sampled which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A few tokens and the trainer's logprobs for them: `logprobs[i]` belongs to `ids[i]`; `logprobs[0]` is ignored."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update did. `in_flight` maps the request id (as the gateway sent it in `x-request-id`; with n > 1 one entry
+    `"{choice}_{id}"` each) to how many response tokens the *old* version had sampled when it was frozen."""
+
+    version: int
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    probe_gap: float | None = None
+    """Largest |trainer - server| logprob over the probe's tokens (nats); None without a probe."""
+
+
+class PolicyServer(Protocol):
+    """One vLLM, owned or attached. Raises `PolicyServerError`."""
+
+    @property
+    def url(self) -> str:
+        """Root URL without `/v1`, e.g. `http://127.0.0.1:8000`."""
+
+    @property
+    def model(self) -> str:
+        """The served model name requests must carry."""
+
+    @property
+    def version(self) -> int:
+        """The weight version it samples from now."""
+
+    async def start(self) -> None:
+        """Start (or attach) and return once it answers. On failure the error carries the last lines of its log."""
+
+    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+        """Put new weights (one safetensors file) into the running server.
+
+        Order: validate the file, pause (requests in flight freeze), read how far each had come, load, drop the prefix
+        cache, set the version, probe, resume. A file that does not fit is refused before anything is paused.
+        """
+
+    async def healthy(self) -> bool: ...
+
+    async def close(self) -> None:
+        """Stop what was started; leave alone what was attached."""

@@ -1,0 +1,137 @@
+"""What every store must do, whatever database is behind it.
+
+The invariant: everything acknowledged is durable, work is delivered at least once and takes effect exactly once.
+`(rollout, attempt)` fences late writers, `(rollout, attempt, seq)` makes appends idempotent. Methods may be awaited
+from any event loop of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning.types import Json, Lease, Outcome, Rollout, Run, Status, StepRecord, StepReward, ToolEvent, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some rollouts and the cursor of the next page (empty when this was the last)."""
+
+    rollouts: tuple[Rollout, ...]
+    cursor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoint:
+    """The metrics of one step of a run; `at` is Unix time by the database's clock."""
+
+    step: int
+    values: Mapping[str, float]
+    at: float
+
+
+class Store(Protocol):
+    """The one source of truth. Every method raises `StoreError` (or a subclass) when the database refuses."""
+
+    async def open(self) -> None:
+        """Connect and migrate forward. Raises `SchemaError` for a corrupt or newer database. Idempotent."""
+
+    async def close(self) -> None:
+        """Flush what was acknowledged and disconnect. Idempotent."""
+
+    # runs -------------------------------------------------------------------------------------------------------
+    async def put_run(self, run: Run) -> Run:
+        """Create the run, or return the stored one when the id exists (its config is not changed)."""
+
+    async def get_run(self, run: str) -> Run | None: ...
+
+    async def list_runs(self) -> list[Run]:
+        """All runs, newest first."""
+
+    # rollouts ---------------------------------------------------------------------------------------------------
+    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """Insert those whose id is new; return how many were. Calling again with the same ids changes nothing."""
+
+    async def get_rollout(self, rollout: str) -> Rollout | None: ...
+
+    async def list_rollouts(
+        self,
+        run: str,
+        *,
+        split: str | None = None,
+        step: int | None = None,
+        status: Status | None = None,
+        cursor: str = "",
+        limit: int = 1000,
+    ) -> Page:
+        """Rollouts of a run in creation order, filtered; `cursor` continues where a page ended."""
+
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+        """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
+
+        A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead.
+        Clocks are the database's; `ttl` is in seconds.
+        """
+
+    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
+        """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
+
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+        """End an attempt, with its tool events and step rewards, atomically.
+
+        A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left,
+        other faults make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
+        attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`.
+        """
+
+    async def release(self, worker: str) -> int:
+        """Return every rollout leased by `worker` to pending without spending the attempt's retry; return how many.
+
+        Used when a runner restarts or drains. The attempt number still advances at the next lease, so that late
+        writers of the released attempt are fenced.
+        """
+
+    # transitions ------------------------------------------------------------------------------------------------
+    async def append(self, transitions: Sequence[Transition]) -> int:
+        """Store calls durably before returning; return how many were new.
+
+        The same key with the same content is a no-op; with different content `ConflictError`. An attempt that was
+        superseded or has ended raises `StaleAttemptError`; an unknown rollout raises `StoreError`.
+        """
+
+    async def next_seq(self, rollout: str, attempt: int) -> int:
+        """The first unused `seq` of an attempt (0 for a new one)."""
+
+    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
+        """The calls of an attempt (default: the rollout's current one) in `seq` order."""
+
+    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
+        """`transitions` for many `(rollout, attempt)` at once, in the order asked for."""
+
+    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]: ...
+
+    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]: ...
+
+    # steps and metrics ------------------------------------------------------------------------------------------
+    async def commit_step(self, record: StepRecord) -> None:
+        """Record an optimizer step and mark its rollouts trained, atomically.
+
+        Raises `ConflictError` when the step exists with another digest or one of the rollouts was trained already by
+        another step, `StaleAttemptError` when a rollout's succeeded attempt is not the one named. Repeating is a no-op.
+        """
+
+    async def list_steps(self, run: str) -> list[StepRecord]:
+        """Committed steps in order."""
+
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Merge values into the metrics of a step."""
+
+    async def metrics(self, run: str) -> list[MetricPoint]: ...
+
+    # small state ------------------------------------------------------------------------------------------------
+    async def put_state(self, run: str, key: str, value: Json) -> None:
+        """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one."""
+
+    async def get_state(self, run: str, key: str) -> Json:
+        """The value kept under a key, or None."""

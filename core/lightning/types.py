@@ -1,0 +1,263 @@
+"""The nouns of lightning: plain frozen values that every room passes around.
+
+Nothing here imports anything but the standard library, and nothing here is ever changed in place: token arrays are
+`array.array` buffers that numpy and torch can read without a copy, and whoever holds one must treat it as read-only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
+TokenIds: TypeAlias = "array[int]"
+"""`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
+LogProbs: TypeAlias = "array[float]"
+"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
+
+
+def token_ids(values: Sequence[int] = ()) -> TokenIds:
+    """Pack integers into the project's token array."""
+    return array("i", values)
+
+
+def logprobs(values: Sequence[float] = ()) -> LogProbs:
+    """Pack floats into the project's log-probability array."""
+    return array("f", values)
+
+
+def new_id(prefix: str) -> str:
+    """A fresh, unguessable id such as `run-1f0c...`."""
+    return f"{prefix}-{uuid.uuid4().hex[:16]}"
+
+
+class Status(StrEnum):
+    """Where a rollout stands.
+
+    pending -> running -> succeeded | failed; running -> pending again when an attempt was lost and may be retried.
+    """
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class Fault(StrEnum):
+    """Whose fault an unsuccessful attempt was; only `INFRASTRUCTURE` is retried."""
+
+    AGENT = "agent"
+    TIMEOUT = "timeout"
+    INFRASTRUCTURE = "infrastructure"
+
+
+class CallStatus(StrEnum):
+    """How a model call ended: only `OK` calls are ever trained."""
+
+    OK = "ok"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One unit of work. `input` is whatever the agent needs (JSON); `expected` is for the grader, never shown to the model.
+
+    `id` defaults to a hash of the content, so the same task has the same id in every process.
+    """
+
+    input: Json
+    expected: Json = None
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            text = json.dumps([self.input, self.expected, dict(self.metadata)], sort_keys=True)
+            object.__setattr__(self, "id", "task-" + hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+@dataclass(frozen=True, slots=True)
+class LLM:
+    """What an agent needs to call the policy: give these three to any OpenAI-compatible client.
+
+    `api_key` is a signed token that belongs to one attempt of one rollout and expires with it.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+
+    @property
+    def url_with_token(self) -> str:
+        """A base URL that carries the token itself, for clients that take a URL but no key."""
+        root = self.base_url.removesuffix("/v1")
+        return f"{root}/r/{self.api_key}/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is calling the model: `agent` is the name users put in `train_agents`, `path` runs outermost to innermost."""
+
+    agent: str
+    path: tuple[str, ...] = ()
+    span_id: str = ""
+    parent_id: str = ""
+    framework: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolEvent:
+    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds."""
+
+    name: str
+    status: str
+    call_id: str = ""
+    arguments: Json = None
+    output: str = ""
+    error: str = ""
+    caller: Caller | None = None
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReward:
+    """A reward given inside a rollout by `lightning.reward`, for the call `response_id` or, if empty, the last call before it."""
+
+    value: float
+    name: str = "reward"
+    response_id: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """From response token `start` on, the policy that sampled was version `version`."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One model call as a step of the agent's MDP: state = `prompt_ids`, action = `response_ids`.
+
+    `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order they began.
+    With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
+    and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
+    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass.
+    """
+
+    rollout: str
+    attempt: int
+    seq: int
+    id: str
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    logprobs: LogProbs
+    caller: Caller = Caller("agent")
+    versions: tuple[VersionRun, ...] = (VersionRun(0, 0),)
+    status: CallStatus = CallStatus.OK
+    finish_reason: str = ""
+    choice: int = 0
+    temperature: float = 1.0
+    constrained: bool = False
+    started_at: float = 0.0
+    ended_at: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return (self.rollout, self.attempt, self.seq)
+
+    @property
+    def version(self) -> int:
+        """The version that sampled the first response token."""
+        return self.versions[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One run of the agent on one task. `group` ties the n rollouts of one task together (GRPO).
+
+    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for; `split` is
+    `train` or the name of an evaluation. `rewards` keeps named parts when the agent returned several.
+    """
+
+    id: str
+    run: str
+    task: Task
+    group: str
+    step: int = 0
+    split: str = "train"
+    index: int = 0
+    max_attempts: int = 2
+    status: Status = Status.PENDING
+    attempt: int = 0
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    fault: Fault | None = None
+    error: str = ""
+    seconds: float = 0.0
+    trained_at_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to run one attempt of a rollout until `expires_at` (the database's clock). `rollout.attempt` is the fencing token."""
+
+    rollout: Rollout
+    worker: str
+    expires_at: float
+
+    @property
+    def attempt(self) -> int:
+        return self.rollout.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. Exactly one of `reward` (the reward function saw a result) and `fault` is set."""
+
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    fault: Fault | None = None
+    error: str = ""
+    seconds: float = 0.0
+    tool_events: tuple[ToolEvent, ...] = ()
+    step_rewards: tuple[StepReward, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training or evaluation run; `config` is the resolved configuration it was started with."""
+
+    id: str
+    name: str
+    config: Mapping[str, Json] = field(default_factory=dict)
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed optimizer step: the proof of what was trained.
+
+    `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of each of their trained rows (ids,
+    logprobs, rewards, advantages, versions) in the same order, and `digest` covers the whole batch in order.
+    `policy_version` is the version of the weights this step produced.
+    """
+
+    run: str
+    step: int
+    policy_version: int
+    rollouts: tuple[tuple[str, int], ...]
+    digests: tuple[str, ...]
+    digest: str
+    checkpoint: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    at: float = 0.0

@@ -1,0 +1,1 @@
+"""Examples that ship with lightning: each folder is one a user copies."""
