@@ -9,33 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning.engines.protocol import Loss, Sample
-from lightning.types import Rollout, StepReward, ToolEvent, Transition
-
-
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """One succeeded rollout with everything recorded about it. `transitions` are its OK calls in `seq` order;
-    `trainable[i]` says whether call i belongs to the component of interest."""
-
-    rollout: Rollout
-    transitions: tuple[Transition, ...]
-    trainable: tuple[bool, ...]
-    tool_events: tuple[ToolEvent, ...] = ()
-    step_rewards: tuple[StepReward, ...] = ()
-
-    @property
-    def reward(self) -> float:
-        assert self.rollout.reward is not None, "only succeeded rollouts become trajectories"
-        return self.rollout.reward
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The trajectories of one task (GRPO's group), in `rollout.index` order; failed rollouts are absent."""
-
-    id: str
-    trajectories: tuple[Trajectory, ...]
+from lightning.batch.sample import Sample
+from lightning.batch.trajectory import Group
+from lightning.losses.protocol import Loss
+from lightning.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,82 +7,12 @@ split into micro-batches or spread over workers. Every normalisation is therefor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-if TYPE_CHECKING:
-    import torch
-
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where one transition's response lies inside a sample: tokens `[start, stop)` of `ids` are its action."""
-
-    rollout: str
-    attempt: int
-    seq: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One training row of T tokens, aligned so that every array has length T and index t speaks of token t.
-
-    `weights[t]` is the token's share of the loss (0 = not trained: prompts, tool results, other agents), already
-    normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) hold where
-    `weights[t] != 0`; `versions[t]` is the policy version that sampled the token (-1 for tokens that were not sampled).
-    `temperature` is the one the row's responses were sampled with.
-    """
-
-    ids: IntArray
-    weights: FloatArray
-    advantages: FloatArray
-    logprobs: FloatArray
-    versions: IntArray
-    spans: tuple[Span, ...]
-    temperature: float = 1.0
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """The trained tokens of one micro-batch, flat, as torch tensors of shape (N,): what a loss function sees."""
-
-    logprobs: torch.Tensor
-    """Current policy's logprobs of the sampled tokens; the gradient flows through it."""
-    old_logprobs: torch.Tensor
-    """Logprobs the ratio is taken against (the sampler's where known, else the current ones detached)."""
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    entropy: torch.Tensor
-    """Entropy (nats) of the current policy at each token, differentiable."""
-    has_old: torch.Tensor
-    """Bool: the sampler gave a logprob for this token."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossOutput:
-    """`loss` is a scalar: the weighted *sum* over the micro-batch's tokens. `metrics` are weighted sums too (detached)."""
-
-    loss: torch.Tensor
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Loss(Protocol):
-    """A pure function from tokens to a loss. It must be a sum over tokens of `weights * something`, so that splitting
-    the tokens over calls changes nothing."""
-
-    def __call__(self, batch: TokenBatch) -> LossOutput: ...
+from lightning.batch.sample import FloatArray, Sample
+from lightning.losses.protocol import Loss
 
 
 @dataclass(frozen=True, slots=True)

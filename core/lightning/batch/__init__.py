@@ -1,0 +1,1 @@
+"""Trajectories become training rows."""

@@ -1,0 +1,1 @@
+"""Trajectory credit: how a rollout's return is spread over its calls."""

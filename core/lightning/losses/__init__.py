@@ -1,0 +1,1 @@
+"""Pure tensor functions: per-token losses."""
