@@ -22,14 +22,16 @@ class TrainerConfig(Section):
     """Groups per step; the number of rollouts is this times the algorithm's group size."""
     eval_every: int = Field(default=10, ge=0)
     """Evaluate on the held-out tasks every so many steps, and always before the first and after the last; 0 only then."""
-    eval_temperature: float = Field(default=1.0, ge=0.0)
-    """Sampling temperature of evaluations."""
+    eval_temperature: float | None = Field(default=None, ge=0.0)
+    """Sampling temperature of evaluations; null leaves the agent's own."""
     checkpoint_every: int = Field(default=1, ge=1)
     """Write the training state every so many steps; steps since then are replayed from the store on resume."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many checkpoints stay on disk."""
     seed: int = 0
     """Seeds the order of tasks, the sampler and the engine."""
+    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
+    """Where metrics go besides the store."""
     max_logprob_gap: float = Field(default=0.5, gt=0)
     """Warn when |trainer - sampler| exceeds this on any token (nats)."""
 
@@ -133,6 +135,8 @@ class RunnerConfig(Section):
     """Attempts per rollout; only infrastructure failures are retried."""
     lease_ttl: float = Field(default=60.0, gt=0)
     """Seconds until a silent runner's work is given to another."""
+    adapters: tuple[str, ...] | None = None
+    """Adapters to install in the agents' processes; null installs every one that is found."""
     preload: tuple[str, ...] = ()
     """Modules the fork server imports once, so that a new process starts at once."""
     rollouts_per_process: int = Field(default=1000, ge=1)

@@ -59,5 +59,11 @@ class PolicyServer(Protocol):
 
     async def healthy(self) -> bool: ...
 
+    async def wait_died(self) -> None:
+        """Return when the server has died without being asked to; never returns while it lives."""
+
+    async def restart(self, weights: Path | None, version: int) -> None:
+        """Bring a dead server back, serving `weights` (None: the model folder's own) as `version`."""
+
     async def close(self) -> None:
         """Stop what was started; leave alone what was attached."""

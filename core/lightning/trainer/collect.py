@@ -1,0 +1,134 @@
+"""From the store to groups and back to a proof: what a step trains on, and the record of what it did train on.
+
+The invariant: training and audit read the same rows by the same functions, so a batch can be derived again at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from lightning.algorithms.protocol import Batch
+from lightning.batch.digest import span_digest
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.store.protocol import Store
+from lightning.types import Caller, CallStatus, Rollout, Status, Transition
+
+
+async def all_rollouts(store: Store, run: str, *, split: str | None = None, step: int | None = None) -> list[Rollout]:
+    """Every rollout of a run (all pages), in creation order."""
+    found: list[Rollout] = []
+    cursor = ""
+    while True:
+        page = await store.list_rollouts(run, split=split, step=step, cursor=cursor)
+        found.extend(page.rollouts)
+        cursor = page.cursor
+        if not cursor:
+            return found
+
+
+def is_trainable(caller: Caller, train_agents: Sequence[str]) -> bool:
+    """Whether a call belongs to the component of interest: a glob matches its path (`sql/writer`) or its agent's name.
+
+    No globs means that every agent is trained.
+    """
+    if not train_agents:
+        return True
+    path = "/".join(caller.path) or caller.agent
+    return any(fnmatchcase(path, glob) or fnmatchcase(caller.agent, glob) for glob in train_agents)
+
+
+async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: Sequence[str]) -> list[Group]:
+    """The groups of succeeded rollouts, in the order their first rollout was created; failed rollouts are absent."""
+    done = [rollout for rollout in rollouts if rollout.status is Status.SUCCEEDED]
+    calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in done])
+    groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
+    for rollout, transitions in zip(done, calls, strict=True):
+        ok = tuple(call for call in transitions if call.status is CallStatus.OK)
+        trainable = tuple(is_trainable(call.caller, train_agents) for call in ok)
+        groups[rollout.group].append(
+            Trajectory(
+                rollout,
+                ok,
+                trainable,
+                tuple(await store.tool_events(rollout.id, rollout.attempt)),
+                tuple(await store.step_rewards(rollout.id, rollout.attempt)),
+            )
+        )
+    return [
+        Group(name, tuple(sorted(members, key=lambda member: member.rollout.index))) for name, members in groups.items()
+    ]
+
+
+def rollout_digest(trajectory: Trajectory) -> str:
+    """SHA-256 (hex) of everything recorded about a rollout that training reads: ids, logprobs, reward, versions, order."""
+    rollout = trajectory.rollout
+    digest = hashlib.sha256()
+    _text(digest, rollout.id, rollout.group, rollout.task.id)
+    digest.update(struct.pack("<qqqd", rollout.attempt, rollout.step, rollout.index, trajectory.reward))
+    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
+        _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.finish_reason)
+        digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
+        for run in call.versions:
+            digest.update(struct.pack("<qq", run.start, run.version))
+        for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
+            digest.update(struct.pack("<q", len(values)))
+            digest.update(np.asarray(values, dtype=kind).tobytes())
+    for event in trajectory.tool_events:
+        _text(digest, event.name, event.status, event.call_id)
+    for step_reward in trajectory.step_rewards:
+        _text(digest, step_reward.name, step_reward.response_id)
+        digest.update(struct.pack("<d", step_reward.value))
+    return digest.hexdigest()
+
+
+def batch_digest(batch: Batch) -> str:
+    """SHA-256 (hex) of the training rows in their order: every array the engine computes on."""
+    digest = hashlib.sha256()
+    for sample in batch.samples:
+        digest.update(struct.pack("<qd", len(sample), sample.temperature))
+        for values, kind in (
+            (sample.ids, "<i4"),
+            (sample.weights, "<f4"),
+            (sample.advantages, "<f4"),
+            (sample.logprobs, "<f4"),
+            (sample.versions, "<i4"),
+        ):
+            digest.update(np.ascontiguousarray(values, dtype=kind).tobytes())
+        for span in sample.spans:
+            _text(digest, span.rollout)
+            digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
+    return digest.hexdigest()
+
+
+def digests_of(batch: Batch, groups: Sequence[Group]) -> tuple[str, ...]:
+    """The digest of each used rollout, in training order."""
+    trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
+    return tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used)
+
+
+def count_drift(batch: Batch, calls: Sequence[Transition], seen: Mapping[tuple[str, int, int], str]) -> int:
+    """How many trained tokens are not the ones the policy server sampled.
+
+    `seen` is what the engine computed its loss on, `calls` what the gateway recorded from the policy server's answers.
+    """
+    recorded = {call.key: call for call in calls}
+    drift = 0
+    for sample in batch.samples:
+        for span in sample.spans:
+            key = (span.rollout, span.attempt, span.seq)
+            call = recorded.get(key)
+            if call is None or seen.get(key) != span_digest(call.response_ids, call.logprobs):
+                drift += span.stop - span.start
+    return drift
+
+
+def _text(digest: hashlib._Hash, *values: str) -> None:
+    for value in values:
+        data = value.encode()
+        digest.update(struct.pack("<q", len(data)))
+        digest.update(data)

@@ -1,0 +1,104 @@
+"""A dry run: a few tasks, no training, and a report of what lightning saw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning.trainer.collect import all_rollouts, is_trainable
+from lightning.trainer.plan import VAL, val_rollouts
+from lightning.trainer.progress import Reporter
+from lightning.trainer.stack import Stack
+from lightning.types import CallStatus, Rollout, Task
+
+
+@dataclass(frozen=True, slots=True)
+class DevRow:
+    """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`."""
+
+    task: str
+    reward: float | None
+    error: str
+    seconds: float
+    agents: dict[str, int]
+    tools: dict[str, int]
+    trained_calls: int
+    prompt_tokens: int
+    response_tokens: int
+    calls_without_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class DevReport:
+    """What a dry run found; `problems` are in words, with the cure, and empty when training can start."""
+
+    rows: tuple[DevRow, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether training can start."""
+        return not self.problems
+
+
+async def dry_run(stack: Stack, tasks: Sequence[Task], train_agents: Sequence[str], reporter: Reporter) -> DevReport:
+    """Run each task once and read back what was recorded."""
+    planned = val_rollouts(stack.run.id, 0, tasks, stack.config.runner.max_attempts)
+    reporter.phase("dry run", len(planned))
+    await stack.execute(planned, reporter.rollout)
+    rollouts = await all_rollouts(stack.store, stack.run.id, split=VAL, step=0)
+    rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
+    report = DevReport(rows, tuple(_problems(rows, train_agents)))
+    show(report, reporter.console)
+    return report
+
+
+async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> DevRow:
+    calls = [call for call in await stack.store.transitions(rollout.id) if call.status is CallStatus.OK]
+    events = await stack.store.tool_events(rollout.id)
+    return DevRow(
+        task=str(rollout.task.input)[:80],
+        reward=rollout.reward,
+        error=rollout.error,
+        seconds=rollout.seconds,
+        agents=dict(Counter("/".join(call.caller.path) or call.caller.agent for call in calls)),
+        tools=dict(Counter(f"{event.name}:{event.status}" for event in events)),
+        trained_calls=sum(is_trainable(call.caller, train_agents) for call in calls),
+        prompt_tokens=sum(len(call.prompt_ids) for call in calls),
+        response_tokens=sum(len(call.response_ids) for call in calls),
+        calls_without_logprobs=sum(not call.logprobs for call in calls),
+    )
+
+
+def _problems(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[str]:
+    problems = [f"task {row.task!r} failed: {row.error}" for row in rows if row.reward is None]
+    scored = [row for row in rows if row.reward is not None]
+    if scored and not any(row.trained_calls for row in scored):
+        seen = sorted({agent for row in scored for agent in row.agents})
+        problems.append(f"train_agents {list(train_agents)} matches none of the agents seen: {', '.join(seen)}")
+    if any(row.calls_without_logprobs for row in scored):
+        problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
+    return problems
+
+
+def show(report: DevReport, console: Console) -> None:
+    """The report as a table."""
+    table = Table("task", "reward", "agents (calls)", "tools", "tokens in/out", "seconds", title="dry run")
+    for row in report.rows:
+        table.add_row(
+            row.task,
+            "[red]failed" if row.reward is None else f"{row.reward:.3g}",
+            ", ".join(f"{agent} ({count})" for agent, count in row.agents.items()),
+            ", ".join(f"{tool} ({count})" for tool, count in row.tools.items()),
+            f"{row.prompt_tokens}/{row.response_tokens}",
+            f"{row.seconds:.1f}",
+        )
+    console.print(table)
+    for problem in report.problems:
+        console.print(f"[red]{problem}", highlight=False)
+    if report.ok:
+        console.print("everything that training needs was recorded", highlight=False)

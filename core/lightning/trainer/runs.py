@@ -1,0 +1,95 @@
+"""A run's folder and identity: one trainer at a time, and a resume must be the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.errors import ConfigError
+from lightning.store.protocol import Store
+from lightning.types import Json, Run
+
+MAY_CHANGE = (
+    "trainer.steps",
+    "trainer.trackers",
+    "trainer.keep_checkpoints",
+    "trainer.checkpoint_every",
+    "policy_server",
+    "gateway",
+    "runner",
+)
+"""Settings that a resumed run may change: none of them alters what was trained."""
+
+
+@contextmanager
+def claim_folder(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it: a second trainer on it is refused. The lock goes with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"cannot write to the run's folder {folder}: {error}. Give another `out`.") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process is training in {folder}: wait for it, or give another `out`") from error
+        yield
+
+
+def describe_algorithm(algorithm: Algorithm) -> dict[str, Json]:
+    """An algorithm in JSON: its plugin name and, for a dataclass of plain values, its arguments.
+
+    `arguments` is null when they are not plain (a user's own credit function): then only Python code that has the object
+    can derive its batches again.
+    """
+    arguments: Json = None
+    if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
+        values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
+        try:
+            arguments = json.loads(json.dumps(values))
+        except TypeError:
+            arguments = None
+    return {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": arguments}
+
+
+async def open_run(store: Store, run: str, described: Mapping[str, Json], *, resume: bool) -> Run:
+    """Create the run or, with `resume`, check that the stored one is the same."""
+    known = await store.get_run(run)
+    if known is None:
+        return await store.put_run(Run(run, run, described, time.time()))
+    if not resume:
+        raise ConfigError(
+            f"run {run!r} exists already: pass resume=True (--resume) to go on with it, or give another `out`"
+        )
+    different = sorted(_differences(known.config, described))
+    if different:
+        raise ConfigError(
+            f"run {run!r} was started with other settings ({', '.join(different)}): resume it with the same ones, "
+            "or give another `out` to start a new run"
+        )
+    return known
+
+
+def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[str]:
+    old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
+    for key in old.keys() | new.keys():
+        name = key.removeprefix("config.")
+        if not any(name == free or name.startswith(f"{free}.") for free in MAY_CHANGE) and old.get(key) != new.get(key):
+            yield name
+
+
+def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    flat: dict[str, Json] = {}
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            flat |= _flatten(item, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = item
+    return flat

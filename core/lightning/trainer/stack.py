@@ -1,0 +1,151 @@
+"""The running parts of a training run: store, policy server, gateway, runner; opened together, closed in reverse.
+
+The invariant: whatever fails while opening or running, everything that was started is stopped, and nothing acknowledged
+is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning.config import Config
+from lightning.errors import PolicyServerError
+from lightning.gateway import Gateway, Upstream
+from lightning.policy_server import make_policy_server
+from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.runner.protocol import Runner
+from lightning.runner.work import work
+from lightning.store.protocol import Store
+from lightning.trainer.plan import VAL
+from lightning.types import LLM, Lease, Rollout, Run
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5
+"""A policy server that dies more often than this in one run has a fault of its own."""
+
+
+@dataclass
+class Stack:
+    """What the loop works with. Make one with `open_stack`."""
+
+    run: Run
+    config: Config
+    folder: Path
+    store: Store
+    policy: PolicyServer
+    gateway: Gateway
+    runner: Runner
+    version: int = 0
+    weights: Path | None = None
+    restarts: int = 0
+    _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def llm(self, lease: Lease) -> LLM:
+        """The model as one attempt sees it; evaluations may fix the temperature."""
+        temperature = self.config.trainer.eval_temperature
+        if lease.rollout.split == VAL and temperature is not None:
+            return self.gateway.llm(lease, sampling={"temperature": temperature})
+        return self.gateway.llm(lease)
+
+    async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
+        """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
+        await self.store.create_rollouts(rollouts)
+        doing = asyncio.create_task(
+            work(
+                self.store,
+                self.runner,
+                self.run.id,
+                self.llm,
+                worker=f"{self.run.id}/local",
+                config=self.config.runner,
+                on_finished=on_finished,
+            )
+        )
+        await self._unless_supervisor_fails(doing)
+
+    async def update(self, weights: Path, version: int, probe: Probe | None) -> Update:
+        """Put new weights into the policy server; requests that arrive meanwhile wait."""
+        async with self.gateway.hold():
+            update = await self.policy.update(weights, version, probe)
+            self.gateway.policy_updated(update)
+        self.version, self.weights = version, weights
+        return update
+
+    async def _unless_supervisor_fails(self, doing: asyncio.Task[None]) -> None:
+        watching: set[asyncio.Task[None]] = {doing}
+        if self._supervisor is not None:
+            watching.add(self._supervisor)
+        try:
+            await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done() and self._supervisor is not None and self._supervisor.done():
+                self._supervisor.result()
+            await doing
+        finally:
+            doing.cancel()
+            await asyncio.gather(doing, return_exceptions=True)
+
+    async def supervise(self) -> None:
+        """Bring a dead policy server back with the current weights while requests wait; give up after MAX_RESTARTS."""
+        while True:
+            await self.policy.wait_died()
+            self.restarts += 1
+            if self.restarts > MAX_RESTARTS:
+                raise PolicyServerError(
+                    f"the policy server died {self.restarts} times in this run; see {self.folder / 'vllm.log'}"
+                )
+            logger.warning("the policy server died; restarting it with version %d", self.version)
+            old = Upstream(self.policy.url, self.policy.model)
+            async with self.gateway.hold():
+                await self.policy.restart(self.weights, self.version)
+                self.gateway.replace_upstream(old, Upstream(self.policy.url, self.policy.model))
+
+
+async def gateway_secret(store: Store, run: str) -> bytes:
+    """The run's signing secret: made once and kept with the run, so that tokens outlive a restart."""
+    kept = await store.get_state(run, "gateway_secret")
+    if not isinstance(kept, str):
+        kept = secrets.token_hex(32)
+        await store.put_state(run, "gateway_secret", kept)
+    return bytes.fromhex(kept)
+
+
+async def open_stack(
+    resources: AsyncExitStack,
+    *,
+    run: Run,
+    config: Config,
+    folder: Path,
+    model: Path,
+    store: Store,
+    runner: Runner,
+) -> Stack:
+    """Start everything that serves and runs agents; `resources` closes it. The store must be open already."""
+    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
+    resources.push_async_callback(policy.close)
+    resources.push_async_callback(runner.close)
+    await asyncio.gather(policy.start(), runner.start())
+    gateway = Gateway(
+        store,
+        [Upstream(policy.url, policy.model)],
+        config.gateway,
+        secret=await gateway_secret(store, run.id),
+        version=policy.version,
+    )
+    await gateway.start()
+    resources.push_async_callback(gateway.close)
+    stack = Stack(run, config, folder, store, policy, gateway, runner, version=policy.version)
+    stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
+    resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
+    return stack
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,247 @@
+"""`Trainer`: from an agent and its tasks to a better model, in one call.
+
+The invariant: one folder (`out`) holds everything a run is: database, checkpoints, logs, metrics, final model. The same call
+with `resume=True` goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TypeVar
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.config import Config, load_config, with_settings
+from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+from lightning.runner.protocol import Agent
+from lightning.store.protocol import Store
+from lightning.tracking import Trackers
+from lightning.trainer.dev import DevReport, dry_run
+from lightning.trainer.loop import Loop
+from lightning.trainer.model import resolve_model
+from lightning.trainer.plan import as_tasks
+from lightning.trainer.progress import Reporter
+from lightning.trainer.runs import claim_folder, describe_algorithm, open_run
+from lightning.trainer.stack import open_stack
+from lightning.trainer.summary import Summary, summarize
+from lightning.types import Json, Task
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Trainer:
+    """Makes the model behind an agent better by reinforcement learning.
+
+    `model` is a folder with a `transformers` causal LM, or the name of one on a model hub. `algorithm` is an object or the
+    name of a registered one. `adapters` names the adapters to install in the agents' processes (default: all found),
+    `train_agents` the agents to train, as globs on the caller path (default: all). `engine`, `runner` and the scheme of
+    `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file; the keyword arguments after it are
+    shortcuts for its commonest fields and win over it. `out` is the run's folder; its name is the run's id.
+
+    Raises `ConfigError` for impossible settings and `PluginError` for unknown names, before anything is started.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        algorithm: Algorithm | str = "grpo",
+        *,
+        adapters: Sequence[str] | None = None,
+        train_agents: Sequence[str] = (),
+        engine: str = "torch",
+        runner: str = "process",
+        store: str | None = None,
+        policy_server: str | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        config: Config | str | Path | None = None,
+        steps: int | None = None,
+        tasks_per_step: int | None = None,
+        lr: float | None = None,
+        seed: int | None = None,
+        concurrency: int | None = None,
+        progress: bool = True,
+    ) -> None:
+        base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
+        shortcuts: dict[str, object] = {
+            "trainer.steps": steps,
+            "trainer.tasks_per_step": tasks_per_step,
+            "trainer.seed": seed,
+            "engine.lr": lr,
+            "runner.concurrency": concurrency,
+            "runner.adapters": tuple(adapters) if adapters is not None else None,
+            "policy_server.attach": policy_server,
+        }
+        self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
+        self.model = resolve_model(model)
+        self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+        self.train_agents = tuple(train_agents)
+        self.engine, self.runner, self.store_url = engine, runner, store
+        self.out = (
+            Path(out) if out is not None else Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        )
+        self.resume, self.progress = resume, progress
+
+    @property
+    def run_id(self) -> str:
+        """The run's id: the name of its folder."""
+        return self.out.resolve().name
+
+    def fit(self, agent: Agent, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
+        """Train until `trainer.steps`, evaluating on `val`; returns what was achieved.
+
+        `agent(task, llm)` is called in worker processes with a `Task` and an `LLM`; it returns its reward. Interrupting
+        (Ctrl-C, SIGTERM) stops cleanly; call again with `resume=True` to go on. Raises `DataError` for an empty task list,
+        `ConfigError` when the folder holds another run, and what the rooms raise (`PolicyServerError`, `EngineError`, ...).
+        """
+        return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
+
+    def dev(self, agent: Agent, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
+        """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.
+
+        Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run.
+        """
+        return run_to_end(self._dev(agent, as_tasks(tasks, "tasks")[:count]))
+
+    def summary(self) -> Summary:
+        """What the run in `out` has achieved so far."""
+        return run_to_end(self._summary())
+
+    async def _fit(self, agent: Agent, train: list[Task], val: list[Task]) -> Summary:
+        if not train:
+            raise ConfigError("the list of training tasks is empty: give fit() at least one task in `train`")
+        began = time.monotonic()
+        async with AsyncExitStack() as resources:
+            resources.enter_context(claim_folder(self.out))
+            reporter = resources.enter_context(Reporter(enabled=self.progress))
+            store = self._store()
+            await store.open()
+            resources.push_async_callback(store.close)
+            run = await open_run(store, self.run_id, self._described(train, val), resume=self.resume)
+            reporter.phase("starting the policy server and loading the model")
+            engine = self._make_engine()
+            resources.callback(engine.close)
+            runner = plugins().runner(self.runner)(agent, self.config)
+            stack, _ = await asyncio.gather(
+                open_stack(
+                    resources,
+                    run=run,
+                    config=self.config,
+                    folder=self.out,
+                    model=self.model,
+                    store=store,
+                    runner=runner,
+                ),
+                asyncio.to_thread(engine.open, self.model, self._optimizer(), seed=self.config.trainer.seed),
+            )
+            trackers = resources.enter_context(
+                Trackers(self.config.trainer.trackers, self.config, run=run.id, folder=self.out)
+            )
+            started = {"seconds/start": time.monotonic() - began}
+            loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
+            await loop.run(started)
+            return await summarize(store, run.id)
+
+    async def _dev(self, agent: Agent, tasks: list[Task]) -> DevReport:
+        async with AsyncExitStack() as resources:
+            resources.enter_context(claim_folder(self.out))
+            reporter = resources.enter_context(Reporter(enabled=self.progress))
+            store = self._store()
+            await store.open()
+            resources.push_async_callback(store.close)
+            run = await open_run(store, self.run_id, self._described(tasks, []), resume=self.resume)
+            runner = plugins().runner(self.runner)(agent, self.config)
+            reporter.phase("starting the policy server")
+            stack = await open_stack(
+                resources, run=run, config=self.config, folder=self.out, model=self.model, store=store, runner=runner
+            )
+            return await dry_run(stack, tasks, self.train_agents, reporter)
+
+    async def _summary(self) -> Summary:
+        store = self._store()
+        await store.open()
+        try:
+            return await summarize(store, self.run_id)
+        finally:
+            await store.close()
+
+    def _store(self) -> Store:
+        url = self.store_url or f"sqlite:///{(self.out / 'lightning.db').resolve()}"
+        return plugins().store(url)
+
+    def _make_engine(self) -> Engine:
+        return plugins().engine(self.engine)(self.config)
+
+    def _optimizer(self) -> OptimizerConfig:
+        engine = self.config.engine
+        return OptimizerConfig(
+            engine.lr, engine.betas, engine.weight_decay, engine.eps, engine.max_grad_norm, engine.warmup_steps
+        )
+
+    def _described(self, train: Sequence[Task], val: Sequence[Task]) -> dict[str, Json]:
+        return {
+            "model": str(self.model),
+            "algorithm": describe_algorithm(self.algorithm),
+            "train_agents": list(self.train_agents),
+            "engine": self.engine,
+            "seed": self.config.trainer.seed,
+            "config": self.config.model_dump(mode="json"),
+            "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
+        }
+
+
+def run_to_end(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine from ordinary code, also inside a notebook whose thread has a loop already.
+
+    SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then KeyboardInterrupt is raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(_interruptible(main))
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(asyncio.run(main))
+        except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
+            errors.append(error)
+
+    thread = threading.Thread(target=target, name="lightning-trainer")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+async def _interruptible(main: Coroutine[object, object, T]) -> T:
+    task = asyncio.current_task()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        if task is not None:
+            task.cancel()
+
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await main
+    except asyncio.CancelledError:
+        if terminated:
+            raise KeyboardInterrupt from None
+        raise
