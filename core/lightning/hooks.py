@@ -38,7 +38,8 @@ Undo = "Callable[[], None]"
 class Register(Protocol):
     """Give a name to a factory, a class or a function."""
 
-    def __call__(self, name: str, factory: object) -> None: ...
+    def __call__(self, name: str, factory: object) -> None:
+        """Raises `PluginError` when the name is taken."""
 
 
 @hookspec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 TokenIds: TypeAlias = "array[int]"
 """`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
 LogProbs: TypeAlias = "array[float]"
@@ -128,7 +128,7 @@ class ToolEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepReward:
-    """A reward given inside a rollout by `lightning.reward`, for the call `response_id` or, if empty, the last call before it."""
+    """A reward given inside a rollout by `lightning.reward`: for the call `response_id`, or the last one before it."""
 
     value: float
     name: str = "reward"
@@ -173,6 +173,7 @@ class Transition:
 
     @property
     def key(self) -> tuple[str, int, int]:
+        """The idempotency key."""
         return (self.rollout, self.attempt, self.seq)
 
     @property
@@ -209,7 +210,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to run one attempt of a rollout until `expires_at` (the database's clock). `rollout.attempt` is the fencing token."""
+    """The right to run one attempt until `expires_at` (the database's clock). `rollout.attempt` is the fencing token."""
 
     rollout: Rollout
     worker: str
@@ -217,6 +218,7 @@ class Lease:
 
     @property
     def attempt(self) -> int:
+        """The fencing token."""
         return self.rollout.attempt
 
 

@@ -16,7 +16,7 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.digest import span_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.store.protocol import Store
-from lightning.types import Caller, CallStatus, Rollout, Status, Transition
+from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
 
 
 async def all_rollouts(store: Store, run: str, *, split: str | None = None, step: int | None = None) -> list[Rollout]:
@@ -109,6 +109,22 @@ def digests_of(batch: Batch, groups: Sequence[Group]) -> tuple[str, ...]:
     """The digest of each used rollout, in training order."""
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     return tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used)
+
+
+def record_step(
+    run: str, step: int, groups: Sequence[Group], batch: Batch, *, checkpoint: str, metrics: Mapping[str, float]
+) -> StepRecord:
+    """The proof of a step: what was trained, in which order, and the digests an audit compares with."""
+    return StepRecord(
+        run=run,
+        step=step,
+        policy_version=step + 1,
+        rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
+        digests=digests_of(batch, groups),
+        digest=batch_digest(batch),
+        checkpoint=checkpoint,
+        metrics=metrics,
+    )
 
 
 def count_drift(batch: Batch, calls: Sequence[Transition], seen: Mapping[tuple[str, int, int], str]) -> int:

@@ -24,7 +24,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.protocol import Probe
 from lightning.tracking import Trackers
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, digests_of, load_groups
+from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step
 from lightning.trainer.plan import TRAIN, VAL, tasks_of_step, train_rollouts, val_rollouts
 from lightning.trainer.progress import Reporter
 from lightning.trainer.stack import Stack
@@ -134,16 +134,8 @@ class Loop:
         folder = self.checkpoints.path(step + 1)
         if due:
             await asyncio.to_thread(self.engine.save, folder)
-        record = StepRecord(
-            run=self.stack.run.id,
-            step=step,
-            policy_version=step + 1,
-            rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
-            digests=digests_of(batch, groups),
-            digest=batch_digest(batch),
-            checkpoint=folder.name if due else "",
-            metrics=metrics,
-        )
+        checkpoint = folder.name if due else ""
+        record = record_step(self.stack.run.id, step, groups, batch, checkpoint=checkpoint, metrics=metrics)
         await self.stack.store.commit_step(record)
         self.done = step + 1
         self.checkpoints.prune(self.done)

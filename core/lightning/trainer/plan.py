@@ -32,13 +32,13 @@ def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> li
     for position in range(step * count, (step + 1) * count):
         epoch, offset = divmod(position, len(tasks))
         order = list(range(len(tasks)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
+        random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 — an order, not a secret
         picked.append(tasks[order[offset]])
     return picked
 
 
 def train_rollouts(run: str, step: int, tasks: Sequence[Task], group_size: int, max_attempts: int) -> list[Rollout]:
-    """`group_size` rollouts for each task of a step; ids name run, step, place and index, so creating them twice is harmless."""
+    """`group_size` rollouts for each task of a step; their ids are the same each time, so creating them twice is harmless."""
     return [
         Rollout(
             id=f"{run}/{step}/{place}/{index}",

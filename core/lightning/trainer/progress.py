@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -34,7 +35,7 @@ class Reporter:
         self._seconds: list[float] = []
         self._total = 0
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 

@@ -125,7 +125,7 @@ class Trainer:
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = self._store()
+            store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
             run = await open_run(store, self.run_id, self._described(train, val), resume=self.resume)
@@ -157,7 +157,7 @@ class Trainer:
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = self._store()
+            store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
             run = await open_run(store, self.run_id, self._described(tasks, []), resume=self.resume)
@@ -169,14 +169,15 @@ class Trainer:
             return await dry_run(stack, tasks, self.train_agents, reporter)
 
     async def _summary(self) -> Summary:
-        store = self._store()
+        store = self.open_store()
         await store.open()
         try:
             return await summarize(store, self.run_id)
         finally:
             await store.close()
 
-    def _store(self) -> Store:
+    def open_store(self) -> Store:
+        """The run's store, not yet opened."""
         url = self.store_url or f"sqlite:///{(self.out / 'lightning.db').resolve()}"
         return plugins().store(url)
 

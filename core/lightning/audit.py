@@ -1,0 +1,142 @@
+"""Derives every trained batch of a run again from its store and says where it is not what was trained.
+
+The invariant: a clean audit means that each token id, logprob, reward, version and the order of each step are what the
+engine computed on; any single change to them is found and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.batch.trajectory import Group
+from lightning.errors import ConfigError, DataError, StoreError
+from lightning.plugins import plugins
+from lightning.store.protocol import Store
+from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
+from lightning.trainer.plan import TRAIN
+from lightning.types import Json, Rollout, Run, StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it was trained. `rollout` is empty when it concerns the whole step."""
+
+    step: int
+    rollout: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit looked at and found. `rederived` is False when the algorithm's arguments are not plain values, so that
+    only recorded data, not advantages, could be compared."""
+
+    run: str
+    steps: int
+    rollouts: int
+    calls: int
+    tokens: int
+    rederived: bool
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as it was trained."""
+        return not self.findings
+
+
+async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> AuditReport:
+    """Audit a run. `algorithm` is needed only when the run's own cannot be rebuilt from its stored arguments.
+
+    Raises `StoreError` when there is no such run.
+    """
+    stored = await store.get_run(run)
+    if stored is None:
+        raise StoreError(f"there is no run {run!r} in this store; `lightning runs` lists them")
+    algorithm = algorithm or rebuild_algorithm(stored)
+    agents = _train_agents(stored)
+    records = await store.list_steps(run)
+    findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
+    trained_in: dict[str, int] = {}
+    rollouts = calls = tokens = 0
+    for record in records:
+        for name, _ in record.rollouts:
+            if name in trained_in:
+                findings.append(Finding(record.step, name, f"trained already in step {trained_in[name]}"))
+            trained_in[name] = record.step
+        members = await all_rollouts(store, run, split=TRAIN, step=record.step)
+        try:
+            groups = await load_groups(store, members, agents)
+        except StoreError as error:
+            findings.append(Finding(record.step, "", f"cannot be read: {error}"))
+            continue
+        findings.extend(_compare(record, members, groups, algorithm))
+        used = {name for name, _ in record.rollouts}
+        trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
+        rollouts += len(trajectories)
+        calls += sum(len(member.transitions) for member in trajectories)
+        tokens += sum(len(call.response_ids) for member in trajectories for call in member.transitions)
+    return AuditReport(run, len(records), rollouts, calls, tokens, algorithm is not None, tuple(findings))
+
+
+def rebuild_algorithm(run: Run) -> Algorithm | None:
+    """The algorithm a run was trained with, or None when its arguments were not plain values."""
+    described = run.config.get("algorithm")
+    if not isinstance(described, Mapping) or not isinstance(described.get("arguments"), Mapping):
+        return None
+    name, arguments = described.get("name"), described.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return None
+    try:
+        return plugins().algorithm(name)(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"the algorithm {name!r} no longer takes the arguments of run {run.id!r}: {error}") from error
+
+
+def _compare(
+    record: StepRecord, members: Sequence[Rollout], groups: Sequence[Group], algorithm: Algorithm | None
+) -> list[Finding]:
+    trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
+    by_id = {rollout.id: rollout for rollout in members}
+    findings = []
+    for (name, attempt), digest in zip(record.rollouts, record.digests, strict=False):
+        rollout, trajectory = by_id.get(name), trajectories.get(name)
+        if rollout is None or trajectory is None or rollout.attempt != attempt:
+            findings.append(Finding(record.step, name, f"attempt {attempt} was trained, but is not the stored outcome"))
+        elif rollout_digest(trajectory) != digest:
+            findings.append(
+                Finding(record.step, name, "its stored ids, logprobs, reward or versions are not the trained ones")
+            )
+        elif rollout.trained_at_step != record.step:
+            findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
+    if record.policy_version != record.step + 1:
+        findings.append(Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}"))
+    if len(record.rollouts) != len(record.digests):
+        findings.append(Finding(record.step, "", "has not one digest for each rollout"))
+    if algorithm is not None:
+        findings.extend(_compare_batch(record, groups, algorithm))
+    return findings
+
+
+def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algorithm) -> list[Finding]:
+    try:
+        batch = algorithm.batch(groups)
+    except DataError as error:
+        return [Finding(record.step, "", f"its batch cannot be built again: {error}")]
+    findings = []
+    if tuple((rollout.id, rollout.attempt) for rollout in batch.used) != record.rollouts:
+        findings.append(Finding(record.step, "", "its rollouts, or their order, are not the trained ones"))
+    if batch_digest(batch) != record.digest:
+        findings.append(Finding(record.step, "", "its training rows are not the ones the engine computed on"))
+    return findings
+
+
+def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
+    return [record for place, record in enumerate(records) if record.step != place]
+
+
+def _train_agents(run: Run) -> tuple[str, ...]:
+    agents: Json = run.config.get("train_agents", [])
+    return tuple(str(agent) for agent in agents) if isinstance(agents, (list, tuple)) else ()

@@ -1,0 +1,53 @@
+"""`lightning audit`: derive every trained batch again from the store and compare."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning.audit import AuditReport
+from lightning.cli.locate import locate
+from lightning.plugins import plugins
+
+
+def audit(
+    run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
+    runs: Annotated[Path, typer.Option(help="Where runs lie.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Prove what was trained: exit code 1 when an id, logprob, reward, version or the order is not as it was."""
+    url, run_id = locate(run, runs)
+    report = asyncio.run(_audit(url, run_id))
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(dataclasses.asdict(report)))
+    else:
+        for finding in report.findings:
+            console.print(f"[red]step {finding.step} {finding.rollout}[/red] {finding.problem}", highlight=False)
+        verdict = "[green]as it was trained" if report.ok else f"[red]{len(report.findings)} findings"
+        how = (
+            "derived again" if report.rederived else "compared (its algorithm has arguments that only code can rebuild)"
+        )
+        console.print(
+            f"{report.run}: {report.steps} steps, {report.rollouts} rollouts, {report.calls} calls, "
+            f"{report.tokens} tokens {how}: {verdict}",
+            highlight=False,
+        )
+    raise typer.Exit(0 if report.ok else 1)
+
+
+async def _audit(url: str, run: str) -> AuditReport:
+    from lightning.audit import audit as audit_run
+
+    store = plugins().store(url)
+    await store.open()
+    try:
+        return await audit_run(store, run)
+    finally:
+        await store.close()

@@ -1,0 +1,101 @@
+"""`lightning demo`: teach a real agent on a real vLLM, and show what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning.config import Config, load_config, with_settings
+from lightning.demos import Demo
+from lightning.errors import ConfigError, MissingExtraError
+from lightning.plugins import plugins
+from lightning.trainer import Summary, Trainer
+
+logger = logging.getLogger(__name__)
+HELD_OUT = 200
+TRAIN_TASKS = 4000
+
+
+def demo(
+    name: Annotated[str, typer.Argument(help="Which demonstration.")] = "math",
+    seed: Annotated[int, typer.Option(help="Seeds tasks, sampling order and training.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, picture, log.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, or the newest of this demo.")
+    ] = False,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the demo's own number.")] = None,
+    held_out: Annotated[int, typer.Option(help="Held-out tasks to evaluate on.", min=1)] = HELD_OUT,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+) -> None:
+    """Teach a real agent on a real vLLM, on this machine, and show before and after."""
+    console = Console()
+    chosen = plugins().demo(name)()
+    folder = out or _folder(name, seed, resume=resume)
+    settings: dict[str, object] = {**chosen.settings, "trainer.seed": seed}
+    if steps is not None:
+        settings["trainer.steps"] = steps
+    config = load_config(overrides=set_ or [], base=with_settings(Config(), settings))
+    console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
+    trainer = Trainer(chosen.model, chosen.algorithm(), out=folder, resume=resume, config=config)
+    summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
+    _report(chosen, summary, trainer, folder, console)
+
+
+def _folder(name: str, seed: int, *, resume: bool) -> Path:
+    if not resume:
+        return Path("runs") / f"demo-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    known = sorted(Path("runs").glob(f"demo-{name}-*"), key=lambda folder: folder.stat().st_mtime)
+    if not known:
+        raise ConfigError(
+            f"there is no run of the demo {name!r} under runs/ to resume: leave --resume away, or give --out"
+        )
+    return known[-1]
+
+
+def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, console: Console) -> None:
+    from lightning.cli.report import draw_rewards, show_story, show_summary, tell_story, write_report
+
+    write_report(summary, folder)
+    show_summary(summary, chosen.title, console)
+    decode = _decoder(chosen.model)
+
+    async def story() -> None:
+        store = trainer.open_store()
+        await store.open()
+        try:
+            told = await tell_story(store, summary.run, summary.steps, chosen.describe, decode)
+        finally:
+            await store.close()
+        if told is not None:
+            show_story(told, console)
+
+    asyncio.run(story())
+    try:
+        draw_rewards(summary, chosen.title, folder / "reward.png")
+        console.print(f"\nPicture: {folder / 'reward.png'}   Report: {folder / 'report.json'}", highlight=False)
+    except MissingExtraError as error:
+        console.print(f"\nReport: {folder / 'report.json'}   No picture: {error}", highlight=False)
+    if chosen.source is not None:
+        console.print(f"The agent, untouched: {chosen.source}", highlight=False)
+    console.print(
+        f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
+        f"[bold]lightning serve {folder}[/bold] serves the better model; "
+        "[bold]lightning train --help[/bold] trains your own agent.",
+        highlight=False,
+    )
+
+
+def _decoder(model: Path) -> Callable[[list[int]], str]:
+    from transformers import AutoTokenizer
+
+    from lightning.cli.report import chat_text
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return lambda ids: chat_text(str(tokenizer.decode(ids)))

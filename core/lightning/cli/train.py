@@ -1,0 +1,105 @@
+"""`lightning train`: train your own agent from the shell."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lightning.config import load_config
+from lightning.errors import ConfigError, DataError
+from lightning.runner.protocol import Agent
+from lightning.trainer import Trainer
+from lightning.types import Task
+
+
+def train(
+    agent: Annotated[
+        str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
+    ],
+    model: Annotated[str, typer.Option(help="Model folder, or its name on a model hub.")],
+    tasks: Annotated[
+        Path, typer.Option(help="Training tasks: one JSON object a line with `input`, and optionally `expected`.")
+    ],
+    val: Annotated[Path | None, typer.Option(help="Held-out tasks, in the same format.")] = None,
+    algorithm: Annotated[str, typer.Option(help="A registered algorithm.")] = "grpo",
+    train_agents: Annotated[
+        list[str] | None,
+        typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+) -> None:
+    """Train the model behind your own agent."""
+    console = Console()
+    function = load_agent(agent)
+    trainer = Trainer(
+        model,
+        algorithm,
+        train_agents=train_agents or (),
+        out=out,
+        resume=resume,
+        config=load_config(config, set_ or []),
+    )
+    train_tasks = read_tasks(tasks)
+    if dev:
+        raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
+    from lightning.cli.report import show_summary, write_report
+
+    summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
+    write_report(summary, trainer.out)
+    show_summary(summary, trainer.run_id, console)
+    console.print(f"Report: {trainer.out / 'report.json'}   Model: {trainer.out / 'model'}", highlight=False)
+
+
+def load_agent(name: str) -> Agent:
+    """Import `MODULE:FUNCTION`, with the current folder importable. Raises `ConfigError` naming what is missing."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{name!r} does not name an agent: write MODULE:FUNCTION, for example my_app.agent:run")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {module_name!r} for the agent {name!r}: {error}") from error
+    target: object = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"the module {module_name!r} has no {attribute!r}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")
+    return target
+
+
+def read_tasks(file: Path) -> list[Task]:
+    """Tasks from JSON lines. Raises `DataError` naming file and line."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read tasks: {error}") from error
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}:{number} is not JSON: {error}") from error
+        if not isinstance(value, dict) or "input" not in value:
+            raise DataError(f'{file}:{number} must be an object with the key "input"')
+        unknown = sorted(set(value) - {"input", "expected", "metadata", "id"})
+        if unknown:
+            raise DataError(f"{file}:{number} has unknown keys {unknown}: put your own values under `metadata`")
+        tasks.append(Task(**value))
+    if not tasks:
+        raise DataError(f"{file} has no task in it")
+    return tasks

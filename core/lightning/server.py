@@ -1,0 +1,89 @@
+"""Lightning Server for one machine: a policy server and the gateway, open for agents that run somewhere else.
+
+The invariant: whoever holds a session's key can call the model, and every call is recorded under that session; nothing
+else can be reached with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.config import Config
+from lightning.errors import ConfigError
+from lightning.gateway import Gateway, Upstream
+from lightning.plugins import plugins
+from lightning.policy_server import make_policy_server
+from lightning.policy_server.protocol import PolicyServer
+from lightning.store.protocol import Store
+from lightning.trainer.runs import claim_folder
+from lightning.trainer.stack import gateway_secret
+from lightning.types import LLM, Rollout, Run, Task, new_id
+
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A running server. `open_session` gives keys; everything stops when the `serve` context ends."""
+
+    run: Run
+    store: Store
+    policy: PolicyServer
+    gateway: Gateway
+
+    async def open_session(self, name: str, ttl: float) -> LLM:
+        """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
+        rollout = Rollout(
+            id=f"{self.run.id}/{new_id('session')}", run=self.run.id, task=Task(input=name), group=name, split="serve"
+        )
+        await self.store.create_rollouts([rollout])
+        leases = await self.store.lease(self.run.id, f"{self.run.id}/server", limit=1, ttl=ttl)
+        return LLM(
+            f"{self.gateway.url}/v1", self.gateway.issue(leases[0].rollout.id, leases[0].attempt, ttl=ttl), "policy"
+        )
+
+    async def wait(self) -> None:
+        """Return when the policy server has died."""
+        await self.policy.wait_died()
+
+
+@asynccontextmanager
+async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) -> AsyncIterator[Serving]:
+    """Serve a model folder through a gateway that records into `folder`. Raises what the rooms raise."""
+    if config.gateway.host not in LOOPBACK:
+        raise ConfigError(
+            f"gateway.host is {config.gateway.host}: this server has no transport security, so it binds loopback only; "
+            "put a TLS proxy in front of it and leave gateway.host at 127.0.0.1"
+        )
+    async with AsyncExitStack() as resources:
+        resources.enter_context(claim_folder(folder))
+        store = plugins().store(f"sqlite:///{(folder / 'lightning.db').resolve()}")
+        await store.open()
+        resources.push_async_callback(store.close)
+        run = await store.put_run(Run(folder.resolve().name, "serve", {"model": str(model)}, time.time()))
+        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", version=version)
+        resources.push_async_callback(policy.close)
+        await policy.start()
+        gateway = Gateway(
+            store,
+            [Upstream(policy.url, policy.model)],
+            config.gateway,
+            secret=await gateway_secret(store, run.id),
+            version=policy.version,
+        )
+        await gateway.start()
+        resources.push_async_callback(gateway.close)
+        yield Serving(run, store, policy, gateway)
+
+
+async def serve_until(serving: Serving, seconds: float | None) -> None:
+    """Wait until the policy server dies, or for `seconds` when given."""
+    try:
+        await asyncio.wait_for(serving.wait(), seconds)
+    except TimeoutError:
+        return

@@ -1,0 +1,61 @@
+"""Planning is a pure function of the seed, and covers every task equally."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning.errors import DataError
+from lightning.trainer.plan import as_tasks, tasks_of_step, train_rollouts, val_rollouts
+from lightning.types import Task
+
+TASKS = [Task(f"question {number}") for number in range(7)]
+
+
+@given(step=st.integers(0, 50), count=st.integers(1, 20), seed=st.integers(0, 5))
+def test_a_step_is_planned_the_same_every_time(step: int, count: int, seed: int) -> None:
+    assert tasks_of_step(TASKS, step, count, seed) == tasks_of_step(TASKS, step, count, seed)
+
+
+@given(count=st.integers(1, 20), passes=st.integers(1, 5), seed=st.integers(0, 5))
+def test_whole_passes_use_every_task_equally_often(count: int, passes: int, seed: int) -> None:
+    steps = len(TASKS) * passes  # count * steps is a multiple of the number of tasks
+    used = Counter(task.id for step in range(steps) for task in tasks_of_step(TASKS, step, count, seed))
+    assert set(used.values()) == {count * passes}
+    assert len(used) == len(TASKS)
+
+
+def test_seeds_give_different_orders() -> None:
+    assert tasks_of_step(TASKS, 0, 7, 0) != tasks_of_step(TASKS, 0, 7, 1)
+
+
+def test_an_empty_task_list_is_named() -> None:
+    with pytest.raises(DataError, match="list of training tasks is empty"):
+        tasks_of_step([], 0, 4, 0)
+
+
+def test_rollouts_of_a_step_have_stable_ids_and_whole_groups() -> None:
+    planned = train_rollouts("run", 3, TASKS[:2], 4, 2)
+    assert planned == train_rollouts("run", 3, TASKS[:2], 4, 2)
+    assert len({rollout.id for rollout in planned}) == 8
+    assert Counter(rollout.group for rollout in planned) == {"run/3/0": 4, "run/3/1": 4}
+    assert {rollout.split for rollout in planned} == {"train"}
+
+
+def test_held_out_rollouts_are_one_for_each_task() -> None:
+    planned = val_rollouts("run", 10, TASKS, 2)
+    assert [rollout.task for rollout in planned] == TASKS
+    assert {rollout.split for rollout in planned} == {"val"}
+
+
+def test_bare_inputs_become_tasks_and_repeated_ones_get_their_own_ids() -> None:
+    tasks = as_tasks(["a", {"q": 1}, "a", Task("b", id="mine")], "train")
+    assert len({task.id for task in tasks}) == 4
+    assert tasks[2].input == "a"
+    assert tasks[3].id == "mine"
+
+
+def test_an_id_with_a_slash_is_refused() -> None:
+    with pytest.raises(DataError, match=r"train\[0\]"):
+        as_tasks([Task("x", id="a/b")], "train")
