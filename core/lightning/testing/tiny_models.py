@@ -23,20 +23,21 @@ HEAD_DIM = 32
 """vLLM's CPU attention serves head sizes 32 and 64."""
 
 CHAT_TEMPLATE = """\
-{%- set ns = namespace(rest=messages, system='') -%}
 {%- if messages and messages[0].role == 'system' -%}
-{%- set ns.system = messages[0].content -%}{%- set ns.rest = messages[1:] -%}
+{%- set system = messages[0].content -%}{%- set rest = messages[1:] -%}
+{%- else -%}
+{%- set system = '' -%}{%- set rest = messages -%}
 {%- endif -%}
-{%- if ns.system or tools -%}
-{{- '<|im_start|>system\\n' + ns.system -}}
+{%- if system or tools -%}
+{{- '<|im_start|>system\\n' + system -}}
 {%- if tools -%}
-{{- '\\n' if ns.system else '' -}}{{- '<tools>' -}}
+{{- '\\n' if system else '' -}}{{- '<tools>' -}}
 {%- for tool in tools -%}{{- '\\n' + ((tool.function or tool) | tojson) -}}{%- endfor -%}
 {{- '\\n</tools>' -}}
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}
-{%- for message in ns.rest -%}
+{%- for message in rest -%}
 {%- if message.role == 'assistant' -%}
 {{- '<|im_start|>assistant\\n' + (message.content or '') -}}
 {%- for call in message.tool_calls or [] -%}
