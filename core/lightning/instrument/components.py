@@ -1,0 +1,312 @@
+"""Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools.
+
+The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams)
+and a name never leaks to code outside the block or function, not even between the items of a generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextvars import ContextVar
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar, cast, overload
+
+from lightning.errors import DataError
+from lightning.instrument.context import current_session, log_once
+from lightning.types import Caller, Json, ToolEvent
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_TEXT = 4096
+"""Characters kept of a tool's output, of its error and of an argument."""
+
+_path: ContextVar[tuple[str, ...]] = ContextVar("lightning_component_path", default=())
+
+
+def component_path() -> tuple[str, ...]:
+    """The names of the components this code runs in, outermost first; empty outside any."""
+    return _path.get()
+
+
+class component:  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
+    """Name the agent that makes the model calls inside: a context manager and a decorator. Components nest into a path.
+
+    Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with
+    a slash, since slashes separate the names of a path in `train_agents`.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise DataError(
+                f"component({name!r}): a name is a non-empty string without '/'; nest two components instead"
+            )
+        self.name = name
+
+    def __enter__(self) -> Self:
+        _path.set((*_path.get(), self.name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # No token: a generator may be closed in another context than it was opened in, where a reset would raise.
+        path = _path.get()
+        if path and path[-1] == self.name:
+            _path.set(path[:-1])
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Run every call of `function` in this component."""
+        return _wrap(function, lambda _: _Scope((*_path.get(), self.name)))
+
+
+class _Scope:
+    """One call of a wrapped function: entered while, and only while, the wrapped code is on the stack."""
+
+    def __init__(self, path: tuple[str, ...]) -> None:
+        self.path = path
+        self._before = path
+
+    def __enter__(self) -> None:
+        self._before = _path.get()
+        _path.set(self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _path.set(self._before)
+
+    def ended(self, output: object = None, error: BaseException | None = None) -> None:
+        """The call has returned `output`, or raised."""
+
+
+class _ToolScope(_Scope):
+    def __init__(self, name: str, caller: Caller | None, arguments: Json) -> None:
+        path = _path.get()
+        super().__init__((*path, name) if path else path)
+        self.name, self.caller, self.arguments = name, caller, arguments
+        self._session = current_session()
+
+    def ended(self, output: object = None, error: BaseException | None = None) -> None:
+        if self._session is None:
+            return
+        abandoned = isinstance(error, GeneratorExit)
+        self._session.add_tool_event(
+            ToolEvent(
+                name=self.name,
+                status="unknown" if abandoned else "ok" if error is None else "error",
+                arguments=self.arguments,
+                output="" if error is not None else _text(output),
+                error="" if error is None or abandoned else _clip(f"{type(error).__name__}: {error}"),
+                caller=self.caller,
+            )
+        )
+
+
+@overload
+def tool(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def tool(*, name: str) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def tool(
+    function: Callable[P, R] | None = None, /, *, name: str = ""
+) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
+    """Report every run of a function as a `ToolEvent`: `ok`, or `error` when it raises (the exception goes on).
+
+    Works on functions, coroutines, generators and async generators; a stream that its consumer leaves early is
+    `unknown`. Model calls that a tool makes inside a component are named `component/tool`. Outside a rollout the
+    function just runs.
+    """
+    if function is None:
+        return functools.partial(_tool, name)
+    return _tool(name, function)
+
+
+def _tool(name: str, function: Callable[P, R]) -> Callable[P, R]:
+    label = name or getattr(function, "__name__", type(function).__name__)
+    signature = _signature(function)
+
+    def scope(call: tuple[tuple[object, ...], dict[str, object]]) -> _Scope:
+        if current_session() is None:
+            return _Scope(_path.get())
+        return _ToolScope(label, _identify(), _arguments(signature, *call))
+
+    return _wrap(function, scope)
+
+
+def _identify() -> Caller | None:
+    from lightning.plugins import plugins
+
+    return plugins().identify()
+
+
+_Call = tuple[tuple[object, ...], dict[str, object]]
+
+
+def _wrap(function: Callable[P, R], open_scope: Callable[[_Call], _Scope]) -> Callable[P, R]:
+    """Run every call of `function` inside a scope of its own, whatever kind of function it is."""
+    target: Callable[P, object] = function
+    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        target = getattr(function, "__call__", function)  # noqa: B004 — an object is as async as its __call__
+    wrapper: Callable[P, object]
+    if inspect.isasyncgenfunction(target):
+        wrapper = _wrap_async_generator(cast("Callable[P, AsyncGenerator[object, object]]", function), open_scope)
+    elif inspect.isgeneratorfunction(target):
+        wrapper = _wrap_generator(cast("Callable[P, Generator[object, object, object]]", function), open_scope)
+    elif inspect.iscoroutinefunction(target):
+        wrapper = _wrap_coroutine(cast("Callable[P, Awaitable[object]]", function), open_scope)
+    else:
+        wrapper = _wrap_function(function, open_scope)
+    return cast("Callable[P, R]", functools.wraps(function)(wrapper))
+
+
+def _wrap_function(function: Callable[P, object], open_scope: Callable[[_Call], _Scope]) -> Callable[P, object]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> object:
+        scope = open_scope((args, kwargs))
+        try:
+            with scope:
+                result = function(*args, **kwargs)
+        except BaseException as error:
+            scope.ended(error=error)
+            raise
+        scope.ended(result)
+        return result
+
+    return call
+
+
+def _wrap_coroutine(
+    function: Callable[P, Awaitable[object]], open_scope: Callable[[_Call], _Scope]
+) -> Callable[P, Awaitable[object]]:
+    async def call(*args: P.args, **kwargs: P.kwargs) -> object:
+        scope = open_scope((args, kwargs))
+        try:
+            with scope:
+                result = await function(*args, **kwargs)
+        except BaseException as error:
+            scope.ended(error=error)
+            raise
+        scope.ended(result)
+        return result
+
+    return call
+
+
+def _wrap_generator(
+    function: Callable[P, Generator[object, object, object]], open_scope: Callable[[_Call], _Scope]
+) -> Callable[P, Generator[object, object, object]]:
+    def call(*args: P.args, **kwargs: P.kwargs) -> Generator[object, object, object]:
+        scope = open_scope((args, kwargs))
+        items: list[object] = []
+        generator = function(*args, **kwargs)
+        step: Callable[[], object] = functools.partial(next, generator)
+        try:
+            while True:
+                try:
+                    with scope:
+                        item = step()
+                except StopIteration as stop:
+                    scope.ended(items if stop.value is None else stop.value)
+                    return stop.value
+                _keep(items, item)
+                try:
+                    step = functools.partial(generator.send, (yield item))
+                except GeneratorExit:
+                    with scope:
+                        generator.close()
+                    raise
+                except BaseException as thrown:  # noqa: BLE001 — what a consumer throws in belongs to the generator
+                    step = functools.partial(generator.throw, thrown)
+        except BaseException as error:
+            scope.ended(error=error)
+            raise
+
+    return call
+
+
+def _wrap_async_generator(
+    function: Callable[P, AsyncGenerator[object, object]], open_scope: Callable[[_Call], _Scope]
+) -> Callable[P, AsyncGenerator[object, object]]:
+    async def call(*args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[object, object]:
+        scope = open_scope((args, kwargs))
+        items: list[object] = []
+        generator = function(*args, **kwargs)
+        step: Callable[[], Awaitable[object]] = generator.__anext__
+        try:
+            while True:
+                try:
+                    with scope:
+                        item = await step()
+                except StopAsyncIteration:
+                    scope.ended(items)
+                    return
+                _keep(items, item)
+                try:
+                    step = functools.partial(generator.asend, (yield item))
+                except GeneratorExit:
+                    with scope:
+                        await generator.aclose()
+                    raise
+                except BaseException as thrown:  # noqa: BLE001 — what a consumer throws in belongs to the generator
+                    step = functools.partial(generator.athrow, thrown)
+        except BaseException as error:
+            scope.ended(error=error)
+            raise
+
+    return call
+
+
+def _keep(items: list[object], item: object) -> None:
+    """Remember the head of a stream for the event's output; the tail would be clipped anyway."""
+    if len(items) < MAX_TEXT:
+        items.append(item)
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _arguments(signature: inspect.Signature | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Json:
+    """A call's arguments by name, as JSON; what JSON cannot say becomes its `repr`."""
+    named: dict[str, object] = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    if signature is not None:
+        try:
+            named = dict(signature.bind(*args, **kwargs).arguments)
+        except TypeError:
+            logger.debug("a tool was called with arguments that do not fit %s", signature)
+    named.pop("self", None)
+    return {name: _json(value) for name, value in named.items()}
+
+
+def _json(value: object) -> Json:
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return _text(value)
+    # A copy: the tool may change its arguments after this.
+    return cast("Json", json.loads(text)) if len(text) <= MAX_TEXT else _text(value)
+
+
+def _text(value: object) -> str:
+    """A value in words. The text of an object is the user's code: it may raise, and that must not reach the agent."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return _clip("".join(value))
+    try:
+        return _clip(value if isinstance(value, str) else repr(value))
+    except Exception as error:  # noqa: BLE001 — isolates the user's __repr__
+        log_once("tool text", "a tool's value has no text: %r", error)
+        return f"<{type(value).__name__}>"
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

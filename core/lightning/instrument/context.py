@@ -1,0 +1,145 @@
+"""The rollout that this code runs for: its model, its token, and what it has reported so far.
+
+The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
+no more reports. Context variables follow tasks, `asyncio.to_thread` and forks but not bare threads: there a report
+belongs to the process's only active rollout, and to none when several are active.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TypeVar
+
+from lightning.errors import DataError
+from lightning.types import LLM, StepReward, ToolEvent
+
+logger = logging.getLogger(__name__)
+
+_Report = TypeVar("_Report", ToolEvent, StepReward)
+
+MAX_REPORTS = 10_000
+"""Tool events, and step rewards, kept per rollout; an agent in an endless loop must not fill the memory."""
+
+_current: ContextVar[Session | None] = ContextVar("lightning_session", default=None)
+_active: list[Session] = []
+_lock = threading.Lock()
+_said: set[str] = set()
+
+
+class Session:
+    """One attempt of a rollout as seen from inside the agent's process. Made by `activate`; safe to use from any thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.gateway = llm.base_url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"
+        """Every URL of the gateway begins with this; it ends with a slash so that port 80 is not a prefix of port 8000."""
+        self._tool_events: list[ToolEvent] = []
+        self._step_rewards: list[StepReward] = []
+        self._open = True
+
+    @property
+    def tool_events(self) -> tuple[ToolEvent, ...]:
+        """The tools that ran, in the order in which they ended."""
+        return tuple(self._tool_events)
+
+    @property
+    def step_rewards(self) -> tuple[StepReward, ...]:
+        """The rewards given on the way, in order."""
+        return tuple(self._step_rewards)
+
+    def add_tool_event(self, event: ToolEvent) -> None:
+        """Keep a tool event, stamped with the time unless it has one."""
+        self._add(self._tool_events, event if event.at else replace(event, at=time.time()), "tool events")
+
+    def add_step_reward(self, reward: StepReward) -> None:
+        """Keep a step reward, stamped with the time unless it has one."""
+        self._add(self._step_rewards, reward if reward.at else replace(reward, at=time.time()), "step rewards")
+
+    def close(self) -> None:
+        """Take no more reports."""
+        self._open = False
+
+    def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
+        if not self._open:
+            log_once(f"late {what}", "%s reported after their rollout had ended were dropped", what)
+        elif len(kept) >= MAX_REPORTS:
+            log_once(f"many {what}", "a rollout reported more than %d %s; the rest were dropped", MAX_REPORTS, what)
+        else:
+            kept.append(report)
+
+
+@contextmanager
+def activate(llm: LLM) -> Iterator[Session]:
+    """Make an attempt the current one for the code inside the block, and collect what it reports."""
+    session = Session(llm)
+    token = _current.set(session)
+    with _lock:
+        _active.append(session)
+    try:
+        yield session
+    finally:
+        session.close()
+        with _lock:
+            _active.remove(session)
+        _current.reset(token)
+
+
+def current_session() -> Session | None:
+    """The rollout this code runs for; in a thread that lost its context, the process's only active one."""
+    session = _current.get()
+    if session is not None:
+        return session
+    with _lock:
+        return _active[0] if len(_active) == 1 else None
+
+
+def context_session() -> Session | None:
+    """The rollout of this very context; None in a thread that lost it."""
+    return _current.get()
+
+
+def is_gateway(url: str) -> bool:
+    """Whether a URL belongs to the gateway of a rollout that is active in this process."""
+    return any(url.startswith(session.gateway) for session in tuple(_active))
+
+
+def emit(event: ToolEvent) -> None:
+    """Hand a tool event to the current rollout; adapters get this function. Outside a rollout it does nothing."""
+    session = current_session()
+    if session is not None:
+        session.add_tool_event(event)
+
+
+def reward(value: float, name: str = "reward", response_id: str = "") -> None:
+    """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
+
+    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
+    `value` is not a finite number.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"lightning.reward({value!r}, name={name!r}): a reward must be a finite number")
+    session = current_session()
+    if session is None:
+        log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
+        return
+    session.add_step_reward(StepReward(number, name, response_id))
+
+
+def log_once(key: str, message: str, *arguments: object) -> None:
+    """Warn the first time; what runs for every call of every agent must not flood the log."""
+    with _lock:
+        first = key not in _said
+        _said.add(key)
+    if first:
+        logger.warning(message, *arguments)

@@ -1,0 +1,191 @@
+"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from.
+
+The invariant: only requests to the gateway of an active rollout are touched, a tap can never make a request fail, and
+after the last undo the libraries are exactly as they were. Neither library is imported here; one that is imported
+later is tapped when it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import json
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Protocol, cast
+
+from lightning.instrument.context import context_session, is_gateway, log_once
+from lightning.types import Caller
+
+ROLLOUT_HEADER = "x-lightning-rollout"
+CALLER_HEADER = "x-lightning-caller"
+LIBRARIES = ("httpx", "httpx2")
+
+
+class _Request(Protocol):
+    @property
+    def url(self) -> object: ...
+    @property
+    def headers(self) -> MutableMapping[str, str]: ...
+
+
+def encode_caller(caller: Caller) -> str:
+    """A caller as compact ASCII JSON, without its empty fields, as it stands in `x-lightning-caller`."""
+    fields: dict[str, str | Sequence[str]] = {"agent": caller.agent}
+    if caller.path:
+        fields["path"] = caller.path
+    for name in ("span_id", "parent_id", "framework"):
+        if value := getattr(caller, name):
+            fields[name] = value
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def headers_for(url: str) -> Mapping[str, str]:
+    """What a request to `url`, sent from here and now, has to carry; empty unless it goes to an active rollout's gateway."""
+    if not is_gateway(url):
+        return {}
+    headers = {}
+    session = context_session()
+    if session is not None and url.startswith(session.gateway):
+        headers[ROLLOUT_HEADER] = session.llm.api_key
+    from lightning.plugins import plugins
+
+    caller = plugins().identify()
+    if caller is not None:
+        headers[CALLER_HEADER] = encode_caller(caller)
+    return headers
+
+
+def _mark(request: _Request) -> None:
+    try:
+        if headers := headers_for(str(request.url)):
+            request.headers.update(headers)
+    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+        log_once("tap", "a model call goes out without the name of its agent: %r", error)
+
+
+class _Tap:
+    """The process's one tap; counts its users."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            finder = _Finder(self._attach)
+            sys.meta_path.insert(0, finder)
+            self._undo.append(functools.partial(_remove_finder, finder))
+            for name in LIBRARIES:
+                if name in sys.modules:
+                    self._attach(sys.modules[name])
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _attach(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._users == 0:
+                return
+            for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+                client = getattr(module, name, None)
+                original = vars(client).get("send") if isinstance(client, type) else None
+                if not isinstance(client, type) or not callable(original) or getattr(original, "_lightning", False):
+                    continue
+                wrapped = functools.wraps(original)(wrap(original))
+                wrapped._lightning = True  # type: ignore[attr-defined]  # noqa: SLF001 — our own mark on our own function
+                setattr(client, "send", wrapped)  # noqa: B010 — mypy forbids assigning to a method
+                self._undo.append(functools.partial(_restore, client, wrapped, original))
+
+
+def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
+    def send(self: object, request: _Request, *args: object, **kwargs: object) -> object:
+        _mark(request)
+        return original(self, request, *args, **kwargs)
+
+    return send
+
+
+def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
+    async def send(self: object, request: _Request, *args: object, **kwargs: object) -> object:
+        _mark(request)
+        return await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+
+    return send
+
+
+def _restore(client: type, wrapped: object, original: object) -> None:
+    if vars(client).get("send") is wrapped:
+        setattr(client, "send", original)  # noqa: B010 — mypy forbids assigning to a method
+
+
+def _remove_finder(finder: importlib.abc.MetaPathFinder) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the ordinary finders find httpx and httpx2, and looks at the module once it has been executed."""
+
+    def __init__(self, found: Callable[[ModuleType], None]) -> None:
+        self._found = found
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in LIBRARIES:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(fullname, path, target) if find is not None and not isinstance(finder, _Finder) else None
+            if isinstance(spec, ModuleSpec):
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self._found)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Stands in for the real loader during one import, then puts it back."""
+
+    def __init__(self, real: importlib.abc.Loader, found: Callable[[ModuleType], None]) -> None:
+        self._real, self._found = real, found
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._real
+        module.__loader__ = self._real
+        self._real.exec_module(module)
+        self._found(module)
+
+
+_tap = _Tap()
+
+
+def install_tap() -> Callable[[], None]:
+    """Tap `Client.send` and `AsyncClient.send` of httpx and httpx2, now or when they are imported; return the undo.
+
+    May be called any number of times and from any thread; the tap goes when every call has been undone.
+    """
+    _tap.acquire()
+    done = threading.Lock()
+
+    def undo() -> None:
+        if done.acquire(blocking=False):
+            _tap.release()
+
+    return undo
