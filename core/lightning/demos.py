@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning.algorithms.protocol import Algorithm
 from lightning.runner.protocol import Agent
 from lightning.types import Task
 
@@ -14,7 +15,8 @@ from lightning.types import Task
 class Demo:
     """`tasks(n, seed)` makes training tasks, `val_tasks(n)` the held-out ones (never among the training tasks).
 
-    `settings` are configuration overrides (`{"trainer.steps": 30}`); `describe(task)` says a task in words.
+    `algorithm` makes what trains it, `settings` are configuration overrides (`{"trainer.steps": 30}`), and `describe(task)`
+    says a task in words.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Demo:
     tasks: Callable[[int, int], Sequence[Task]]
     val_tasks: Callable[[int], Sequence[Task]]
     describe: Callable[[Task], str]
+    algorithm: Callable[[], Algorithm]
     settings: Mapping[str, object] = field(default_factory=dict)
     source: Path | None = None
     """The agent's own source file, shown as the next thing to read."""
