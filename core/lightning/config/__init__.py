@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning.config.fields import Setting, settings
+from lightning.config.load import load_config, with_settings
 from lightning.config.models import (
     Config,
     EngineConfig,
@@ -9,6 +11,7 @@ from lightning.config.models import (
     LoraConfig,
     PolicyServerConfig,
     RunnerConfig,
+    Section,
     TrainerConfig,
 )
 
@@ -19,5 +22,10 @@ __all__ = [
     "LoraConfig",
     "PolicyServerConfig",
     "RunnerConfig",
+    "Section",
+    "Setting",
     "TrainerConfig",
+    "load_config",
+    "settings",
+    "with_settings",
 ]

@@ -1,0 +1,131 @@
+"""What can be set: every key of the configuration with its place, its default and the values it accepts.
+
+The invariant: everything here is read from the models, so that errors and documentation never say other than they do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lightning.config.models import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key, such as `trainer.steps`. `accepts` says the values in words, `default` as they are written in TOML."""
+
+    key: str
+    accepts: str
+    default: str
+    help: str
+
+
+def settings(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]:
+    """Every setting in the order of the models; the fields of an optional section come after the section itself."""
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None or (not field.is_required() and field.default is None):
+            yield Setting(prefix + name, accepts(field), _toml(field), (field.description or "").strip())
+        if section is not None:
+            yield from settings(section, f"{prefix}{name}.")
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The model behind a section's annotation (`X` or `X | None`), or None for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((found for part in get_args(annotation) if (found := section_of(part))), None)
+    return None
+
+
+def accepts(field: FieldInfo) -> str:
+    """The values a field takes, in words: `an integer >= 0`, `"cpu" or "cuda"`, `a list of strings, or null`."""
+    text = _words(field.annotation)
+    for limit in field.metadata:
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            bound = getattr(limit, name, None)
+            if bound is not None:
+                text += f"{' and' if sign in text or '>' in text else ''} {sign} {bound:g}"
+    return f"{text.removesuffix(', or null')}, or null" if _optional(field.annotation) else text
+
+
+def find(key: str) -> FieldInfo | None:
+    """The field of a dotted key. A name inside a free mapping gives the mapping's field; an unknown key gives None."""
+    model: type[BaseModel] | None = Config
+    field: FieldInfo | None = None
+    names = key.split(".")
+    for depth, name in enumerate(names):
+        if model is None:
+            inside = field is not None and get_origin(field.annotation) is dict and depth == len(names) - 1 and name
+            return field if inside else None
+        field = model.model_fields.get(name)
+        if field is None:
+            return None
+        model = section_of(field.annotation)
+    return field
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no known word is near. The last part of a dotted key alone may match too."""
+    known = list(known)
+    near = difflib.get_close_matches(word, known, 1, 0.75)
+    if not near:
+        by_last = {name.rpartition(".")[2]: name for name in known}
+        near = [by_last[last] for last in difflib.get_close_matches(word.rpartition(".")[2], by_last, 1, 0.8)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _optional(annotation: object) -> bool:
+    return type(None) in get_args(annotation)
+
+
+def _words(annotation: object) -> str:
+    plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    if isinstance(annotation, type) and annotation in plain:
+        return plain[annotation]
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f'"{part}"' for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(part) for part in parts if part is not type(None))
+    if origin is tuple and parts[-1] is Ellipsis:
+        return f"a list of {_plural(parts[0])}"
+    if origin is tuple:
+        return f"a list of {len(parts)} {_plural(parts[0])}"
+    if origin is dict:
+        return "a table of names and numbers"
+    return "a table"
+
+
+def _plural(annotation: object) -> str:
+    if annotation is str:
+        return "strings"
+    return "integers" if annotation is int else "numbers" if annotation is float else "values"
+
+
+def _toml(field: FieldInfo) -> str:
+    value: object = field.get_default(call_default_factory=True)
+    return toml_value(value)
+
+
+def toml_value(value: object) -> str:
+    """A plain value as TOML writes it (`null`, which TOML lacks, for None)."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name} = {toml_value(item)}' for name, item in value.items())}}}"
+    return str(value)

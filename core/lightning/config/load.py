@@ -1,0 +1,187 @@
+"""Reads the configuration from a TOML file, the environment and `--set`, each winning over the one before.
+
+The invariant: a key that means nothing, or a value that does not fit, is an error that names where it was written, what was
+meant most likely, and what is accepted. Nothing is converted silently: `"3"` is not 3, and `true` is not 1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
+from lightning.config.models import Config
+from lightning.errors import ConfigError
+
+ENV_PREFIX = "LIGHTNING_"
+NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS",)
+"""Variables with the prefix that other parts of lightning read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One value, where it goes and where it came from."""
+
+    key: str
+    value: object
+    origin: str
+
+
+def load_config(
+    file: Path | None = None, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Config:
+    """The configuration from `file` (TOML), then `LIGHTNING_*` variables, then `overrides` (`trainer.steps=3`).
+
+    `env` defaults to `os.environ`. A variable's name is `LIGHTNING_`, the section, two underscores, the field:
+    `LIGHTNING_TRAINER__STEPS=3`. Values of variables and overrides are TOML; a bare word is a string and `null` is no value.
+    Raises `ConfigError` for an unreadable file, an unknown key and a value that is not accepted, all of them at once.
+    """
+    given = list(_from_file(file)) if file is not None else []
+    given += _from_env(os.environ if env is None else env)
+    given += [_from_override(text) for text in overrides]
+    return _build({}, given)
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """A copy with dotted keys replaced, for example `{"trainer.steps": 30, "engine.lora": None}`.
+
+    Raises `ConfigError` for an unknown key and a value that is not accepted.
+    """
+    return _build(config.model_dump(mode="json"), [Given(key, value, "settings") for key, value in settings.items()])
+
+
+def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
+    given = [part for item in given for part in _flatten(item)]
+    problems = [problem for item in given if (problem := _unknown(item) or _not_plain(item))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for item in given:
+        _place(base, item)
+    try:
+        # JSON mode: strict about types, yet a list is a tuple.
+        return Config.model_validate_json(json.dumps(base), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_wrong(detail, given) for detail in error.errors()))) from None
+
+
+def _from_file(file: Path) -> Iterator[Given]:
+    try:
+        tree = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration file {file} cannot be read: {error.strerror or error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
+    for name, value in tree.items():
+        yield Given(name, value, str(file))
+
+
+def _flatten(given: Given) -> Iterator[Given]:
+    """A section's table as its single keys, so that sources merge key by key. An empty one stays: it turns `lora` on."""
+    value = given.value.model_dump(mode="json") if isinstance(given.value, BaseModel) else given.value
+    field = find(given.key)
+    if isinstance(value, dict) and value and (field is None or section_of(field.annotation) is not None):
+        for name, inner in value.items():
+            yield from _flatten(Given(f"{given.key}.{name}", inner, given.origin))
+    else:
+        yield Given(given.key, value, given.origin)
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
+    known = {_variable(setting.key): setting.key for setting in settings()}
+    squeezed = {name.replace("__", "_"): name for name in known}
+    for name, text in sorted(env.items()):
+        if not name.startswith(ENV_PREFIX) or name in NOT_SETTINGS:
+            continue
+        if "__" in name:
+            key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            origin = f"the environment variable {name}"
+            yield Given(key, _value(text, origin), origin)
+        elif name in squeezed:
+            raise ConfigError(
+                f"the environment variable {name} sets nothing: write {squeezed[name]} (two underscores after the section)"
+            )
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def _from_override(text: str) -> Given:
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {text} is not a setting: write --set section.field=value, e.g. trainer.steps=3")
+    origin = f"--set {text}"
+    return Given(key.strip(), _value(value.strip(), origin), origin)
+
+
+def _value(text: str, origin: str) -> object:
+    """Parse TOML; what does not begin like a TOML value with delimiters may also be a bare word."""
+    if text == "null":
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(f"{origin}: {text} is not a TOML value: {error}") from error
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _unknown(given: Given) -> str:
+    if find(given.key) is not None:
+        return ""
+    known = [setting.key for setting in settings()]
+    hint = did_you_mean(given.key, known)
+    parts = given.key.split(".")
+    if not hint and parts[0] in Config.model_fields:
+        inside = [key for key in known if key.startswith(f"{parts[0]}.")]
+        hint = f". [{parts[0]}] has: {', '.join(key.partition('.')[2] for key in inside)}"
+    elif not hint:
+        hint = f". Sections are: {', '.join(Config.model_fields)}"
+    return f"{given.origin}: unknown setting {given.key!r}{hint}"
+
+
+def _not_plain(given: Given) -> str:
+    """Values that JSON lacks (a TOML date, a Python object) fit no setting."""
+    try:
+        json.dumps(given.value)
+    except (TypeError, ValueError):
+        return _cannot_be(given.origin, given.key, given.value)
+    return ""
+
+
+def _place(tree: dict[str, object], given: Given) -> None:
+    *parents, last = given.key.split(".")
+    for name in parents:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            below = tree[name] = {}
+        tree = below
+    if given.value != {} or not isinstance(tree.get(last), dict):
+        tree[last] = given.value
+
+
+def _wrong(detail: ErrorDetails, given: Sequence[Given]) -> str:
+    """One of pydantic's errors in our words: where it was written, the key, the value, what is accepted."""
+    path = [str(part) for part in detail["loc"]]
+    while len(path) > 1 and find(".".join(path)) is None:
+        path.pop()  # the place in a list, the branch of a union
+    key = ".".join(path)
+    near = [item for item in given if item.key == key or f"{key}.".startswith(f"{item.key}.")]
+    if not near:
+        return f"{key}: {detail['msg']}"
+    return _cannot_be(near[-1].origin, key, near[-1].value if near[-1].key == key else detail["input"])
+
+
+def _cannot_be(origin: str, key: str, value: object) -> str:
+    field = find(key)
+    return f"{origin}: {key} cannot be {toml_value(value)}; it accepts {accepts(field) if field else 'nothing'}"
