@@ -44,7 +44,8 @@ class Store(Protocol):
     async def put_run(self, run: Run) -> Run:
         """Create the run, or return the stored one when the id exists (its config is not changed)."""
 
-    async def get_run(self, run: str) -> Run | None: ...
+    async def get_run(self, run: str) -> Run | None:
+        """The run, or None when nobody created it."""
 
     async def list_runs(self) -> list[Run]:
         """All runs, newest first."""
@@ -53,7 +54,8 @@ class Store(Protocol):
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
         """Insert those whose id is new; return how many were. Calling again with the same ids changes nothing."""
 
-    async def get_rollout(self, rollout: str) -> Rollout | None: ...
+    async def get_rollout(self, rollout: str) -> Rollout | None:
+        """The rollout as it stands, or None when nobody created it."""
 
     async def list_rollouts(
         self,
@@ -109,9 +111,11 @@ class Store(Protocol):
     async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
         """`transitions` for many `(rollout, attempt)` at once, in the order asked for."""
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]: ...
+    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
+        """The tool events an attempt (default: the current one) was completed with."""
 
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]: ...
+    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
+        """The step rewards an attempt (default: the current one) was completed with."""
 
     # steps and metrics ------------------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:
@@ -127,7 +131,8 @@ class Store(Protocol):
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
         """Merge values into the metrics of a step."""
 
-    async def metrics(self, run: str) -> list[MetricPoint]: ...
+    async def metrics(self, run: str) -> list[MetricPoint]:
+        """The metrics of a run by step."""
 
     # small state ------------------------------------------------------------------------------------------------
     async def put_state(self, run: str, key: str, value: Json) -> None:

@@ -1,0 +1,203 @@
+"""Token arrays to bytes and back, small and exact.
+
+The invariant: `decode(encode(x, parent), parent) == x` bit for bit (NaN payloads included), and a blob that was damaged, or
+that is decoded against another parent than it was encoded with, raises `StoreError` instead of returning tokens.
+
+Layout of a blob, all integers little-endian:
+
+    byte 0       codec version, now 1
+    bytes 1-16   BLAKE2b-128 of the decoded content (see `content_digest`)
+    bytes 17-32  four uint32: tokens shared with the parent, further prompt ids, response ids, log-probabilities
+    rest         one zstandard frame of the further prompt ids and response ids (int32), then the log-probabilities (float32)
+
+The parent of a call is an earlier call whose full tokens (prompt + response) begin as this prompt begins: the previous turn of
+the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored. The
+four bytes of each number are stored as four planes (all lowest bytes first), because the high bytes of token ids and the
+exponents of log-probabilities compress well and their low bytes do not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+import threading
+from array import array
+from dataclasses import dataclass
+from typing import Final
+
+import zstandard
+
+from lightning.errors import DataError, StoreError
+from lightning.types import LogProbs, TokenIds
+
+VERSION: Final = 1
+LEVEL: Final = 3
+DIGEST_BYTES: Final = 16
+_HEADER: Final = struct.Struct("<B16s4I")
+_ITEM: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one model call read and wrote; the part of a transition that is worth compressing."""
+
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    logprobs: LogProbs
+
+
+class _Local(threading.local):
+    """zstandard contexts are not thread-safe and cost more than one compression: each thread keeps its own."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_local = _Local()
+
+
+def pack(values: TokenIds | LogProbs) -> bytes:
+    """The little-endian bytes of an `array('i')` or `array('f')`. Raises `DataError` for any other array."""
+    if not isinstance(values, array) or values.typecode not in "if" or values.itemsize != _ITEM:
+        kind = f"array({values.typecode!r})" if isinstance(values, array) else type(values).__name__
+        raise DataError(
+            f"expected array('i') of token ids or array('f') of log-probabilities, got {kind}: "
+            "build it with lightning.types.token_ids() or logprobs()"
+        )
+    return _native(values.tobytes())
+
+
+def unpack_ids(data: bytes) -> TokenIds:
+    """`array('i')` from little-endian int32 bytes."""
+    values = array("i")
+    values.frombytes(_native(data))
+    return values
+
+
+def unpack_logprobs(data: bytes) -> LogProbs:
+    """`array('f')` from little-endian float32 bytes."""
+    values = array("f")
+    values.frombytes(_native(data))
+    return values
+
+
+def full_tokens(tokens: Tokens) -> bytes:
+    """Prompt then response as packed int32: what a later call may share a prefix with."""
+    return pack(tokens.prompt_ids) + pack(tokens.response_ids)
+
+
+def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
+    """BLAKE2b-128 over the three packed arrays, each preceded by its length, so that no two contents look alike."""
+    digest = hashlib.blake2b(struct.pack("<3Q", len(prompt), len(response), len(logprobs)), digest_size=DIGEST_BYTES)
+    for part in (prompt, response, logprobs):
+        digest.update(part)
+    return digest.digest()
+
+
+def stored_digest(blob: bytes) -> bytes:
+    """The content digest a blob claims to have, without decoding it."""
+    _check_version(blob)
+    return bytes(blob[1 : 1 + DIGEST_BYTES])
+
+
+def shared_prefix(prompt: bytes, parent: bytes) -> int:
+    """How many leading tokens two packed id arrays have in common."""
+    limit = min(len(prompt), len(parent)) // _ITEM
+    if prompt[: limit * _ITEM] == parent[: limit * _ITEM]:
+        return limit
+    low, high = 0, limit  # prompt[:low] is shared, prompt[:high] is not: bytes compare far faster than Python counts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if prompt[low * _ITEM : middle * _ITEM] == parent[low * _ITEM : middle * _ITEM]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
+    """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
+    for name, values, code in (
+        ("prompt_ids", tokens.prompt_ids, "i"),
+        ("response_ids", tokens.response_ids, "i"),
+        ("logprobs", tokens.logprobs, "f"),
+    ):
+        if not isinstance(values, array) or values.typecode != code:
+            raise DataError(f"{name} must be array({code!r}), as lightning.types.token_ids() and logprobs() build")
+    prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
+    shared = shared_prefix(prompt, parent)
+    rest = prompt[shared * _ITEM :]
+    header = _HEADER.pack(
+        VERSION,
+        content_digest(prompt, response, logprobs),
+        shared,
+        len(rest) // _ITEM,
+        len(response) // _ITEM,
+        len(logprobs) // _ITEM,
+    )
+    return header + _local.compressor.compress(_to_planes(rest + response) + _to_planes(logprobs))
+
+
+def decode(blob: bytes, parent: bytes = b"") -> Tokens:
+    """The tokens of a blob, given the packed full tokens of the parent it was encoded against.
+
+    Raises `StoreError` when the blob is damaged, of a newer codec, or does not belong to this parent.
+    """
+    _check_version(blob)
+    if len(blob) < _HEADER.size:
+        raise StoreError("token blob is corrupt: shorter than its header")
+    _, digest, shared, n_rest, n_response, n_logprobs = _HEADER.unpack_from(blob)
+    if shared * _ITEM > len(parent):
+        raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
+    n_ids = n_rest + n_response
+    payload = _decompress(blob[_HEADER.size :], (n_ids + n_logprobs) * _ITEM)
+    ids = _from_planes(payload[: n_ids * _ITEM])
+    logprobs = _from_planes(payload[n_ids * _ITEM :])
+    prompt, response = parent[: shared * _ITEM] + ids[: n_rest * _ITEM], ids[n_rest * _ITEM :]
+    if content_digest(prompt, response, logprobs) != digest:
+        raise StoreError("token blob is corrupt: its content does not match its checksum")
+    return Tokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
+
+
+def _native(data: bytes) -> bytes:
+    """Between little-endian and this machine's order, either way: the same bytes, or the four of each number reversed."""
+    if sys.byteorder == "little":
+        return data
+    return b"".join(data[at : at + _ITEM][::-1] for at in range(0, len(data), _ITEM))
+
+
+def _check_version(blob: bytes) -> None:
+    if not blob:
+        raise StoreError("token blob is corrupt: it is empty")
+    if blob[0] != VERSION:
+        raise StoreError(
+            f"token blob has codec {blob[0]}, this release reads {VERSION}: "
+            "it is corrupt or was written by a newer release (pip install -U 'lightning<1')"
+        )
+
+
+def _decompress(frame: bytes, size: int) -> bytes:
+    """Decompress exactly `size` bytes; the size is checked first, so that a damaged frame cannot ask for all memory."""
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            raise StoreError("token blob is corrupt: its header and its compressed frame disagree about the size")
+        payload = _local.decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise StoreError(f"token blob is corrupt: {error}") from error
+    if len(payload) != size:
+        raise StoreError("token blob is corrupt: it decompresses to the wrong size")
+    return payload
+
+
+def _to_planes(data: bytes) -> bytes:
+    return b"".join(data[byte::_ITEM] for byte in range(_ITEM))
+
+
+def _from_planes(planes: bytes) -> bytes:
+    count = len(planes) // _ITEM
+    data = bytearray(len(planes))
+    for byte in range(_ITEM):
+        data[byte::_ITEM] = planes[byte * count : (byte + 1) * count]
+    return bytes(data)

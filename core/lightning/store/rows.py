@@ -1,0 +1,238 @@
+"""Nouns to database values and back: JSON text for what is nested, plain columns for what is searched.
+
+The invariant: a noun read back equals the noun written (tuples of JSON become lists), and text survives whatever an agent put
+into it, because nested text is escaped to ASCII.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lightning.errors import DataError, StoreError
+from lightning.types import (
+    Caller,
+    Fault,
+    Json,
+    Rollout,
+    Run,
+    Status,
+    StepRecord,
+    StepReward,
+    Task,
+    ToolEvent,
+    VersionRun,
+)
+
+Row: TypeAlias = tuple[Any, ...]
+"""What a database gives back: its columns are in the order of the `sql` constant that was asked."""
+Value: TypeAlias = int | float | str | bytes | None
+"""What a database takes."""
+
+
+def dump(value: Json, what: str = "a value") -> str:
+    """Compact ASCII JSON. Raises `DataError` naming `what` when the value is not JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{what} is not JSON ({error}): use only None, bool, numbers, text, lists and dicts") from error
+
+
+def load(text: str, what: str = "a value") -> Json:
+    """Parse what `dump` wrote. Raises `StoreError` naming `what` when the stored text was damaged."""
+    try:
+        value: Json = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(f"{what} is corrupt in the database: {error}. Restore the database from a backup") from error
+    return value
+
+
+def plain_text(text: str) -> str:
+    """Text that any database takes: lone surrogates and NUL, which agents' error messages may hold, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def finite(value: float, what: str) -> float:
+    """`value` as a float. Raises `DataError` when it is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{what} is {value!r}: it must be a finite number")
+    return float(value)
+
+
+# callers, tool events, step rewards -----------------------------------------------------------------------------
+
+
+def caller_to_json(caller: Caller) -> Json:
+    """`[agent, path, span, parent, framework]` without the empty tail: most calls have only an agent."""
+    parts: list[Json] = [caller.agent, list(caller.path), caller.span_id, caller.parent_id, caller.framework]
+    while len(parts) > 1 and not parts[-1]:
+        parts.pop()
+    return parts
+
+
+def caller_from_text(text: str) -> Caller:
+    """The caller of a transition, from the text of `caller_to_json`."""
+    return _caller_from_json(_rows(text, "the caller of a transition"))
+
+
+def _caller_from_json(parts: Sequence[Any]) -> Caller:
+    agent, *rest = parts
+    path, *names = rest or [()]
+    return Caller(agent, tuple(path), *names)
+
+
+def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
+    """All tool events of an attempt."""
+    rows: list[Json] = [
+        [
+            event.name,
+            event.status,
+            event.call_id,
+            event.arguments,
+            event.output,
+            event.error,
+            None if event.caller is None else caller_to_json(event.caller),
+            event.at,
+        ]
+        for event in events
+    ]
+    return dump(rows, "a tool event")
+
+
+def tool_events_from_text(text: str) -> list[ToolEvent]:
+    """What `tool_events_to_text` wrote."""
+    return [
+        ToolEvent(
+            name, status, call_id, arguments, output, error, None if caller is None else _caller_from_json(caller), at
+        )
+        for name, status, call_id, arguments, output, error, caller, at in _rows(text, "the tool events of an attempt")
+    ]
+
+
+def step_rewards_to_text(rewards: Sequence[StepReward]) -> str:
+    """All step rewards of an attempt. Raises `DataError` for a NaN or infinite value."""
+    return dump(
+        [[finite(r.value, f"step reward {r.name!r}"), r.name, r.response_id, r.at] for r in rewards], "a step reward"
+    )
+
+
+def step_rewards_from_text(text: str) -> list[StepReward]:
+    """What `step_rewards_to_text` wrote."""
+    return [StepReward(*row) for row in _rows(text, "the step rewards of an attempt")]
+
+
+def versions_to_text(versions: Sequence[VersionRun]) -> str:
+    """Which policy version sampled from which response token on."""
+    return dump([[v.start, v.version] for v in versions], "a policy version")
+
+
+def versions_from_text(text: str) -> tuple[VersionRun, ...]:
+    """What `versions_to_text` wrote."""
+    return tuple(VersionRun(*row) for row in _rows(text, "the policy versions of a transition"))
+
+
+# runs, rollouts, steps ------------------------------------------------------------------------------------------
+
+
+def run_from_row(row: Row) -> Run:
+    """From `sql.RUN_COLUMNS`."""
+    run, name, config, created_at = row
+    return Run(run, name, _mapping(config, f"the configuration of run {run!r}"), created_at)
+
+
+def task_to_text(task: Task) -> str:
+    """A task with its id."""
+    return dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}")
+
+
+def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
+    """In the order of `sql.INSERT_ROLLOUT`. Raises `DataError` unless the rollout is new: pending, no attempt, no reward."""
+    if rollout.status is not Status.PENDING or rollout.attempt != 0 or rollout.reward is not None:
+        raise DataError(
+            f"rollout {rollout.id!r} is created as {rollout.status.value} with attempt {rollout.attempt}: "
+            "create rollouts pending, then lease and complete them"
+        )
+    if rollout.max_attempts < 1:
+        raise DataError(f"rollout {rollout.id!r} has max_attempts={rollout.max_attempts}: it must be at least 1")
+    return (
+        rollout.id,
+        rollout.run,
+        task_to_text(rollout.task),
+        rollout.group,
+        rollout.step,
+        rollout.split,
+        rollout.index,
+        rollout.max_attempts,
+    )
+
+
+def rollout_from_row(row: Row) -> Rollout:
+    """From `sql.ROLLOUT_COLUMNS`."""
+    (rollout, run, task, group, step, split, index, max_attempts, status, attempt, reward, rewards) = row[:12]
+    fault, error, seconds, trained_at_step = row[12:16]
+    task_id, task_input, expected, metadata = _rows(task, f"the task of rollout {rollout!r}")
+    return Rollout(
+        id=rollout,
+        run=run,
+        task=Task(task_input, expected, metadata, task_id),
+        group=group,
+        step=step,
+        split=split,
+        index=index,
+        max_attempts=max_attempts,
+        status=Status(status),
+        attempt=attempt,
+        reward=reward,
+        rewards=_mapping(rewards, f"the rewards of rollout {rollout!r}"),
+        fault=Fault(fault) if fault else None,
+        error=error,
+        seconds=seconds,
+        trained_at_step=trained_at_step,
+    )
+
+
+def step_values(record: StepRecord) -> tuple[Value, ...]:
+    """In the order of `sql.INSERT_STEP`, but for the time."""
+    return (
+        record.run,
+        record.step,
+        record.policy_version,
+        dump([[rollout, attempt] for rollout, attempt in record.rollouts]),
+        dump(list(record.digests)),
+        record.digest,
+        record.checkpoint,
+        dump(dict(record.metrics), f"the metrics of step {record.step}"),
+    )
+
+
+def step_from_row(row: Row) -> StepRecord:
+    """From `sql.STEP_COLUMNS`."""
+    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, at = row
+    what = f"step {step} of run {run!r}"
+    return StepRecord(
+        run=run,
+        step=step,
+        policy_version=policy_version,
+        rollouts=tuple((rollout, attempt) for rollout, attempt in _rows(rollouts, what)),
+        digests=tuple(_rows(digests, what)),
+        digest=digest,
+        checkpoint=checkpoint,
+        metrics=_mapping(metrics, what),
+        at=at,
+    )
+
+
+def _rows(text: str, what: str) -> list[Any]:
+    value = load(text, what)
+    if not isinstance(value, list):
+        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
+    return value
+
+
+def _mapping(text: str, what: str) -> Mapping[str, Any]:
+    value = load(text, what)
+    if not isinstance(value, dict):
+        raise StoreError(f"{what} is corrupt in the database: expected an object. Restore the database from a backup")
+    return value

@@ -1,0 +1,139 @@
+"""What happens to a rollout, as pure functions that every store shares; a database only finds and keeps the rows.
+
+The invariant: an attempt ends at most once, and only the current attempt of a running rollout may write.
+
+    pending --lease--> running --reward--------------------> succeeded
+                       running --agent or timeout----------> failed
+                       running --infrastructure, expired---> pending while retries are left, else failed
+                       running --release-------------------> pending, the retry not spent
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+
+from lightning.errors import DataError, StaleAttemptError, StoreError
+from lightning.store import codec
+from lightning.store.rows import (
+    caller_to_json,
+    dump,
+    finite,
+    plain_text,
+    step_rewards_to_text,
+    tool_events_to_text,
+    versions_to_text,
+)
+from lightning.types import Fault, Outcome, Rollout, Status, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An outcome, checked and in database form. `digest` tells a repeated call from a contradicting one."""
+
+    reward: float | None
+    rewards: str
+    fault: str
+    error: str
+    seconds: float
+    tool_events: str
+    step_rewards: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rollout stands: `spent` attempts count against `max_attempts`, `attempt` is the fencing token."""
+
+    rollout: str
+    status: Status
+    attempt: int
+    spent: int
+    max_attempts: int
+
+
+def ending(rollout: str, outcome: Outcome) -> Ending:
+    """Check an outcome. Raises `DataError` unless exactly one of reward and fault is set and every number is finite."""
+    if (outcome.reward is None) == (outcome.fault is None):
+        raise DataError(f"the outcome of rollout {rollout!r} must have a reward or a fault, not both and not neither")
+    reward = None if outcome.reward is None else finite(outcome.reward, f"the reward of rollout {rollout!r}")
+    rewards = {
+        name: finite(value, f"reward {name!r} of rollout {rollout!r}") for name, value in outcome.rewards.items()
+    }
+    fault = "" if outcome.fault is None else Fault(outcome.fault).value
+    values = (
+        reward,
+        dump(rewards),
+        fault,
+        plain_text(outcome.error),
+        finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
+        tool_events_to_text(outcome.tool_events),
+        step_rewards_to_text(outcome.step_rewards),
+    )
+    return Ending(*values, digest=hashlib.sha256(json.dumps(values).encode()).hexdigest())
+
+
+def after(position: Position, end: Ending) -> Status:
+    """The status of a rollout when its running attempt ends so."""
+    if end.reward is not None:
+        return Status.SUCCEEDED
+    if end.fault == Fault.INFRASTRUCTURE and position.spent < position.max_attempts:
+        return Status.PENDING
+    return Status.FAILED
+
+
+def leased(rollout: Rollout) -> Rollout:
+    """The rollout as its next attempt begins: what is left of a lost attempt is wiped."""
+    return replace(rollout, status=Status.RUNNING, attempt=rollout.attempt + 1, fault=None, error="", seconds=0.0)
+
+
+def check_fence(position: Position, attempt: int) -> None:
+    """Raise `StaleAttemptError` unless `attempt` is the running one."""
+    if attempt == position.attempt and position.status is Status.RUNNING:
+        return
+    if attempt < position.attempt:
+        why = f"attempt {position.attempt} has taken its place"
+    elif attempt > position.attempt:
+        why = f"it has not begun, the latest attempt is {position.attempt}"
+    else:
+        why = f"it has ended, the rollout is {position.status.value}"
+    raise StaleAttemptError(
+        f"attempt {attempt} of rollout {position.rollout!r} may not write: {why}. Drop this work; nothing was changed"
+    )
+
+
+def unknown_rollout(rollout: str) -> StoreError:
+    """The error for a rollout nobody created."""
+    return StoreError(f"rollout {rollout!r} is unknown: create it with create_rollouts() first")
+
+
+def expired_error(worker: str, attempt: int) -> str:
+    """The error text of a rollout whose last allowed attempt was lost."""
+    return plain_text(f"the lease of worker {worker!r} expired on attempt {attempt}, the last one allowed")
+
+
+def transition_digest(transition: Transition, content: bytes) -> bytes:
+    """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
+
+    Two transitions are the same for the store if and only if these agree.
+    """
+    text = json.dumps(
+        [
+            transition.rollout,
+            transition.attempt,
+            transition.seq,
+            transition.id,
+            caller_to_json(transition.caller),
+            versions_to_text(transition.versions),
+            transition.status.value,
+            transition.finish_reason,
+            transition.choice,
+            float(transition.temperature),
+            bool(transition.constrained),
+            float(transition.started_at),
+            float(transition.ended_at),
+        ],
+        separators=(",", ":"),
+    )
+    return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

@@ -1,0 +1,121 @@
+"""Every SQL text of the store, in the dialect that SQLite and Postgres share.
+
+The invariant: nothing here is particular to one database. Parameters are `?` (a driver that counts them, `$1`, rewrites them:
+no literal contains one); upserts are ON CONFLICT; the clock, the locking of leased rows and the types of the
+schema (`migrations` of each store) are the caller's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+RUN_COLUMNS: Final = "id, name, config, created_at"
+INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
+SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
+SELECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs ORDER BY created_at DESC, n DESC"  # noqa: S608
+
+# rollouts -------------------------------------------------------------------------------------------------------
+ROLLOUT_COLUMNS: Final = (
+    "id, run, task, group_id, step, split, idx, max_attempts, status, attempt, reward, rewards, fault, error, "
+    "seconds, trained_at_step"
+)
+INSERT_ROLLOUT: Final = (
+    "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
+    "ON CONFLICT (id) DO NOTHING"
+)
+SELECT_ROLLOUT: Final = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE id = ?"  # noqa: S608
+SELECT_ROLLOUTS: Final = f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE "  # noqa: S608
+"""Followed by `page_conditions` and ORDER_PAGE."""
+ORDER_PAGE: Final = " ORDER BY n LIMIT ?"
+SELECT_POSITION: Final = (
+    "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker FROM rollouts WHERE id = ?"
+)
+SELECT_LEASABLE: Final = (
+    f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE n IN ("  # noqa: S608
+    "SELECT n FROM (SELECT n FROM rollouts WHERE run = ? AND status = 'pending' ORDER BY n LIMIT ?) AS pending "
+    "UNION ALL "
+    "SELECT n FROM (SELECT n FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? "
+    "ORDER BY n LIMIT ?) AS expired) ORDER BY n LIMIT ?"
+)
+"""Parameters: run, limit, run, now, limit, limit. Ask after `SELECT_EXHAUSTED` was dealt with."""
+SELECT_EXHAUSTED: Final = (
+    "SELECT n, id, worker, attempt FROM rollouts "
+    "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent >= max_attempts"
+)
+FAIL_EXHAUSTED: Final = "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' WHERE n = ?"
+TAKE_LEASE: Final = (
+    "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
+    "error = '', seconds = 0 WHERE n = ?"
+)
+RENEW_LEASE: Final = "UPDATE rollouts SET lease_until = ? WHERE id = ?"
+END_ROLLOUT: Final = (
+    "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
+    "worker = '' WHERE n = ?"
+)
+SELECT_HELD: Final = "SELECT n, id, attempt FROM rollouts WHERE worker = ? AND status = 'running'"
+GIVE_BACK: Final = (
+    "UPDATE rollouts SET status = 'pending', spent = spent - 1, worker = '', lease_until = NULL WHERE n = ?"
+)
+MARK_TRAINED: Final = "UPDATE rollouts SET trained_at_step = ? WHERE id = ?"
+
+
+def page_conditions(*, split: bool, step: bool, status: bool) -> str:
+    """The WHERE clause of a page; its parameters are run, cursor, then those asked for, in this order."""
+    clauses = ["run = ?", "n > ?"]
+    clauses += [f"{name} = ?" for name, asked in (("split", split), ("step", step), ("status", status)) if asked]
+    return " AND ".join(clauses)
+
+
+# attempts -------------------------------------------------------------------------------------------------------
+INSERT_ATTEMPT: Final = "INSERT INTO attempts (rollout, attempt, worker, leased_at) VALUES (?, ?, ?, ?)"
+CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollout = ? AND attempt = ?"
+"""For attempts that ended without an outcome of their own: `expired` or `released`."""
+END_ATTEMPT: Final = (
+    "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ? "
+    "WHERE rollout = ? AND attempt = ?"
+)
+SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
+SELECT_TOOL_EVENTS: Final = "SELECT tool_events FROM attempts WHERE rollout = ? AND attempt = ?"
+SELECT_STEP_REWARDS: Final = "SELECT step_rewards FROM attempts WHERE rollout = ? AND attempt = ?"
+
+# transitions ----------------------------------------------------------------------------------------------------
+TRANSITION_COLUMNS: Final = (
+    "t.n, t.parent, t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, "
+    "t.constrained, t.started_at, t.ended_at, t.digest, t.tokens"
+)
+INSERT_TRANSITION: Final = (
+    "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
+    "temperature, constrained, started_at, ended_at, digest, tokens) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
+SELECT_TRANSITIONS: Final = (
+    f"SELECT {TRANSITION_COLUMNS} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
+    "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
+)
+SELECT_BLOBS: Final = "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n"
+SELECT_BLOB: Final = "SELECT n, parent, tokens FROM transitions WHERE n = ?"
+SELECT_GROUP_ROOTS: Final = (
+    "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
+    "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n LIMIT ?"
+)
+SELECT_NEXT_SEQ: Final = (
+    "SELECT coalesce(max(t.seq) + 1, 0) FROM transitions t JOIN rollouts r ON r.n = t.rollout "
+    "WHERE r.id = ? AND t.attempt = ?"
+)
+
+# steps, metrics, state ------------------------------------------------------------------------------------------
+STEP_COLUMNS: Final = "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, at"
+INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
+SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step"  # noqa: S608
+SELECT_TRAINABLE: Final = "SELECT run, status, attempt, trained_at_step FROM rollouts WHERE id = ?"
+UPSERT_METRIC: Final = (
+    "INSERT INTO metrics (run, step, name, value, at) VALUES (?, ?, ?, ?, ?) "
+    "ON CONFLICT (run, step, name) DO UPDATE SET value = excluded.value, at = excluded.at"
+)
+SELECT_METRICS: Final = "SELECT step, name, value, at FROM metrics WHERE run = ? ORDER BY step, name"
+UPSERT_STATE: Final = (
+    "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value"
+)
+SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"

@@ -1,0 +1,182 @@
+"""Connections to one SQLite file, the transaction object that operations get, and the words for what SQLite refuses.
+
+The invariant: no `sqlite3` exception leaves this package; each becomes an error that names the file and the cure.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError
+from lightning.store.rows import Row, Value
+
+if TYPE_CHECKING:
+    from lightning.store.sqlite.parents import ParentCache
+
+MEMORY: Final = ":memory:"
+PAGE_BYTES: Final = 16384
+"""A transition is about 2 KB: pages this large waste little behind the last one that fits."""
+WAL_LIMIT_BYTES: Final = 64 << 20
+_NOW: Final = "SELECT (julianday('now') - 2440587.5) * 86400.0"
+_SYNC: Final = {"normal": "NORMAL", "full": "FULL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the file is and how hard it is held.
+
+    `sync="normal"`: what was acknowledged survives the death of any process; a power cut may lose the last moments but
+    never corrupts. `sync="full"`: it survives a power cut too, at an fsync per group commit. `busy_timeout`: seconds to
+    wait while another process writes.
+    """
+
+    path: str
+    sync: str = "normal"
+    busy_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.sync not in _SYNC:
+            raise ConfigError(f"sync={self.sync!r} is not known for the sqlite store: use {' or '.join(_SYNC)}")
+        if not 0 <= self.busy_timeout <= 3600:
+            raise ConfigError(f"busy_timeout={self.busy_timeout!r} must be seconds between 0 and 3600")
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the database is private to its one connection."""
+        return self.path == MEMORY
+
+
+class Transaction:
+    """What an operation sees of the database while its transaction is open. Belongs to one thread."""
+
+    def __init__(self, connection: sqlite3.Connection, parents: ParentCache | None = None) -> None:
+        self._connection = connection
+        self._now: float | None = None
+        self._parents = parents
+
+    @property
+    def now(self) -> float:
+        """Unix time by the database's clock, the same for the whole transaction."""
+        if self._now is None:
+            self._now = float(self._connection.execute(_NOW).fetchone()[0])
+        return self._now
+
+    @property
+    def parents(self) -> ParentCache:
+        """Recently written tokens. Only writing transactions have them."""
+        assert self._parents is not None, "a reading transaction does not append"
+        return self._parents
+
+    def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
+        """The first row, or None."""
+        rows = self._connection.execute(sql, values).fetchall()
+        return rows[0] if rows else None
+
+    def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Every row."""
+        return self._connection.execute(sql, values).fetchall()
+
+    def run(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """Execute; return how many rows changed."""
+        return self._connection.execute(sql, values).rowcount
+
+    def many(self, sql: str, rows: Iterable[Sequence[Value]]) -> int:
+        """Execute for each row; return how many rows changed in all."""
+        return max(self._connection.executemany(sql, rows).rowcount, 0)
+
+    def insert(self, sql: str, values: Sequence[Value]) -> int:
+        """Insert one row; return its `n`."""
+        number = self._connection.execute(sql, values).lastrowid
+        assert number is not None, "an INSERT that succeeded has a row id"
+        return number
+
+
+def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connection:
+    """Open the file in WAL mode, creating it and its folder. Raises `StoreError` or `SchemaError`."""
+    if not settings.in_memory:
+        try:
+            Path(settings.path).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot create the folder of store {settings.path}: {error}. Choose another path"
+            ) from error
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = sqlite3.connect(
+            settings.path,
+            timeout=settings.busy_timeout,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=256,
+        )
+        _configure(connection, settings, read_only=read_only)
+    except (sqlite3.Error, StoreError) as error:
+        if connection is not None:
+            connection.close()
+        raise translate(error, settings) from error
+    return connection
+
+
+def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only: bool) -> None:
+    if read_only:
+        connection.execute("PRAGMA query_only = ON")
+        return
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+    mode = _enter_wal(connection, settings)
+    if mode != ("memory" if settings.in_memory else "wal"):
+        raise StoreError(
+            f"store {settings.path}: this file system does not support SQLite's write-ahead log (journal mode {mode!r}); "
+            "put the file on a local disk"
+        )
+    connection.execute(f"PRAGMA synchronous = {_SYNC[settings.sync]}")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
+
+
+def _enter_wal(connection: sqlite3.Connection, settings: Settings) -> str:
+    """Switch to WAL; two processes that create the file at once make SQLite answer busy without waiting, so wait here."""
+    deadline = time.monotonic() + settings.busy_timeout
+    while True:
+        try:
+            return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+        except sqlite3.OperationalError as error:
+            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+
+
+def translate(error: Exception, settings: Settings) -> Exception:
+    """The error to give to the caller for whatever an operation raised."""
+    if isinstance(error, LightningError):
+        return error
+    if isinstance(error, UnicodeEncodeError | OverflowError | sqlite3.InterfaceError | sqlite3.ProgrammingError):
+        return DataError(f"store {settings.path} cannot hold this value: {error}")
+    if not isinstance(error, sqlite3.Error):
+        return error
+    where = f"store {settings.path}"
+    code = _primary_code(error)
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return SchemaError(
+            f"{where} is corrupt or not an SQLite database ({error}): restore it from a backup, or rescue what can be read "
+            f"with: sqlite3 {settings.path} .recover | sqlite3 rescued.db"
+        )
+    causes = {
+        sqlite3.SQLITE_FULL: "the disk is full: free some space and try again; everything acknowledged is kept",
+        sqlite3.SQLITE_IOERR: "the disk refused to read or write (full, over quota or failing): check it and try again; "
+        "everything acknowledged is kept",
+        sqlite3.SQLITE_BUSY: f"another process kept it locked for {settings.busy_timeout:g} s: "
+        "end that process, or raise ?busy_timeout= in the store URL",
+        sqlite3.SQLITE_READONLY: "the file or its folder is read-only: change its permissions or choose another path",
+        sqlite3.SQLITE_CANTOPEN: "the file cannot be opened: check that the path is a file and its folder is writable",
+        sqlite3.SQLITE_PERM: "permission denied: change the file's permissions or choose another path",
+    }
+    cause = causes.get(code, "SQLite refused the operation")
+    return StoreError(f"{where}: {cause} ({error})")

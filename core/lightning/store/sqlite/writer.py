@@ -1,0 +1,183 @@
+"""The one thread that writes: operations that wait together are committed together.
+
+The invariant: a future is resolved only after the transaction that holds its operation is committed, and an operation that
+fails takes none of its neighbours with it.
+"""
+
+from __future__ import annotations
+
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, Generic, TypeVar
+
+from lightning.errors import StoreError
+from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
+from lightning.store.sqlite.migrations import migrate
+from lightning.store.sqlite.parents import ParentCache
+
+T = TypeVar("T")
+MAX_GROUP: Final = 512
+"""Operations in one transaction at most: bounds how long the first of them waits."""
+
+
+class _Job(Generic[T]):
+    """An operation and the caller who waits for it. It may run twice, but it is committed once."""
+
+    def __init__(self, operation: Callable[[Transaction], T]) -> None:
+        self._operation = operation
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self.future: Future[T] = Future()
+
+    def run(self, transaction: Transaction) -> None:
+        """Run the operation; raise what it raises."""
+        self._error = None
+        self._result = self._operation(transaction)
+
+    def failed(self, error: Exception) -> None:
+        self._error = error
+
+    def deliver(self) -> None:
+        """Tell the caller. Only after COMMIT or ROLLBACK."""
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(self._result)  # type: ignore[arg-type]  # T may be Optional itself
+
+
+class Writer:
+    """Owns the writing connection. `ready` resolves when the file is open and migrated, or fails with the reason."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stop = False
+        self._broken = False
+        self._parents = ParentCache()
+        self._connection: sqlite3.Connection
+        self.ready: Future[None] = Future()
+        self.ready.set_running_or_notify_cancel()  # one caller that gives up must not cancel the others' wait
+        self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Callable[[Transaction], T]) -> Future[T]:
+        """Queue an operation. Raises `StoreError` after `close`."""
+        job = _Job(operation)
+        with self._lock:
+            if self._closed:
+                raise closed_error(self._settings)
+            self._jobs.put(job)  # type: ignore[arg-type]  # the queue does not look at results
+        return job.future
+
+    def close(self) -> None:
+        """Commit what is queued, then close the file. Blocks; idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            self._connection = connect(self._settings)
+        except Exception as error:  # noqa: BLE001 — whatever it is, it belongs to whoever opens the store
+            self._refuse(error)
+            return
+        try:
+            migrate(self._connection, self._settings)
+        except Exception as error:  # noqa: BLE001 — likewise
+            self._connection.close()
+            self._refuse(translate(error, self._settings))
+            return
+        self.ready.set_result(None)
+        while (job := self._next(wait=True)) is not None:
+            self._commit_group(job)
+        self._connection.close()
+
+    def _refuse(self, error: Exception) -> None:
+        with self._lock:
+            self._closed = True
+        self.ready.set_exception(error)
+
+    def _next(self, *, wait: bool) -> _Job[object] | None:
+        """The next job whose caller has not gone away; None when the writer stops, or when there is nothing to wait for."""
+        while not self._stop:
+            try:
+                job = self._jobs.get(block=wait)
+            except queue.Empty:
+                return None
+            if job is None:
+                self._stop = True
+            elif job.future.set_running_or_notify_cancel():
+                return job
+        return None
+
+    def _commit_group(self, first: _Job[object]) -> None:
+        """Run `first` and everything queued behind it in one transaction; if that transaction is lost, each in its own."""
+        group = [first]
+        try:
+            transaction = self._begin()
+            self._run_in_savepoint(first, transaction)
+            while len(group) < MAX_GROUP and (job := self._next(wait=False)) is not None:
+                group.append(job)
+                self._run_in_savepoint(job, transaction)
+            self._commit()
+        except Exception as error:  # noqa: BLE001 — the thread must outlive it: every caller waits on this thread
+            self._roll_back()
+            if len(group) == 1:
+                first.failed(translate(error, self._settings))
+            else:
+                for job in group:
+                    self._commit_alone(job)
+        for job in group:
+            job.deliver()
+
+    def _run_in_savepoint(self, job: _Job[object], transaction: Transaction) -> None:
+        self._connection.execute("SAVEPOINT job")
+        try:
+            job.run(transaction)
+        except Exception as error:
+            if not self._connection.in_transaction:
+                raise  # SQLite rolled back everything by itself, as it may when the disk is full
+            self._connection.execute("ROLLBACK TO job")
+            self._parents.forget()
+            job.failed(translate(error, self._settings))
+        self._connection.execute("RELEASE job")
+
+    def _commit_alone(self, job: _Job[object]) -> None:
+        try:
+            job.run(self._begin())
+            self._commit()
+        except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
+            self._roll_back()
+            job.failed(translate(error, self._settings))
+
+    def _begin(self) -> Transaction:
+        if self._broken:
+            self._connection.close()
+            self._connection = connect(self._settings)
+            self._broken = False
+        self._connection.execute("BEGIN IMMEDIATE")
+        return Transaction(self._connection, self._parents)
+
+    def _commit(self) -> None:
+        self._connection.execute("COMMIT")
+        self._parents.keep()
+
+    def _roll_back(self) -> None:
+        self._parents.forget()
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            self._broken = True  # the connection is of no more use: the next transaction gets a new one
+
+
+def closed_error(settings: Settings) -> StoreError:
+    """The error for using a store that is not open."""
+    return StoreError(f"store {settings.path} is not open: await store.open() first, and use it before close()")

@@ -1,0 +1,60 @@
+"""Store URLs: `memory://`, `sqlite:///relative.db?sync=full`, `sqlite:////absolute/path.db`, and what plugins add.
+
+The invariant: what cannot be meant is refused here, with the cure, before any file is touched; unknown options never pass.
+Three slashes start a relative path and four an absolute one, as in SQLAlchemy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, quote, unquote
+
+from lightning.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StoreURL:
+    """The parts of a store URL. `path` has lost its leading slash: absolute if it still starts with one."""
+
+    scheme: str
+    host: str = ""
+    path: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def check_options(self, known: Sequence[str]) -> None:
+        """Raise `ConfigError` for an option that is not in `known`, with the nearest known one."""
+        for option in self.options:
+            if option not in known:
+                near = difflib.get_close_matches(option, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f"unknown option {option!r} in the {self.scheme} store URL{hint} Known: {', '.join(known) or 'none'}"
+                )
+
+
+def parse(url: str) -> StoreURL:
+    """Take a store URL apart. Raises `ConfigError` when it has no scheme or an option is malformed or repeated."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or not scheme:
+        raise ConfigError(
+            f"{url!r} is not a store URL: write scheme://..., for example sqlite:///runs/lightning.db or memory://"
+        )
+    location, _, query = rest.partition("?")
+    host, slash, path = location.partition("/")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise ConfigError(f"the options of store URL {url!r} are malformed ({error}): write ?name=value&...") from error
+    options = dict(pairs)
+    if len(options) != len(pairs):
+        raise ConfigError(f"store URL {url!r} sets an option twice: keep one of them")
+    return StoreURL(scheme.lower(), unquote(host), unquote(path) if slash else "", options)
+
+
+def sqlite_url(path: str | Path, *, sync: str = "") -> str:
+    """The URL of an SQLite file, whatever characters its path has."""
+    options = f"?sync={quote(sync)}" if sync else ""
+    return f"sqlite:///{quote(str(path))}{options}"

@@ -1,0 +1,186 @@
+"""The store beside the naive way: one JSON text per transition, one commit per call.
+
+Measures bytes per transition (1,000 prompt + 256 response ids, the prompt of each turn continuing the one before), durable
+appends per second with one and with many callers, and lease + complete per second.
+
+    python tests/bench/bench_store.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lightning.store.sqlite import SqliteStore
+from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition, VersionRun, logprobs, token_ids
+
+VOCABULARY = 151_000
+PROMPT, RESPONSE, OBSERVATION = 1000, 256, 50
+"""Tokens of the first prompt, of each response, and of what the environment adds between two turns."""
+
+
+def conversations(rollouts: int, turns: int, group: int, seed: int = 0) -> list[list[Transition]]:
+    """Calls of `rollouts` agents; uniformly random ids and log-probabilities are the worst case for compression."""
+    rng = random.Random(seed)
+    made = []
+    for index in range(rollouts):
+        if index % group == 0:
+            start = _ids(rng, PROMPT - (turns - 1) * (RESPONSE + OBSERVATION) // 2)
+        prompt, calls = list(start), []
+        for seq in range(turns):
+            response = _ids(rng, RESPONSE)
+            calls.append(
+                Transition(
+                    rollout=f"rollout-{index:016x}",
+                    attempt=1,
+                    seq=seq,
+                    id=f"chatcmpl-{rng.getrandbits(128):032x}",
+                    prompt_ids=token_ids(prompt),
+                    response_ids=token_ids(response),
+                    logprobs=logprobs([-rng.expovariate(1.0) for _ in range(RESPONSE)]),
+                    caller=Caller("writer", ("agent", "writer"), span_id=f"{rng.getrandbits(64):016x}", framework="raw"),
+                    versions=(VersionRun(0, 7),),
+                    finish_reason="stop",
+                    started_at=1.79e9 + rng.random(),
+                    ended_at=1.79e9 + rng.random(),
+                )
+            )
+            prompt += [*response, *_ids(rng, OBSERVATION)]
+        made.append(calls)
+    return made
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def rollouts_of(count: int, group: int) -> list[Rollout]:
+    """Pending rollouts, `group` per task."""
+    return [
+        Rollout(f"rollout-{i:016x}", "run", Task({"question": i // group}), f"group-{i // group}", index=i % group)
+        for i in range(count)
+    ]
+
+
+async def opened(path: Path, count: int, group: int, sync: str = "normal") -> SqliteStore:
+    """A store with `count` pending rollouts."""
+    store = SqliteStore(path, sync=sync)
+    await store.open()
+    await store.put_run(Run("run", "bench"))
+    await store.create_rollouts(rollouts_of(count, group))
+    return store
+
+
+async def ours_appends(path: Path, calls: list[list[Transition]], group: int, callers: int, sync: str) -> dict[str, float]:
+    """Each caller awaits one append after the other, as a gateway's requests do."""
+    store = await opened(path, len(calls), group, sync)
+    await store.lease("run", "w", limit=len(calls), ttl=3600)
+    before = _size(path)
+    queue = [iter(calls[i::callers]) for i in range(callers)]
+
+    async def caller(mine: Iterable[Sequence[Transition]]) -> None:
+        for rollout in mine:
+            for call in rollout:
+                await store.append([call])
+
+    began, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*(caller(mine) for mine in queue))
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    began = time.perf_counter()
+    await store.transitions_of([(rollout[0].rollout, 1) for rollout in calls[:128]])
+    reading = time.perf_counter() - began
+    await store.close()
+    count = sum(map(len, calls))
+    return {
+        "per_second": count / seconds,
+        "cpu_us": cpu / count * 1e6,
+        "bytes": (_size(path) - before) / count,
+        "read_ms": reading * 1e3,
+    }
+
+
+def naive_appends(path: Path, calls: list[list[Transition]], sync: str) -> dict[str, float]:
+    """One JSON text per row, one commit per row."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {sync}")
+    connection.execute("CREATE TABLE t (rollout TEXT, attempt INT, seq INT, body TEXT, PRIMARY KEY (rollout, attempt, seq))")
+    before, count = _size(path), sum(map(len, calls))
+    began = time.perf_counter()
+    for call in (call for rollout in calls for call in rollout):
+        body = asdict(call)
+        for name in ("prompt_ids", "response_ids", "logprobs"):
+            body[name] = body[name].tolist()
+        connection.execute("INSERT INTO t VALUES (?, ?, ?, ?)", (call.rollout, call.attempt, call.seq, json.dumps(body)))
+    seconds = time.perf_counter() - began
+    connection.close()
+    return {"per_second": count / seconds, "bytes": (_size(path) - before) / count}
+
+
+async def leases(path: Path, count: int, callers: int) -> float:
+    """Lease one rollout and complete it, until none is left; rollouts per second."""
+    store = await opened(path, count, 8)
+
+    async def worker(name: str) -> None:
+        while held := await store.lease("run", name):
+            await store.complete(held[0].rollout.id, held[0].attempt, Outcome(reward=1.0))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(worker(f"w{i}") for i in range(callers)))
+    seconds = time.perf_counter() - began
+    await store.close()
+    return count / seconds
+
+
+def _size(path: Path) -> int:
+    """Bytes of the database with its log folded in."""
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    return path.stat().st_size
+
+
+def main(out: Path | None = None, rollouts: int = 512, turns: int = 4, group: int = 8) -> dict[str, float]:
+    """Measure, print a table, write JSON to `out`."""
+    calls = conversations(rollouts, turns, group)
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for sync in ("normal", "full"):
+            naive = naive_appends(root / f"naive-{sync}.db", calls, sync)
+            found[f"naive_{sync}_appends_per_second"] = naive["per_second"]
+            found["naive_bytes_per_transition"] = naive["bytes"]
+            for callers in (1, 64):
+                mine = asyncio.run(ours_appends(root / f"{sync}-{callers}.db", calls, group, callers, sync))
+                found[f"{sync}_{callers}_callers_appends_per_second"] = mine["per_second"]
+                found[f"{sync}_{callers}_callers_cpu_us"] = mine["cpu_us"]
+                found["bytes_per_transition"] = mine["bytes"]
+                found["read_128_rollouts_ms"] = mine["read_ms"]
+        lone = asyncio.run(ours_appends(root / "lone.db", conversations(rollouts, turns, 1), 1, 64, "normal"))
+        found["bytes_per_transition_without_siblings"] = lone["bytes"]
+        for callers in (1, 64):
+            found[f"lease_complete_{callers}_workers_per_second"] = asyncio.run(leases(root / f"l{callers}.db", 2000, callers))
+    found["bytes_ratio"] = found["naive_bytes_per_transition"] / found["bytes_per_transition"]
+    found["full_64_callers_ratio"] = found["full_64_callers_appends_per_second"] / found["naive_full_appends_per_second"]
+    found["normal_64_callers_ratio"] = (
+        found["normal_64_callers_appends_per_second"] / found["naive_normal_appends_per_second"]
+    )
+    sys.stdout.write("".join(f"{name:<48}{value:>12,.1f}\n" for name, value in found.items()))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2))
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    main(parser.parse_args().json)
