@@ -1,0 +1,94 @@
+"""`kill -9` of any process in the middle of a run: nothing acknowledged is lost, no rollout is trained twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Middle = Callable[[int], Callable[[Any], bool]]
+
+
+def assert_whole(run: Any) -> None:
+    """All steps are there once, every trained rollout is in exactly one of them, and the audit finds nothing."""
+    steps = run.steps()
+    assert [record.step for record in steps] == [0, 1, 2]
+    trained = Counter(name for record in steps for name, _ in record.rollouts)
+    assert trained, "something was trained"
+    assert set(trained.values()) == {1}
+    assert run.report()["drift_tokens"] == 0
+    audited = run.audit()
+    assert audited.returncode == 0, audited.stdout
+
+
+def test_killing_the_trainer_and_resuming(demo_run: Any, middle: Middle) -> None:
+    demo_run.start()
+    demo_run.until(middle(1))
+    children = demo_run.descendants("")
+    os.kill(demo_run.process.pid, signal.SIGKILL)
+    demo_run.wait()
+    before = {rollout.id: rollout for rollout in demo_run.rollouts() if rollout.reward is not None}
+    committed = demo_run.steps()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, "a killed trainer leaves no vLLM and no agent behind"
+
+    demo_run.start("--resume")
+    assert demo_run.wait() == 0, demo_run.output
+    after = {rollout.id: rollout for rollout in demo_run.rollouts()}
+    for name, rollout in before.items():
+        assert after[name].reward == rollout.reward
+        assert after[name].attempt == rollout.attempt, "a finished rollout is not run again"
+    assert demo_run.steps()[: len(committed)] == committed
+    assert_whole(demo_run)
+
+
+def test_killing_vllm(demo_run: Any, middle: Middle) -> None:
+    demo_run.start()
+    demo_run.until(middle(1))
+    servers = demo_run.descendants("lightning.policy_server.launch")
+    assert servers
+    for server in servers:
+        server.kill()
+    assert demo_run.wait() == 0, demo_run.output
+    assert "restarting" in demo_run.output
+    assert_whole(demo_run)
+
+
+def test_killing_agents(demo_run: Any, middle: Middle) -> None:
+    demo_run.start()
+    demo_run.until(middle(0))
+    workers = [
+        child
+        for parent in demo_run.descendants("forkserver")
+        for child in parent.children()
+        if "launch" not in " ".join(child.cmdline())
+    ]
+    assert workers
+    for worker in workers[:3]:
+        worker.kill()
+        time.sleep(0.1)
+    assert demo_run.wait() == 0, demo_run.output
+    assert_whole(demo_run)
+
+
+def test_interrupting_ends_cleanly(demo_run: Any, middle: Middle) -> None:
+    demo_run.start()
+    demo_run.until(middle(1))
+    children = demo_run.descendants("")
+    demo_run.process.send_signal(signal.SIGINT)
+    assert demo_run.wait() == 130, demo_run.output
+    assert "--resume" in demo_run.output
+    assert "Traceback" not in demo_run.output
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    demo_run.start("--resume")
+    assert demo_run.wait() == 0, demo_run.output
+    assert_whole(demo_run)
