@@ -8,15 +8,13 @@ later is tapped when it is.
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import json
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Protocol, cast
 
+from lightning._imports import on_import
 from lightning.instrument.context import context_session, is_gateway, log_once
 from lightning.types import Caller
 
@@ -80,12 +78,7 @@ class _Tap:
             self._users += 1
             if self._users > 1:
                 return
-            finder = _Finder(self._attach)
-            sys.meta_path.insert(0, finder)
-            self._undo.append(functools.partial(_remove_finder, finder))
-            for name in LIBRARIES:
-                if name in sys.modules:
-                    self._attach(sys.modules[name])
+            self._undo.extend(on_import(name, self._attach) for name in LIBRARIES)
 
     def release(self) -> None:
         with self._lock:
@@ -128,49 +121,6 @@ def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
 def _restore(client: type, wrapped: object, original: object) -> None:
     if vars(client).get("send") is wrapped:
         setattr(client, "send", original)  # noqa: B010 — mypy forbids assigning to a method
-
-
-def _remove_finder(finder: importlib.abc.MetaPathFinder) -> None:
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the ordinary finders find httpx and httpx2, and looks at the module once it has been executed."""
-
-    def __init__(self, found: Callable[[ModuleType], None]) -> None:
-        self._found = found
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in LIBRARIES:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec = find(fullname, path, target) if find is not None and not isinstance(finder, _Finder) else None
-            if isinstance(spec, ModuleSpec):
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._found)
-                return spec
-        return None
-
-
-class _Loader(importlib.abc.Loader):
-    """Stands in for the real loader during one import, then puts it back."""
-
-    def __init__(self, real: importlib.abc.Loader, found: Callable[[ModuleType], None]) -> None:
-        self._real, self._found = real, found
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._real.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._real
-        module.__loader__ = self._real
-        self._real.exec_module(module)
-        self._found(module)
 
 
 _tap = _Tap()

@@ -22,9 +22,11 @@ class Runner(Protocol):
     """Runs attempts, at most `concurrency` at once. Raises `RunnerError` only when no agent can be run at all."""
 
     @property
-    def concurrency(self) -> int: ...
+    def concurrency(self) -> int:
+        """Attempts at once."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Get ready. Raises `RunnerError` when the agent cannot be run. Idempotent."""
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this ends the agent."""

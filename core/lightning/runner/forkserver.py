@@ -1,0 +1,234 @@
+"""The parent's side of the fork server: start it, have workers forked and killed, talk to them.
+
+The invariant: every worker is a process group of its own that dies when this object is closed, when the fork server
+dies, or when this process dies; what a worker sends is bytes, never code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.errors import RunnerError
+from lightning.runner import frames
+from lightning.runner.posix import how_it_ended
+
+GRACE = 5.0
+"""Seconds for a process that has been told to go, or for news of one that is gone."""
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Many agents share the cores; and a fork server must have no threads when it forks."""
+
+_COMMAND = """import json, sys
+sys.path[:], sys.argv[:] = json.loads(sys.argv[1])
+from lightning.runner.template import main
+main({descriptor}, {parent})
+"""
+
+
+class WorkerDiedError(RunnerError):
+    """A worker process ended in the middle of a rollout, or could not be forked; the message says how."""
+
+
+class Worker:
+    """One worker process. `served` counts its rollouts."""
+
+    def __init__(
+        self,
+        pid: int,
+        exited: asyncio.Future[int | None],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.pid, self.served = pid, 0
+        self.exited = exited
+        self._reader, self._writer = reader, writer
+
+    async def ask(self, request: bytes) -> bytes:
+        """Send a request and return the reply. Raises `WorkerDiedError`, or `ValueError` for bytes that are no message."""
+        self.served += 1
+        reading = asyncio.ensure_future(self._exchange(request))
+        both: set[asyncio.Future[Any]] = {reading, self.exited}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            # A worker's last words may arrive after the news of its death; a child of the agent may keep the socket open.
+            await asyncio.wait({reading}, timeout=GRACE)
+            if reading.done():
+                return reading.result()
+        except (EOFError, OSError):
+            await asyncio.wait({self.exited}, timeout=GRACE)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        ended = how_it_ended(self.exited.result()) if self.exited.done() else "closed its connection to the runner"
+        raise WorkerDiedError(f"the agent's process (pid {self.pid}) {ended} in the middle of the rollout")
+
+    def hang_up(self) -> None:
+        """Close the connection; an idle worker then leaves by itself."""
+        self._writer.close()
+
+    async def _exchange(self, request: bytes) -> bytes:
+        self._writer.write(frames.pack(request))
+        await self._writer.drain()
+        return await frames.read(self._reader)
+
+
+class ForkServer:
+    """Start with `start`, end with `close`; both belong to one event loop."""
+
+    def __init__(self, shipped: bytes, *, preload: Sequence[str] = (), adapters: Sequence[str] | None = None) -> None:
+        self._shipped = shipped
+        self._setup = {"preload": list(preload), "adapters": None if adapters is None else list(adapters)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._requests = itertools.count()
+        self._forks: dict[int, asyncio.Future[int]] = {}
+        self._exits: dict[int, asyncio.Future[int | None]] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._listener is not None and not self._listener.done()
+
+    async def start(self) -> None:
+        """Start the process and wait until the agent is loaded there. Raises `RunnerError` with the reason if it is not."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            code = _COMMAND.format(descriptor=theirs.fileno(), parent=os.getpid())
+            self._process = subprocess.Popen(  # noqa: S603, ASYNC220 — our own code; a thread could end and take it along
+                [sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the trainer, which ends the agents itself
+                env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            )
+        self._control.setblocking(False)
+        loop = asyncio.get_running_loop()
+        setup = json.dumps(self._setup).encode()
+        incoming = _Incoming(self._control)
+        try:
+            await loop.sock_sendall(self._control, frames.pack(setup) + frames.pack(self._shipped))
+            answer = await incoming.next()
+        except OSError:
+            answer = None
+        if answer is None:
+            status = await asyncio.to_thread(self._process.wait)
+            raise RunnerError(
+                f"the process that prepares agents {how_it_ended(status)} while it imported the agent's modules; "
+                "its own output, above, has the reason"
+            )
+        if answer.get("error"):
+            raise RunnerError(f"no agent can be run: {answer['error']}")
+        self._listener = asyncio.create_task(self._listen(incoming))
+
+    async def fork(self) -> Worker:
+        """A new worker process. Raises `WorkerDiedError` when there can be none now."""
+        if self._control is None or not self.alive:
+            raise WorkerDiedError("the fork server of the agents' processes is gone")
+        ours, theirs = socket.socketpair()
+        request = next(self._requests)
+        forked = self._forks[request] = asyncio.get_running_loop().create_future()
+        try:
+            with theirs:
+                message = frames.pack(json.dumps({"fork": request}).encode())
+                socket.send_fds(self._control, [message], [theirs.fileno()])
+            pid = await forked
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException as error:
+            ours.close()  # the worker, if there is one, reads the end and leaves
+            if isinstance(error, OSError):
+                raise WorkerDiedError(f"a worker process could not be forked: {error}") from error
+            raise
+        finally:
+            self._forks.pop(request, None)
+        return Worker(pid, self._exits[pid], reader, writer)
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker's process group now."""
+        worker.hang_up()
+        if self._control is not None and self.alive and not worker.exited.done():
+            with contextlib.suppress(OSError):  # then the fork server is gone, and its workers with it
+                self._control.send(frames.pack(json.dumps({"kill": worker.pid}).encode()))
+
+    async def close(self) -> None:
+        """Kill every worker and end the fork server. Idempotent."""
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            try:
+                await asyncio.to_thread(self._process.wait, GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # its workers die with it
+                await asyncio.to_thread(self._process.wait)
+        self._process = self._control = None
+
+    async def _listen(self, incoming: _Incoming) -> None:
+        try:
+            while (message := await incoming.next()) is not None:
+                self._heed(message)
+        except OSError:
+            return  # reset: the same as the end
+        finally:
+            for forked in self._forks.values():
+                if not forked.done():
+                    forked.set_exception(WorkerDiedError("the fork server of the agents' processes died"))
+            for exited in self._exits.values():
+                if not exited.done():
+                    exited.set_result(None)
+
+    def _heed(self, message: dict[str, int | str]) -> None:
+        if "forked" in message:
+            pid = int(message["pid"])
+            self._exits[pid] = asyncio.get_running_loop().create_future()
+            self._answer(int(message["forked"]), pid)
+        elif "failed" in message:
+            self._answer(int(message["failed"]), WorkerDiedError(f"no worker process: {message['error']}"))
+        else:
+            self._exits.pop(int(message["exited"])).set_result(int(message["status"]))
+
+    def _answer(self, request: int, answer: int | WorkerDiedError) -> None:
+        forked = self._forks.get(request)
+        if forked is None or forked.done():
+            return
+        if isinstance(answer, int):
+            forked.set_result(answer)
+        else:
+            forked.set_exception(answer)
+
+
+class _Incoming:
+    """Messages from the fork server."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._buffer = bytearray()
+
+    async def next(self) -> dict[str, int | str] | None:
+        """The next message; None when the fork server is gone."""
+        loop = asyncio.get_running_loop()
+        while (message := frames.unpack(self._buffer)) is None:
+            data = await loop.sock_recv(self._control, 65536)
+            if not data:
+                return None
+            self._buffer += data
+        parsed: dict[str, int | str] = json.loads(message)
+        return parsed

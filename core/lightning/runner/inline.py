@@ -1,0 +1,138 @@
+"""Runs agents inside this process: async ones as tasks, sync ones in threads.
+
+The invariant: what an agent raises or returns never reaches another rollout. What this runner cannot hold is said in the
+class: for agents that may crash or hang, use `ProcessRunner`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+from lightning.config import RunnerConfig
+from lightning.errors import RunnerError
+from lightning.instrument import Session, activate, emit, install_tap
+from lightning.plugins import plugins
+from lightning.runner.outcomes import decode_outcome, encode_outcome, failed, raised, returned
+from lightning.runner.protocol import Agent, Reward
+from lightning.runner.worker import is_async
+from lightning.types import LLM, Fault, Lease, Outcome, Task
+
+GRACE = 1.0
+"""Seconds a cancelled async agent has to clean up; then it is left behind."""
+
+
+class InlineRunner:
+    """For debugging with breakpoints, for notebooks, and for agents that cannot be sent to another process.
+
+    Its limits: a sync agent that hangs is counted as timed out, but its thread goes on until the process ends, and so
+    does an async agent that swallows its cancellation. An async agent that blocks its thread blocks every other one,
+    timeouts included. A crash (`os._exit`, a segmentation fault) ends this process. `OPENAI_BASE_URL` and
+    `OPENAI_API_KEY` are not set, since all agents share one environment: use `llm.base_url` and `llm.api_key`.
+    """
+
+    def __init__(self, agent: Agent, config: RunnerConfig) -> None:
+        if not callable(agent):
+            raise RunnerError(
+                f"the agent is {agent!r}, which cannot be called: give a function agent(task, llm) -> reward"
+            )
+        self._agent = agent
+        self._config = config
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._installed: contextlib.ExitStack | None = None
+
+    @property
+    def concurrency(self) -> int:
+        """Rollouts at once."""
+        return self._config.concurrency
+
+    async def start(self) -> None:
+        """Install the tap and the adapters. Idempotent."""
+        if self._installed is not None:
+            return
+        self._slots = asyncio.Semaphore(self._config.concurrency)
+        with contextlib.ExitStack() as installing:
+            installing.callback(install_tap())
+            installing.callback(plugins().install_adapters(emit, self._config.adapters))
+            self._installed = installing.pop_all()
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        """Run the agent on the leased task. Cancelling this cancels an async agent and abandons a sync one."""
+        if self._installed is None:
+            raise RunnerError("the inline runner has not been started: await runner.start() first")
+        async with self._slots:
+            with activate(llm) as session:
+                outcome = await self._attempt(lease.rollout.task, llm, session)
+        return decode_outcome(encode_outcome(outcome))  # the same cleaning as between processes
+
+    async def close(self) -> None:
+        """Remove the tap and the adapters. Idempotent; `start` may follow."""
+        installed, self._installed = self._installed, None
+        if installed is not None:
+            installed.close()
+
+    async def _attempt(self, task: Task, llm: LLM, session: Session) -> Outcome:
+        started = time.monotonic()
+        running = asyncio.create_task(self._guarded(task, llm, session))
+        try:
+            done, _ = await asyncio.wait({running}, timeout=self._config.timeout)
+            if done:
+                return running.result()
+            text = f"the agent ran for more than {self._config.timeout:g} s (runner.timeout)"
+            return failed(Fault.TIMEOUT, text, session, time.monotonic() - started)
+        finally:
+            running.cancel()
+            await asyncio.wait({running}, timeout=GRACE)
+
+    async def _guarded(self, task: Task, llm: LLM, session: Session) -> Outcome:
+        started = time.monotonic()
+        try:
+            reward = await self._call(task, llm)
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            return raised(error, session, time.monotonic() - started)
+        except BaseException as error:  # noqa: BLE001 — isolates the user's agent
+            return raised(error, session, time.monotonic() - started)
+        return returned(reward, session, time.monotonic() - started)
+
+    async def _call(self, task: Task, llm: LLM) -> Reward:
+        agent = self._agent
+        result = agent(task, llm) if is_async(agent) else await _in_thread(lambda: agent(task, llm))
+        return await result if inspect.isawaitable(result) else result
+
+
+async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:
+    """Run in a daemon thread of its own with a copy of the context.
+
+    Not in a pool: threads of hung agents would use it up, and the interpreter waits for a pool's threads when it ends.
+    """
+    loop = asyncio.get_running_loop()
+    finished: asyncio.Future[Reward | Awaitable[Reward]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: Reward | Awaitable[Reward] | None, error: BaseException | None) -> None:
+        if finished.done():
+            return
+        if error is not None:
+            finished.set_exception(error)
+        elif result is not None:
+            finished.set_result(result)
+
+    def call() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as raised_error:  # noqa: BLE001 — carried over to the loop
+            error = raised_error
+        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=call, name="lightning-agent", daemon=True).start()
+    return await finished

@@ -1,0 +1,30 @@
+"""The runners that come with lightning, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning.config import Config
+from lightning.hooks import hookimpl
+from lightning.runner.protocol import Agent, Runner
+
+
+def process_runner(agent: Agent, config: Config) -> Runner:
+    """Worker processes; see `lightning.runner.process`."""
+    from lightning.runner.process import ProcessRunner
+
+    return ProcessRunner(agent, config.runner)
+
+
+def inline_runner(agent: Agent, config: Config) -> Runner:
+    """This process; see `lightning.runner.inline`."""
+    from lightning.runner.inline import InlineRunner
+
+    return InlineRunner(agent, config.runner)
+
+
+@hookimpl
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """`process` (the default) and `inline`."""
+    register("process", process_runner)
+    register("inline", inline_runner)

@@ -1,0 +1,162 @@
+"""Leases rollouts, runs their agents, reports the outcomes, until nothing of the run is left to do.
+
+The invariant: a lease this worker holds is renewed while its agent runs and is completed or given back before `work`
+returns, however it returns; an outcome is judged against the calls that the store has, not against the agent's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning.config import RunnerConfig
+from lightning.errors import StaleAttemptError
+from lightning.plugins import plugins
+from lightning.runner.protocol import Runner
+from lightning.store.protocol import Store
+from lightning.types import LLM, CallStatus, Fault, Lease, Outcome, Rollout, Status, Transition
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.5
+"""Seconds between looks for work that others added or gave back."""
+
+NEVER_CALLED = "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model"
+NEVER_FINISHED = (
+    "the agent returned a reward but none of its model calls came to an end, so there is nothing to learn from"
+)
+
+
+async def work(
+    store: Store,
+    runner: Runner,
+    run: str,
+    llm_for: Callable[[Lease], LLM],
+    *,
+    worker: str,
+    config: RunnerConfig,
+    on_finished: Callable[[Rollout], None] | None = None,
+) -> None:
+    """Run every rollout of a run that is pending, as `worker`, until none is pending or running any more.
+
+    `worker` names this process in leases; what it held before (a restart) is given back first. `on_finished` and the hook
+    `rollout_finished` hear of each rollout that ends here for good. Cancelling ends the agents and gives the leases back.
+    Errors of the store, of `llm_for` and of `on_finished` propagate; `RunnerError` means that no agent can be run.
+    """
+    await _Work(store, runner, run, llm_for, worker, config, on_finished).execute()
+
+
+class _Work:
+    """One call of `work`."""
+
+    def __init__(
+        self,
+        store: Store,
+        runner: Runner,
+        run: str,
+        llm_for: Callable[[Lease], LLM],
+        worker: str,
+        config: RunnerConfig,
+        on_finished: Callable[[Rollout], None] | None,
+    ) -> None:
+        self._store, self._runner, self._run, self._llm_for = store, runner, run, llm_for
+        self._worker, self._config, self._on_finished = worker, config, on_finished
+        self._concurrency = min(runner.concurrency, config.concurrency)
+        self._attempts: dict[asyncio.Task[None], Lease] = {}
+        self._superseded: set[asyncio.Task[None]] = set()
+        self._stale = 0
+
+    async def execute(self) -> None:
+        await self._store.release(self._worker)
+        heartbeat = asyncio.create_task(self._heartbeat())
+        try:
+            while await self._lease():
+                await asyncio.wait({heartbeat, *self._attempts}, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+                if heartbeat.done():
+                    heartbeat.result()
+                self._collect()
+        finally:
+            await _end([heartbeat, *self._attempts])
+            await self._store.release(self._worker)
+            if self._stale:
+                logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
+
+    async def _lease(self) -> bool:
+        """Take what there is room for; False when this run has nothing left to do, here or elsewhere."""
+        free = self._concurrency - len(self._attempts)
+        if free:
+            leases = await self._store.lease(self._run, self._worker, limit=free, ttl=self._config.lease_ttl)
+            for lease in leases:
+                self._attempts[asyncio.create_task(self._attempt(lease))] = lease
+        return bool(self._attempts) or await self._unfinished()
+
+    async def _unfinished(self) -> bool:
+        for status in (Status.PENDING, Status.RUNNING):
+            page = await self._store.list_rollouts(self._run, status=status, limit=1)
+            if page.rollouts:
+                return True
+        return False
+
+    def _collect(self) -> None:
+        for task in [task for task in self._attempts if task.done()]:
+            del self._attempts[task]
+            if task in self._superseded:
+                self._superseded.discard(task)
+            else:
+                task.result()
+
+    async def _attempt(self, lease: Lease) -> None:
+        outcome = await self._runner.run(lease, self._llm_for(lease))
+        if outcome.fault in (None, Fault.AGENT):
+            outcome = judge(outcome, await self._store.transitions(lease.rollout.id, lease.attempt))
+        try:
+            rollout = await self._store.complete(lease.rollout.id, lease.attempt, outcome)
+        except StaleAttemptError as error:
+            self._stale += 1
+            logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
+            return
+        if rollout.status is Status.PENDING:
+            logger.info(
+                "rollout %s, attempt %d failed and will be retried: %s", rollout.id, lease.attempt, outcome.error
+            )
+            return
+        plugins().hook.rollout_finished(rollout=rollout)
+        if self._on_finished is not None:
+            self._on_finished(rollout)
+
+    async def _heartbeat(self) -> None:
+        """Renew every lease; end the agent of one that another worker has taken over."""
+        while True:
+            await asyncio.sleep(self._config.lease_ttl / 3)
+            for task, lease in list(self._attempts.items()):
+                try:
+                    await self._store.renew(lease, ttl=self._config.lease_ttl)
+                except StaleAttemptError as error:
+                    if not task.done():  # else it has just been completed
+                        self._stale += 1
+                        self._superseded.add(task)
+                        task.cancel()
+                        logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
+
+
+def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+    """The outcome in the light of the model calls that were recorded for it.
+
+    A reward without a successful call is nobody's success. An agent that failed after the policy server had failed under
+    it is not at fault: the attempt counts as an infrastructure failure and may be retried.
+    """
+    if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
+        message = NEVER_FINISHED if calls else NEVER_CALLED
+        outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
+    if outcome.fault is Fault.AGENT and any(call.status is CallStatus.ERROR for call in calls):
+        message = f"a model call failed at the policy server, then the agent: {outcome.error}"
+        outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+    return outcome
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

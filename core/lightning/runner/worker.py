@@ -1,0 +1,105 @@
+"""A worker process: runs one rollout at a time, for as long as its socket is open.
+
+The invariant: between rollouts a worker keeps only what the agent's own modules keep (and one event loop, so that the
+async clients which frameworks cache stay usable); the rollout's context and environment end with the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+
+from lightning.instrument import activate, emit, install_tap
+from lightning.plugins import plugins
+from lightning.runner import frames
+from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
+from lightning.runner.protocol import Agent, Reward
+from lightning.runner.ship import unpack_agent
+from lightning.types import LLM, Outcome, Task
+
+
+def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None) -> None:
+    """Answer requests until the parent closes the socket."""
+    _reseed()
+    agent = unpack_agent(shipped)
+    install_tap()
+    plugins().install_adapters(emit, adapters)
+    with asyncio.Runner() as loop:
+        while (request := frames.receive(sock)) is not None:
+            outcome = run_agent(agent, *decode_request(request), loop)
+            flush()
+            frames.send(sock, encode_outcome(outcome))
+
+
+def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
+    """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
+    started = time.monotonic()
+    with _environment(llm), activate(llm) as session:
+        try:
+            reward = _call(agent, task, llm, loop)
+        except BaseException as error:  # noqa: BLE001 — isolates the user's agent
+            return raised(error, session, time.monotonic() - started)
+        return returned(reward, session, time.monotonic() - started)
+
+
+def _call(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> object:
+    if is_async(agent):
+        return loop.run(_started_in_loop(agent, task, llm), context=contextvars.copy_context())
+    result = agent(task, llm)
+    if inspect.isawaitable(result):
+        return loop.run(_awaited(result), context=contextvars.copy_context())
+    return result
+
+
+def is_async(agent: Agent) -> bool:
+    """Whether calling the agent gives a coroutine."""
+    return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004 — an object is as async as its __call__
+
+
+async def _started_in_loop(agent: Agent, task: Task, llm: LLM) -> Reward:
+    result = agent(task, llm)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Reward]) -> Reward:
+    return await result
+
+
+@contextlib.contextmanager
+def _environment(llm: LLM) -> Iterator[None]:
+    """The variables that OpenAI clients read by themselves, for agents that were never told about `llm`."""
+    ours = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _reseed() -> None:
+    """Forks share the generators' state; the siblings of a group must not all explore the same way."""
+    random.seed()
+    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
+        module = sys.modules.get(name)
+        if module is not None:
+            getattr(module, seed)()
+
+
+def flush() -> None:
+    """Write out what the agent has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the agent may have closed it, or nobody reads it any more
+            stream.flush()
