@@ -35,9 +35,12 @@ class Given:
 
 
 def load_config(
-    file: Path | None = None, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    base: Config | None = None,
 ) -> Config:
-    """The configuration from `file` (TOML), then `LIGHTNING_*` variables, then `overrides` (`trainer.steps=3`).
+    """The configuration from `base`, then `file` (TOML), `LIGHTNING_*` variables and `overrides` (`trainer.steps=3`).
 
     `env` defaults to `os.environ`. A variable's name is `LIGHTNING_`, the section, two underscores, the field:
     `LIGHTNING_TRAINER__STEPS=3`. Values of variables and overrides are TOML; a bare word is a string and `null` is no value.
@@ -46,7 +49,7 @@ def load_config(
     given = list(_from_file(file)) if file is not None else []
     given += _from_env(os.environ if env is None else env)
     given += [_from_override(text) for text in overrides]
-    return _build({}, given)
+    return _build(base.model_dump(mode="json") if base else {}, given)
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
