@@ -1,1 +1,69 @@
-"""lightning: make an agent that already exists better by reinforcement learning."""
+"""lightning: make an agent that already exists better by reinforcement learning.
+
+Everything here is imported when it is first used, so that an agent's process pays only for what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from lightning._version import __version__
+
+if TYPE_CHECKING:
+    from lightning.algorithms.lightning_rl import LightningRL
+    from lightning.errors import LightningError, MissingExtraError
+    from lightning.hooks import hookimpl
+    from lightning.instrument import component, label, reward, tool
+    from lightning.trainer import Trainer
+    from lightning.types import LLM, Caller, Rollout, Task, ToolEvent, Transition
+
+__all__ = [
+    "LLM",
+    "Caller",
+    "LightningError",
+    "LightningRL",
+    "MissingExtraError",
+    "Rollout",
+    "Task",
+    "ToolEvent",
+    "Trainer",
+    "Transition",
+    "__version__",
+    "component",
+    "hookimpl",
+    "label",
+    "reward",
+    "tool",
+]
+
+_HOME = {
+    "LLM": "lightning.types",
+    "Caller": "lightning.types",
+    "LightningError": "lightning.errors",
+    "LightningRL": "lightning.algorithms.lightning_rl",
+    "MissingExtraError": "lightning.errors",
+    "Rollout": "lightning.types",
+    "Task": "lightning.types",
+    "ToolEvent": "lightning.types",
+    "Trainer": "lightning.trainer",
+    "Transition": "lightning.types",
+    "component": "lightning.instrument",
+    "hookimpl": "lightning.hooks",
+    "label": "lightning.instrument",
+    "reward": "lightning.instrument",
+    "tool": "lightning.instrument",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lightning' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,13 @@
+"""Finds plugins by the entry-point group `lightning`, loads them, and hands out what they registered.
+
+The invariant: a plugin that cannot be loaded or misbehaves is named and left out; it never stops another one. First-party
+plugins take the same road as a stranger's.
+"""
+
+from __future__ import annotations
+
+from lightning.plugins.info import DISABLE, GROUP, PluginInfo, State
+from lightning.plugins.manager import Plugins, plugins
+from lightning.plugins.names import KINDS, Kind
+
+__all__ = ["DISABLE", "GROUP", "KINDS", "Kind", "PluginInfo", "Plugins", "State", "plugins"]

@@ -1,0 +1,135 @@
+"""Attaches adapters to their frameworks and asks them who is calling.
+
+The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import pluggy
+
+from lightning.plugins.info import PluginInfo
+from lightning.types import Caller, ToolEvent
+
+logger = logging.getLogger(__name__)
+
+
+class Installation:
+    """One call of `install_adapters`: who is meant, and all that must be undone."""
+
+    def __init__(self, emit: Callable[[ToolEvent], None], names: frozenset[str] | None) -> None:
+        self.emit, self.names = emit, names
+        self.undos: list[Callable[[], None]] = []
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+
+    def wants(self, name: str) -> bool:
+        """Whether the adapter was asked for."""
+        return self.names is None or name in self.names
+
+    def asks(self, name: str) -> bool:
+        """Whether the adapter is asked who is calling."""
+        return self.wants(name) and name not in self.failed
+
+
+class Adapters:
+    """The installations of this process."""
+
+    def __init__(self, manager: pluggy.PluginManager, infos: Mapping[str, PluginInfo]) -> None:
+        self._manager, self._infos = manager, infos
+        self._installations: list[Installation] = []
+        self._identifiers: tuple[tuple[str, Callable[[], object]], ...] | None = None
+        self._said: set[str] = set()
+
+    def begin(self, emit: Callable[[ToolEvent], None], names: frozenset[str] | None) -> Installation:
+        """A new installation with no adapter attached yet."""
+        installation = Installation(functools.partial(self._pass_on, emit), names)
+        self._installations.append(installation)
+        self._identifiers = None
+        return installation
+
+    def attach_everywhere(self, name: str) -> None:
+        """Attach a loaded adapter to every installation that wants it."""
+        for installation in self._installations:
+            self.attach(installation, name)
+
+    def attach(self, installation: Installation, name: str) -> None:
+        """Call `lightning_install` of one loaded plugin, once."""
+        self._identifiers = None
+        if name in installation.done or not installation.wants(name):
+            return
+        installation.done.add(name)
+        plugin = self._manager.get_plugin(name)
+        for implementation in self._manager.hook.lightning_install.get_hookimpls():
+            if implementation.plugin is plugin:
+                self._attach_one(installation, name, implementation)
+
+    def _attach_one(self, installation: Installation, name: str, implementation: pluggy.HookImpl) -> None:
+        try:
+            undo = implementation.function(*[installation.emit for _ in implementation.argnames])
+        except Exception as error:  # noqa: BLE001 — one adapter must not stop the others
+            installation.failed.add(name)
+            logger.warning(
+                "the adapter %s is not installed, its lightning_install failed: %r", self._infos[name], error
+            )
+            return
+        if callable(undo):
+            installation.undos.append(functools.partial(self._undo, name, undo))
+        else:
+            logger.warning("the adapter %s cannot be undone: lightning_install returned %r", self._infos[name], undo)
+
+    def _undo(self, name: str, undo: Callable[[], object]) -> None:
+        try:
+            undo()
+        except Exception as error:  # noqa: BLE001 — the others still have to be undone
+            logger.warning("the adapter %s was not undone, it failed: %r", self._infos[name], error)
+
+    def end(self, installation: Installation) -> None:
+        """Undo everything in reverse order. Again: does nothing."""
+        if installation in self._installations:
+            self._installations.remove(installation)
+        while installation.undos:
+            installation.undos.pop()()
+        self._identifiers = None
+
+    def identify(self) -> Caller | None:
+        """The first answer, by pluggy's order; while anything is installed, only installed adapters are asked."""
+        identifiers = self._identifiers
+        if identifiers is None:
+            identifiers = self._identifiers = tuple(self._find_identifiers())
+        for name, ask in identifiers:
+            try:
+                caller = ask()
+            except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
+                self._complain(name, f"its lightning_identify failed: {error!r}")
+                continue
+            if isinstance(caller, Caller):
+                return caller
+            if caller is not None:
+                self._complain(name, f"its lightning_identify returned {caller!r}, not a lightning.Caller")
+        return None
+
+    def _find_identifiers(self) -> list[tuple[str, Callable[[], object]]]:
+        implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
+        return [
+            (item.plugin_name, cast("Callable[[], object]", item.function))
+            for item in implementations
+            if not self._installations or any(known.asks(item.plugin_name) for known in self._installations)
+        ]
+
+    def _pass_on(self, emit: Callable[[ToolEvent], None], event: ToolEvent) -> None:
+        try:
+            emit(event)
+        except Exception as error:  # noqa: BLE001 — recording must not change what the agent does
+            if "" not in self._said:
+                self._said.add("")
+                logger.warning("a tool event was lost, its receiver failed: %r", error)
+
+    def _complain(self, name: str, problem: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            logger.warning("the adapter %s: %s (said once)", self._infos[name], problem)

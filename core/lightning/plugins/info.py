@@ -1,0 +1,71 @@
+"""What is installed: the entry points of the group `lightning`, read without importing anything they name.
+
+The invariant: each plugin has one name; a second distribution that claims it is reported, never silently preferred.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
+from typing import Literal, TypeAlias
+
+logger = logging.getLogger(__name__)
+
+GROUP = "lightning"
+DISABLE = "LIGHTNING_DISABLE_PLUGINS"
+"""A comma-separated list of plugins that are not to be loaded."""
+
+State: TypeAlias = Literal["loaded", "waiting", "broken", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """One plugin as found. `waits_for` is the module whose import loads it (empty: at once), `hooks` what it implements,
+    known once it is loaded, and `error` why it is broken or disabled."""
+
+    name: str
+    target: str
+    distribution: str
+    version: str
+    state: State
+    waits_for: str = ""
+    error: str = ""
+    hooks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.distribution} {self.version})"
+
+
+def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
+    """Entry points by plugin name, and every plugin's first info; what is broken or disabled has no entry point."""
+    disabled = {name for part in os.environ.get(DISABLE, "").split(",") if (name := part.strip())}
+    entries: dict[str, EntryPoint] = {}
+    infos: dict[str, PluginInfo] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        name, _, module = entry.name.partition(".")
+        origin, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown", "")
+        info = PluginInfo(name, entry.value, origin, version, "waiting", module)
+        if name in infos:
+            first = infos[name]
+            if (first.distribution, first.target) != (info.distribution, info.target):
+                error = f"the plugin {first} has the same name: uninstall one of them"
+                infos[f"{name}@{origin}"] = replace(info, state="broken", error=error)
+                logger.warning("the plugin %s is broken: %s", info, error)
+        elif name in disabled:
+            infos[name] = replace(info, state="disabled", error=f"{DISABLE} lists it")
+        else:
+            entries[name], infos[name] = entry, info
+    for name in sorted(disabled - infos.keys()):
+        logger.warning("%s lists %r, which is not installed%s", DISABLE, name, near(name, infos))
+    return entries, infos
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or a full stop when nothing is near."""
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else "."

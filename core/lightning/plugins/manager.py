@@ -1,0 +1,264 @@
+"""`Plugins`: all plugins of a process, found and loaded when they are first needed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+import pluggy
+
+from lightning import hooks
+from lightning._imports import imported, on_import
+from lightning.errors import PluginError
+from lightning.plugins.adapters import Adapters, Installation
+from lightning.plugins.checks import ALONE, check
+from lightning.plugins.info import DISABLE, GROUP, PluginInfo, discover, near
+from lightning.plugins.names import KINDS, Kind, Names, one
+from lightning.types import Caller, ToolEvent
+
+if TYPE_CHECKING:
+    from lightning.algorithms.protocol import Algorithm
+    from lightning.config import Config
+    from lightning.credit import Credit
+    from lightning.demos import Demo
+    from lightning.engines.protocol import Engine
+    from lightning.runner.protocol import Agent, Runner
+    from lightning.store.protocol import Store
+    from lightning.tracking.protocol import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class _Isolating(pluggy.PluginManager):
+    """Calls each plugin by itself: one that raises is logged, and the others still hear of it."""
+
+    def _hookexec(
+        self, hook_name: str, methods: Sequence[pluggy.HookImpl], kwargs: Mapping[str, object], firstresult: bool
+    ) -> object | list[object]:
+        results: list[object] = []
+        for method in reversed(methods):
+            try:
+                result = super()._hookexec(hook_name, [method], kwargs, True)
+            except Exception:
+                logger.exception("the plugin %r failed in %s", method.plugin_name, hook_name)
+                continue
+            if result is not None:
+                results.append(result)
+        if firstresult:
+            return results[0] if results else None
+        return results
+
+
+class Plugins:
+    """All plugins of this process. Nothing is looked for before the first question; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._manager = _Isolating(GROUP)
+        self._manager.add_hookspecs(hooks)
+        self._lock = threading.RLock()
+        self._found = False
+        self._entries: dict[str, EntryPoint] = {}
+        self._infos: dict[str, PluginInfo] = {}
+        self._names = Names()
+        self._adapters = Adapters(self._manager, self._infos)
+        self._arrivals: deque[str] = deque()
+
+    # what was registered ----------------------------------------------------------------------------------------
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """Call every loaded plugin: `plugins().hook.step_finished(record=...)`. A plugin that raises is logged."""
+        self._load()
+        return self._manager.hook
+
+    def get(self, kind: Kind, name: str) -> object:
+        """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
+        self._load()
+        if claimants := self._names.claimants(kind, name):
+            both = " and ".join(str(self._infos[plugin]) for plugin in claimants)
+            raise PluginError(
+                f"two plugins register the {one(kind)} {name!r}: {both}. Uninstall one of them, or set {DISABLE} to it."
+            )
+        found = self._names.find(kind, name)
+        if found is None:
+            raise PluginError(self._no_such(kind, name))
+        return found
+
+    def names(self, kind: Kind) -> list[str]:
+        """Every registered name of a kind, sorted."""
+        self._load()
+        return self._names.known(kind)
+
+    def algorithm(self, name: str) -> Callable[..., Algorithm]:
+        """The factory of an algorithm."""
+        return cast("Callable[..., Algorithm]", self.get("algorithms", name))
+
+    def credit(self, name: str) -> Credit:
+        """A credit assignment function."""
+        return cast("Credit", self.get("credits", name))
+
+    def engine(self, name: str) -> Callable[[Config], Engine]:
+        """The factory of an engine."""
+        return cast("Callable[[Config], Engine]", self.get("engines", name))
+
+    def runner(self, name: str) -> Callable[[Agent, Config], Runner]:
+        """The factory of a runner."""
+        return cast("Callable[[Agent, Config], Runner]", self.get("runners", name))
+
+    def tracker(self, name: str) -> Callable[[Config], Tracker]:
+        """The factory of a tracker."""
+        return cast("Callable[[Config], Tracker]", self.get("trackers", name))
+
+    def demo(self, name: str) -> Callable[[], Demo]:
+        """The factory of a demonstration."""
+        return cast("Callable[[], Demo]", self.get("demos", name))
+
+    def store(self, url: str) -> Store:
+        """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
+        scheme, separator, _ = url.partition("://")
+        if not separator:
+            known = ", ".join(f"{name}://" for name in self.names("stores")) or "nothing: no plugin registers a store"
+            raise PluginError(f"{url!r} is not a store's URL: it begins with {known}")
+        return cast("Callable[[str], Store]", self.get("stores", scheme.lower()))(url)
+
+    # the plugins themselves -------------------------------------------------------------------------------------
+    def plugins(self) -> list[PluginInfo]:
+        """Every plugin that is installed, by name, in whatever state it is."""
+        self._load()
+        return sorted(self._infos.values(), key=lambda info: info.name)
+
+    def adapters(self) -> list[PluginInfo]:
+        """The plugins that name agents or report tools, those that wait for a framework, and any that is broken."""
+        return [
+            info
+            for info in self.plugins()
+            if info.waits_for or info.state in ("broken", "disabled") or set(ALONE) & set(info.hooks)
+        ]
+
+    def install_adapters(
+        self, emit: Callable[[ToolEvent], None], names: Sequence[str] | None = None
+    ) -> Callable[[], None]:
+        """Let adapters attach to their frameworks, now or as soon as a framework is imported; returns the undo.
+
+        `emit` receives each tool run; whatever it raises is logged and stays out of the agent. `names` limits the adapters
+        (None: all). An adapter that fails is logged and left out. Raises `PluginError` for one that was asked for by name
+        and is unknown or could not be loaded: training without it would silently be another training.
+        """
+        self._load()
+        self._require(names or ())
+        with self._locked():
+            installation = self._adapters.begin(emit, None if names is None else frozenset(names))
+            for info in list(self._infos.values()):
+                if info.state == "loaded":
+                    self._adapters.attach(installation, info.name)
+                elif info.state == "waiting" and installation.wants(info.name):
+                    stop = on_import(info.waits_for, functools.partial(self._arrived, info.name))
+                    installation.undos.append(stop)
+        return functools.partial(self._uninstall, installation)
+
+    def identify(self) -> Caller | None:
+        """Who is about to call the model, from the first adapter that knows; None when none does. Never raises."""
+        if not self._found:
+            self._load()
+        return self._adapters.identify()
+
+    def _require(self, names: Sequence[str]) -> None:
+        for name in names:
+            info = self._infos.get(name)
+            if info is None:
+                known = [item.name for item in self.adapters()]
+                raise PluginError(
+                    f"there is no adapter {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+                )
+            if info.state in ("broken", "disabled"):
+                raise PluginError(f"the adapter {info} is {info.state}: {info.error}")
+
+    def _uninstall(self, installation: Installation) -> None:
+        with self._locked():
+            self._adapters.end(installation)
+
+    # loading ----------------------------------------------------------------------------------------------------
+    def _load(self) -> None:
+        """Find plugins once; load those that wait for nothing, or for what has been imported since."""
+        with self._locked():
+            if not self._found:
+                self._found = True
+                self._entries, infos = discover()
+                self._infos.update(infos)
+            for name in list(self._entries):
+                module = self._infos[name].waits_for
+                if not module or imported(module):
+                    self._load_one(name)
+
+    def _load_one(self, name: str) -> None:
+        entry = self._entries.pop(name, None)  # first of all: loading may come back here
+        if entry is None:
+            return
+        info = self._infos[name]
+        try:
+            plugin = entry.load()
+            check(self._manager, plugin)
+            self._manager.register(plugin, name)
+            implemented = sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
+            self._register(name, plugin)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever it is, the others must still load
+            self._names.drop(name)
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+            self._infos[name] = replace(info, state="broken", error=message)
+            logger.warning("the plugin %s is broken: %s", info, message)
+        else:
+            self._infos[name] = replace(info, state="loaded", hooks=tuple(implemented))
+            self._adapters.attach_everywhere(name)
+
+    def _register(self, name: str, plugin: object) -> None:
+        """Ask one plugin for everything it registers."""
+        for kind in KINDS:
+            caller: pluggy.HookCaller = getattr(self._manager.hook, f"register_{kind}")
+            for implementation in caller.get_hookimpls():
+                if implementation.plugin is plugin:
+                    register = functools.partial(self._names.take, kind, name)
+                    implementation.function(*[register for _ in implementation.argnames])
+
+    def _no_such(self, kind: Kind, name: str) -> str:
+        known = self._names.known(kind)
+        text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+        for info in self.plugins():
+            if info.state in ("broken", "disabled"):
+                text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."
+            elif info.state == "waiting":
+                text += f" The plugin {info} is loaded once {info.waits_for} is imported."
+        return text
+
+    def _arrived(self, name: str, _module: ModuleType) -> None:
+        """A framework has just been imported. Its importer must never wait for us: who holds the lock may wait for it."""
+        self._arrivals.append(name)
+        self._load_arrivals()
+
+    def _load_arrivals(self) -> None:
+        while self._arrivals and self._lock.acquire(blocking=False):
+            try:
+                while self._arrivals:
+                    self._load_one(self._arrivals.popleft())
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            yield
+        self._load_arrivals()
+
+
+@functools.cache
+def plugins() -> Plugins:
+    """The plugins of this process."""
+    return Plugins()
