@@ -23,7 +23,10 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Update:
     """What an update did. `in_flight` maps the request id (as the gateway sent it in `x-request-id`; with n > 1 one entry
-    `"{choice}_{id}"` each) to how many response tokens the *old* version had sampled when it was frozen."""
+    `"{choice}_{id}"` each) to how many response tokens the *old* version had sampled when it was frozen.
+
+    A request whose answer is complete but may still be on its way is in it with all its tokens; one that is not in it
+    had not begun, and is wholly the new version's."""
 
     version: int
     in_flight: Mapping[str, int] = field(default_factory=dict)
@@ -54,10 +57,11 @@ class PolicyServer(Protocol):
         """Put new weights (one safetensors file) into the running server.
 
         Order: validate the file, pause (requests in flight freeze), read how far each had come, load, drop the prefix
-        cache, set the version, probe, resume. A file that does not fit is refused before anything is paused.
+        cache, set the version, resume, probe. A file that does not fit is refused before anything is paused.
         """
 
-    async def healthy(self) -> bool: ...
+    async def healthy(self) -> bool:
+        """Whether it answers now, engine included."""
 
     async def wait_died(self) -> None:
         """Return when the server has died without being asked to; never returns while it lives."""

@@ -1,0 +1,151 @@
+"""The HTTP side of a vLLM: its health, its RL routes, and the methods of our worker extension.
+
+The invariant: a call returns what vLLM answered or raises `PolicyServerError` with the route and the reason; nothing is
+retried, because an update must know which of its steps was done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+
+from lightning.errors import PolicyServerError
+from lightning.policy_server.protocol import Probe
+from lightning.policy_server.request_ids import client_counts
+
+CONTROL_SECONDS = 120.0
+"""For a control call; a pause waits for the step that is being computed."""
+LOAD_SECONDS = 1800.0
+"""For loading weights, however large."""
+HEALTH_SECONDS = 5.0
+MISSING_ROUTES = (
+    "the vLLM at {url} has no RL routes; start it with VLLM_SERVER_DEV_MODE=1 and "
+    "`--worker-extension-cls lightning.policy_server.worker.WorkerExtension`, where lightning is installed"
+)
+
+
+class VLLMControl:
+    """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    async def health(self) -> Literal["ok", "dead", "refused", "silent"]:
+        """`dead`: the API answers but its engine is gone; `refused`: nobody listens; `silent`: no answer in time."""
+        timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{self.url}/health") as reply:
+                return "ok" if reply.status == 200 else "dead"
+        except aiohttp.ClientConnectorError:
+            return "refused"
+        except (aiohttp.ClientError, TimeoutError):
+            return "silent"
+
+    async def served_model(self) -> str:
+        """The first model it serves."""
+        answer = await self._call("GET", "/v1/models")
+        try:
+            return str(answer["data"][0]["id"])  # type: ignore[index]
+        except (KeyError, IndexError, TypeError) as error:
+            raise PolicyServerError(f"{self.url}/v1/models names no model; is it a vLLM server?") from error
+
+    async def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return bool((await self._call("GET", "/is_paused")).get("is_paused"))
+
+    async def pause(self) -> None:
+        """Freeze every request where it is; returns when the engine stands still."""
+        await self._call("POST", "/pause", params={"mode": "keep"})
+
+    async def resume(self) -> None:
+        """Let frozen requests go on; what they had is computed again with the weights of now."""
+        await self._call("POST", "/resume")
+
+    async def drop_prefix_cache(self) -> None:
+        """Forget all keys and values, also those of frozen requests."""
+        answer = await self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if answer.get("success") is False:
+            raise PolicyServerError(f"{self.url} could not drop its prefix cache: blocks are still held")
+
+    async def attach(self) -> int | None:
+        """Have the extension watch requests from now on; the version of the weights, None when unknown."""
+        versions = {answer.get("version") for answer in await self._rpc("lightning_attach")}
+        version = versions.pop()
+        return version if isinstance(version, int) and not versions else None
+
+    async def set_version(self, version: int) -> None:
+        """Declare what the weights are."""
+        await self._rpc("lightning_set_version", str(version))
+
+    async def in_flight(self) -> dict[str, int]:
+        """Response tokens sampled so far, by `request_ids.client_key`. Call it while paused."""
+        counts: dict[str, int] = {}
+        for answer in await self._rpc("lightning_in_flight"):  # one answer per worker; they agree
+            found = answer["counts"]
+            assert isinstance(found, dict)
+            for key, tokens in client_counts(found, randomized=bool(answer["randomized"])).items():
+                counts[key] = max(tokens, counts.get(key, 0))
+        return counts
+
+    async def load(self, files: Sequence[Path]) -> None:
+        """Load safetensors files in place, as one checkpoint. Call it while paused."""
+        await self._rpc("lightning_load", *(str(file.resolve()) for file in files), seconds=LOAD_SECONDS)
+
+    async def probe_gap(self, model: str, probe: Probe) -> float | None:
+        """Largest |logprob of the probe - logprob of the server| (nats); None when there is nothing to compare.
+
+        Asked as a completion with prompt logprobs, for which vLLM computes the whole prompt anew: no prefix cache.
+        """
+        ids = list(probe.ids)
+        if len(ids) < 2:
+            return None
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await self._call("POST", "/v1/completions", json=body)
+        try:
+            rows = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
+            served = [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise PolicyServerError(f"{self.url} answered the probe without its logprobs ({error!r})") from error
+        gaps = [abs(ours - theirs) for ours, theirs in zip(list(probe.logprobs)[1:], served, strict=True)]
+        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+    async def _rpc(self, method: str, *args: str, seconds: float = CONTROL_SECONDS) -> list[Mapping[str, object]]:
+        """Call a method of the extension on every worker; at least one answer, none of them an error."""
+        body = {"method": method, "args": list(args)}
+        answers = (await self._call("POST", "/collective_rpc", json=body, seconds=seconds)).get("results")
+        if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
+            raise PolicyServerError(MISSING_ROUTES.format(url=self.url))
+        for answer in answers:
+            if "error" in answer:
+                raise PolicyServerError(f"vLLM's worker at {self.url}, {method}: {answer['error']}")
+        return answers
+
+    async def _call(
+        self,
+        verb: str,
+        route: str,
+        *,
+        json: Mapping[str, object] | None = None,
+        params: Mapping[str, str] | None = None,
+        seconds: float = CONTROL_SECONDS,
+    ) -> Mapping[str, object]:
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
+                session.request(verb, self.url + route, json=json, params=params) as reply,
+            ):
+                if reply.status == 404 and not route.startswith("/v1"):
+                    raise PolicyServerError(MISSING_ROUTES.format(url=self.url))
+                if reply.status != 200:
+                    text = " ".join((await reply.text()).split())
+                    raise PolicyServerError(f"{verb} {self.url}{route} was answered {reply.status}: {text[:400]}")
+                answer = await reply.json(content_type=None)
+        except TimeoutError as error:
+            raise PolicyServerError(f"{verb} {self.url}{route} was not answered in {seconds:.0f} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PolicyServerError(f"{verb} {self.url}{route} failed: {error or type(error).__name__}") from error
+        return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,165 @@
+"""Model folders and weight files, checked before a server is started or paused: a safetensors header is read by hand.
+
+The invariant: what passes `check_weights` has, for every tensor of the model folder, one tensor of the same name and
+shape and with all its bytes in the file; so a server that is paused for an update is never handed a file it cannot load.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
+
+from lightning.errors import PolicyServerError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format itself."""
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
+"""vLLM casts among these to the dtype it serves."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One entry of a safetensors header; `dtype` is its name there, such as `F32` or `BF16`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, TensorSpec]:
+    """Names, dtypes and shapes of a safetensors file; only the header is read.
+
+    Format: 8 bytes little-endian length, so many bytes of JSON, then the data (github.com/huggingface/safetensors).
+    Raises PolicyServerError when the file is missing, is something else, or is shorter or longer than its header says.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise PolicyServerError(f"{path} is not a safetensors file, or was cut off ({size} bytes)")
+            entries = json.loads(file.read(length))
+        specs, end = _parse(entries)
+    except OSError as error:
+        raise PolicyServerError(f"cannot read the weights {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PolicyServerError(f"{path} is not a safetensors file: its header does not parse ({error!r})") from error
+    if 8 + length + end != size:
+        raise PolicyServerError(f"{path} is broken: its header promises {8 + length + end} bytes, the file has {size}")
+    return specs
+
+
+def _parse(entries: Mapping[str, Mapping[str, object]]) -> tuple[dict[str, TensorSpec], int]:
+    """The specs, and where the data ends."""
+    specs: dict[str, TensorSpec] = {}
+    end = 0
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not (isinstance(dtype, str) and _is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
+            raise ValueError(f"entry {name!r} is malformed")
+        if offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
+            raise ValueError(f"entry {name!r} has the wrong number of bytes")
+        specs[name] = TensorSpec(dtype, tuple(shape))
+        end = max(end, offsets[1])
+    return specs, end
+
+
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(item, int) and item >= 0 for item in value)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise PolicyServerError unless `folder` holds what vLLM needs: config.json, a tokenizer and safetensors weights."""
+    cure = "give the folder that `save_pretrained` of the model and of its tokenizer wrote"
+    if not folder.is_dir():
+        raise PolicyServerError(f"there is no model folder {folder}; {cure}")
+    missing = []
+    if not (folder / "config.json").is_file():
+        missing.append("config.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        missing.append("a tokenizer (tokenizer.json)")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("weights (model.safetensors)")
+    if missing:
+        raise PolicyServerError(f"{folder} is not a complete model folder, it lacks {', '.join(missing)}; {cure}")
+    _config(folder)
+
+
+def folder_tensors(folder: Path) -> dict[str, TensorSpec]:
+    """Every tensor of the folder's checkpoint, over all its shards."""
+    return {name: spec for shard in checkpoint_files(folder) for name, spec in read_header(shard).items()}
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the folder's weights."""
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = _json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise PolicyServerError(f"{index} has no weight_map; save the model again")
+        return [folder / str(shard) for shard in sorted(set(weight_map.values()))]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def check_weights(weights: Path, folder: Path) -> None:
+    """Raise PolicyServerError unless the safetensors file `weights` can replace the weights of the model in `folder`.
+
+    With tied word embeddings a `lm_head.weight` may be present or absent on either side.
+    """
+    have, want = read_header(weights), folder_tensors(folder)
+    tied = bool(_config(folder).get("tie_word_embeddings"))
+    heads = {name for name in (*have, *want) if tied and name.endswith("lm_head.weight")}
+    if missing := sorted(want.keys() - have.keys() - heads):
+        raise PolicyServerError(f"{weights} lacks {_some(missing)} of the model in {folder}; export the whole model")
+    if extra := sorted(have.keys() - want.keys() - heads):
+        raise PolicyServerError(f"{weights} has {_some(extra)}, which the model in {folder} does not have")
+    for name, spec in have.items():
+        wanted = want.get(name) or _embedding(want)
+        if wanted is None or wanted.shape != spec.shape:
+            shape = wanted.shape if wanted else "unknown"
+            raise PolicyServerError(f"{weights}: {name!r} has shape {spec.shape}, the model in {folder} has {shape}")
+        if wanted.dtype != spec.dtype and not {wanted.dtype, spec.dtype} <= CASTABLE:
+            raise PolicyServerError(
+                f"{weights}: {name!r} is {spec.dtype}, the model in {folder} has {wanted.dtype}, and that is not a cast"
+            )
+
+
+def _embedding(tensors: Mapping[str, TensorSpec]) -> TensorSpec | None:
+    """What a tied lm_head must look like."""
+    return next((spec for name, spec in tensors.items() if name.endswith("embed_tokens.weight")), None)
+
+
+def _config(folder: Path) -> Mapping[str, object]:
+    return _json_object(folder / "config.json")
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PolicyServerError(f"cannot read {path}: {error}; save the model again") from error
+    if not isinstance(value, dict):
+        raise PolicyServerError(f"{path} does not hold a JSON object; save the model again")
+    return value
+
+
+def _some(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

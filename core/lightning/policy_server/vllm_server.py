@@ -1,0 +1,312 @@
+"""A vLLM that is ours, or one that runs already, behind the `PolicyServer` contract.
+
+The invariant: between two updates a server samples from exactly the version it says it has; when an update fails after
+the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left.
+
+The probe comes after the resume: a paused vLLM answers no completion. LoRA does not arrive here, the trainer merges it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from lightning.config.models import PolicyServerConfig
+from lightning.errors import DataError, PolicyServerError
+from lightning.policy_server.control import VLLMControl
+from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
+from lightning.policy_server.process import ServerProcess, reserved_port
+from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
+from lightning.policy_server.protocol import PolicyServer, Probe, Update
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+REFUSALS = 5
+"""So many refused connections in a row, one a second, and a server counts as dead although its process lives."""
+
+
+class _VLLMServer:
+    """What owned and attached servers have in common: the update."""
+
+    def __init__(self, model: Path, version: int) -> None:
+        self._folder = model
+        self._version = version
+        self._name = ""
+        self._control: VLLMControl | None = None
+        self._serving = False
+        self._weights: Path | None = None
+        """The file of the current version; None: the model folder."""
+        self._changing = asyncio.Lock()
+
+    @property
+    def url(self) -> str:
+        """Root URL without `/v1`. Raises PolicyServerError before the first start."""
+        return self._running().url
+
+    @property
+    def model(self) -> str:
+        """The served model name requests must carry."""
+        return self._name
+
+    @property
+    def version(self) -> int:
+        """The weight version it samples from now."""
+        return self._version
+
+    async def healthy(self) -> bool:
+        """Whether it answers now, engine included."""
+        return self._control is not None and await self._control.health() == "ok"
+
+    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+        """Put new weights into the running server; see `PolicyServer.update`.
+
+        Once the server is paused a cancelled update is finished before the cancellation takes effect: frozen requests
+        would wait for ever otherwise.
+        """
+        if probe is not None and len(probe.ids) != len(probe.logprobs):
+            raise DataError(f"a probe of {len(probe.ids)} ids has {len(probe.logprobs)} logprobs; give one for each")
+        async with self._changing:
+            return await self._update(weights, version, probe)
+
+    async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
+        control = self._running()
+        await asyncio.to_thread(check_weights, weights, self._folder)
+        started = time.perf_counter()
+        exchange = asyncio.ensure_future(self._exchange(control, weights, version))
+        try:
+            in_flight = await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            await asyncio.wait([exchange])
+            raise
+        update = Update(version, in_flight, time.perf_counter() - started)
+        logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
+        if probe is not None:
+            update = replace(update, probe_gap=await control.probe_gap(self._name, probe))
+        return update
+
+    async def _exchange(self, control: VLLMControl, weights: Path, version: int) -> Mapping[str, int]:
+        """Pause, count, load, drop the cache, name the version, resume."""
+        loading = False
+        try:
+            await control.pause()
+            in_flight = await control.in_flight()
+            loading = True
+            await control.load([weights])
+            await control.drop_prefix_cache()
+            await control.set_version(version)
+        except PolicyServerError as error:
+            await self._put_back(control, error, loading=loading)
+            raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
+        self._version, self._weights = version, weights
+        try:
+            await control.resume()
+        except PolicyServerError as error:
+            raise PolicyServerError(f"version {version} is loaded but paused: {error}. {self._give_up()}") from error
+        return in_flight
+
+    async def _put_back(self, control: VLLMControl, cause: PolicyServerError, *, loading: bool) -> None:
+        """Bring the old weights back and resume; where that fails, see to it that nothing is sampled any more."""
+        try:
+            if loading:
+                files = [self._weights] if self._weights else await asyncio.to_thread(checkpoint_files, self._folder)
+                await control.load(files)
+                await control.drop_prefix_cache()
+                await control.set_version(self._version)
+            await control.resume()
+        except PolicyServerError as error:
+            outcome = self._give_up()
+            raise PolicyServerError(
+                f"{cause}; then version {self._version} could not be put back either ({error}). {outcome}"
+            ) from cause
+
+    def _give_up(self) -> str:
+        """Its weights are undefined: keep it from sampling, and say what to do."""
+        raise NotImplementedError
+
+    def _running(self) -> VLLMControl:
+        if self._control is None:
+            raise PolicyServerError("the policy server has not been started; await start() first")
+        return self._control
+
+    async def wait_died(self) -> None:
+        """Return when the server has died without being asked to; never returns while it lives, or after `close`.
+
+        Dead is: its process ended, its engine is gone, or nobody has listened for some seconds. Slow is not dead.
+        """
+        refusals, asked = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if not self._serving or self._control is None:
+                refusals = 0
+                continue
+            if self._exited():
+                return
+            if time.monotonic() - asked < 1.0:
+                continue
+            asked, state = time.monotonic(), await self._control.health()
+            refusals = refusals + 1 if state == "refused" else 0
+            if self._serving and (state == "dead" or refusals >= REFUSALS):
+                return
+
+    def _exited(self) -> bool:
+        return False
+
+
+class OwnedVLLM(_VLLMServer):
+    """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
+
+    The port is chosen at the first start and kept, so that `url` stays the same over restarts.
+    """
+
+    def __init__(
+        self, model: Path, config: PolicyServerConfig, *, log: Path, name: str = "policy", version: int = 0
+    ) -> None:
+        super().__init__(model.resolve(), version)
+        self._config, self._log, self._name = config, log, name
+        self._port = config.port
+        self._process: ServerProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The API server's process, which leads the group of all its processes; None when none was started."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start vLLM with the weights of the model folder, and return once it answers.
+
+        Raises MissingExtraError without vLLM, ConfigError for a host that is not loopback, and PolicyServerError when
+        the model folder is incomplete, the port is taken, or vLLM ends or stays silent (with the last lines of its log).
+        """
+        async with self._changing:
+            await self._start(self._version)
+
+    async def _start(self, version: int) -> None:
+        if self._process is not None:
+            raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
+        check_host(self._config.host)
+        check_model_folder(self._folder)
+        device = pick_device(self._config)
+        require_vllm(device)
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        with reserved_port(self._config.host, self._port) as self._port:
+            args = server_args(self._folder, self._config, device=device, name=self._name, port=self._port)
+            self._process = ServerProcess(args, server_env(os.environ, device=device), self._log)
+            self._control = VLLMControl(f"http://{host}:{self._port}")
+            try:
+                await self._until_ready(self._process, self._control)
+                await self._control.attach()
+                await self._control.set_version(version)
+            except BaseException:
+                await self._stop()
+                raise
+        self._version, self._weights, self._serving = version, None, True
+
+    async def _until_ready(self, process: ServerProcess, control: VLLMControl) -> None:
+        deadline = time.monotonic() + self._config.start_timeout
+        while process.returncode is None:
+            if await control.health() == "ok":
+                return
+            if time.monotonic() > deadline:
+                raise PolicyServerError(
+                    f"vLLM did not answer within {self._config.start_timeout:.0f} s; "
+                    f"raise policy_server.start_timeout if it was only slow. {process.explain()}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        raise PolicyServerError(f"vLLM ended at its start with code {process.returncode}. {process.explain()}")
+
+    def _exited(self) -> bool:
+        return self._process is None or self._process.returncode is not None
+
+    async def restart(self, weights: Path | None, version: int) -> None:
+        """Start it again after a death (or in place of a life), serving `weights` (None: the folder's) as `version`."""
+        async with self._changing:
+            await self._stop()
+            await self._start(version)
+            if weights is not None:
+                await self._update(weights, version, None)
+
+    def _give_up(self) -> str:
+        if self._process is not None:
+            self._process.kill()  # `wait_died` now returns
+        return "It was stopped; restart it with the weights of a checkpoint"
+
+    async def close(self) -> None:
+        """End vLLM and every process it started."""
+        await self._stop()  # without the lock: an update that hangs must not keep it alive
+
+    async def _stop(self) -> None:
+        self._serving = False
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
+
+
+class AttachedVLLM(_VLLMServer):
+    """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths.
+
+    It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
+    `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
+    """
+
+    def __init__(self, model: Path, config: PolicyServerConfig) -> None:
+        super().__init__(model.resolve(), 0)
+        self._config = config
+        self._root = config.attach.rstrip("/").removesuffix("/v1")
+
+    async def start(self) -> None:
+        """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
+
+        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`.
+        """
+        check_model_folder(self._folder)
+        control = VLLMControl(self._root)
+        state = await control.health()
+        if state != "ok":
+            raise PolicyServerError(
+                f"no vLLM answers at policy_server.attach = {self._config.attach!r} (health: {state}); "
+                "start it, or leave policy_server.attach empty to have one started"
+            )
+        self._name = await control.served_model()
+        version = await control.attach()
+        self._version = -1 if version is None else version
+        if version is not None and await control.is_paused():
+            await control.resume()
+        self._control, self._serving = control, True
+
+    async def restart(self, weights: Path | None, version: int) -> None:
+        """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`."""
+        deadline = time.monotonic() + self._config.start_timeout
+        self._serving = False
+        while await VLLMControl(self._root).health() != "ok":
+            if time.monotonic() > deadline:
+                raise PolicyServerError(
+                    f"the vLLM at {self._root} died and did not come back within {self._config.start_timeout:.0f} s"
+                )
+            await asyncio.sleep(1.0)
+        await self.start()
+        if weights is not None:
+            await self.update(weights, version)
+            return
+        async with self._changing:
+            await self._running().set_version(version)
+        self._version = version
+
+    def _give_up(self) -> str:
+        return f"{self._root} stays paused, its weights are undefined; restart it and attach again"
+
+    async def close(self) -> None:
+        """Let go of it; it goes on serving."""
+        self._serving = False
+
+
+def make_policy_server(model: Path, config: PolicyServerConfig, *, log: Path, version: int = 0) -> PolicyServer:
+    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`."""
+    if config.attach:
+        return AttachedVLLM(model, config)
+    return OwnedVLLM(model, config, log=log, version=version)

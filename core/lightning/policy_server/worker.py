@@ -1,0 +1,178 @@
+"""What runs inside vLLM's worker: load weights in place, and say how far each request had come.
+
+The invariant: after `lightning_load` the model computes with exactly the tensors of the file, also where vLLM keeps its
+own repacked copies, or the answer says what went wrong; an exception never leaves this class, since it could end the
+engine.
+
+vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/collective_rpc` reach its methods; arguments
+are strings. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source; 0.31 on a
+CPU is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+from lightning.policy_server.orphans import OWNED, die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+
+Answer: TypeAlias = "dict[str, object]"
+
+if os.environ.get(OWNED):
+    # vLLM imports this module in its engine process before the model is loaded: the earliest moment there is.
+    die_with_parent()
+
+
+@dataclass(slots=True)
+class _State:
+    version: int | None = 0
+    """None while, or since, the weights are not those of one version."""
+    departed: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Response tokens of requests that left the engine since the last update, newest last."""
+
+
+class WorkerExtension:
+    """Methods for `/collective_rpc`. All names start with `lightning_`: vLLM refuses a name its worker has already."""
+
+    _lightning_state: _State
+    _LIGHTNING_REMEMBERED: ClassVar[int] = 8192
+    """Departed requests to remember: more than can be on their way from the engine to their client at one time."""
+
+    def lightning_attach(self) -> Answer:
+        """Start to watch the requests (once), and tell the version of the weights (None: unknown) and our process."""
+        state = getattr(self, "_lightning_state", None)
+        if state is None:
+            state = self._lightning_state = _State()
+            _watch(self, state, self._LIGHTNING_REMEMBERED)
+        return {"version": state.version, "pid": os.getpid()}
+
+    def lightning_set_version(self, version: str) -> Answer:
+        """The weights are those of `version`; what left the engine before now is forgotten."""
+        state = self._lightning_state
+        state.version = int(version)
+        state.departed.clear()
+        return {"version": state.version}
+
+    def lightning_in_flight(self) -> Answer:
+        """Response tokens sampled so far, by the engine's request id, for every request that was ever scheduled.
+
+        A request may have finished while its answer is still on the way to the client, so those which left since the
+        last update are in it too. What is absent was never scheduled. Call it while the engine is paused.
+        """
+        try:
+            counts = {**self._lightning_state.departed, **_sampled(_runner(self))}
+        except Exception as error:  # noqa: BLE001 — would end the engine
+            return {"error": repr(error)}
+        return {"counts": counts, "randomized": not _ids_are_plain()}
+
+    def lightning_load(self, *paths: str) -> Answer:
+        """Load safetensors files in place. Call it while the engine is paused; the version is unknown afterwards."""
+        self._lightning_state.version = None
+        started = time.perf_counter()
+        try:
+            _load(self, paths)
+        except Exception as error:  # noqa: BLE001 — would end the engine
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"seconds": time.perf_counter() - started}
+
+
+def _runner(worker: object) -> object:
+    return getattr(worker, "model_runner")  # noqa: B009 — vLLM's worker, which has no type here
+
+
+def _ids_are_plain() -> bool:
+    return os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0").strip().lower() in ("1", "true")
+
+
+def _watch(worker: object, state: _State, remembered: int) -> None:
+    """Note every request's length when the scheduler says that it has left.
+
+    The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
+    """
+    execute: Callable[..., object] = getattr(worker, "execute_model")  # noqa: B009
+
+    def execute_model(scheduler_output: object, *args: object, **kwargs: object) -> object:
+        leaving: set[str] = set(getattr(scheduler_output, "finished_req_ids", ()))
+        leaving |= set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        if leaving:
+            counts = _sampled(_runner(worker), leaving)
+            for request_id in counts:
+                state.departed.pop(request_id, None)
+            state.departed.update(counts)
+            while len(state.departed) > remembered:
+                state.departed.popitem(last=False)
+        return execute(scheduler_output, *args, **kwargs)
+
+    setattr(worker, "execute_model", execute_model)  # noqa: B010
+
+
+def _sampled(runner: object, only: set[str] | None = None) -> dict[str, int]:
+    """Response tokens per request of the model runner."""
+    requests = getattr(runner, "requests", None)
+    if isinstance(requests, dict):  # the V1 model runner: CachedRequestState
+        return {rid: len(requests[rid].output_token_ids) for rid in _pick(requests, only)}
+    states = getattr(runner, "req_states", None)
+    if states is None:
+        raise RuntimeError(f"lightning does not know the request states of {type(runner).__name__}")
+    indices: dict[str, int] = states.req_id_to_index  # the V2 model runner: rows of tensors
+    rows = {rid: indices[rid] for rid in _pick(indices, only)}
+    return {rid: int(states.total_len.gpu[row]) - int(states.prompt_len.np[row]) for rid, row in rows.items()}
+
+
+def _pick(known: dict[str, object] | dict[str, int], only: set[str] | None) -> list[str]:
+    return [rid for rid in known if only is None or rid in only]
+
+
+def _load(worker: object, paths: Sequence[str]) -> None:
+    """Replace the model's weights by those of the files; raises when a parameter of the model got none."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = _runner(worker)
+    model: torch.nn.Module = runner.get_model()  # type: ignore[attr-defined]
+    names = {name for name, _ in model.named_parameters()}
+    device: torch.device = worker.device  # type: ignore[attr-defined]
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), ExitStack() as last:  # type: ignore[attr-defined]
+        initialize_layerwise_reload(model)
+        # Also after a failure: it puts back the tensors of every layer that has not been loaded.
+        last.callback(finalize_layerwise_reload, model, worker.model_config)  # type: ignore[attr-defined]
+        loaded = model.load_weights(_tensors(paths))  # type: ignore[operator]
+    _repack(model)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    if loaded is not None and (left := sorted(names - set(loaded))):
+        raise RuntimeError(f"the file has no weights for {', '.join(left[:3])} ({len(left)} parameters in all)")
+
+
+def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 — a safetensors handle is no mapping
+                yield name, file.get_tensor(name)
+
+
+def _repack(model: torch.nn.Module) -> None:
+    """Renew the repacked copies that vLLM's CPU kernels compute with.
+
+    The reload helpers do so for layers they have loaded. A tied `lm_head` has no weights of its own, is not loaded, and
+    would go on answering with the old copy. Where the weight has been given away to the copy (`numel() == 0`) the
+    helpers have renewed it.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        weight = getattr(module, "weight", None)
+        if method is None or weight is None or not hasattr(module, "cpu_linear"):
+            continue
+        if weight.numel() and not weight.is_meta:
+            method.process_weights_after_loading(module)
