@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, cast
 import pluggy
 
 from lightning import hooks
-from lightning._imports import imported, on_import
 from lightning.errors import PluginError
 from lightning.plugins.adapters import Adapters, Installation
 from lightning.plugins.checks import ALONE, check
+from lightning.plugins.importing import imported, on_import
 from lightning.plugins.info import DISABLE, GROUP, PluginInfo, discover, near
 from lightning.plugins.names import KINDS, Kind, Names, one
 from lightning.types import Caller, ToolEvent
