@@ -47,7 +47,9 @@ def conversations(rollouts: int, turns: int, group: int, seed: int = 0) -> list[
                     prompt_ids=token_ids(prompt),
                     response_ids=token_ids(response),
                     logprobs=logprobs([-rng.expovariate(1.0) for _ in range(RESPONSE)]),
-                    caller=Caller("writer", ("agent", "writer"), span_id=f"{rng.getrandbits(64):016x}", framework="raw"),
+                    caller=Caller(
+                        "writer", ("agent", "writer"), span_id=f"{rng.getrandbits(64):016x}", framework="raw"
+                    ),
                     versions=(VersionRun(0, 7),),
                     finish_reason="stop",
                     started_at=1.79e9 + rng.random(),
@@ -80,7 +82,9 @@ async def opened(path: Path, count: int, group: int, sync: str = "normal") -> Sq
     return store
 
 
-async def ours_appends(path: Path, calls: list[list[Transition]], group: int, callers: int, sync: str) -> dict[str, float]:
+async def ours_appends(
+    path: Path, calls: list[list[Transition]], group: int, callers: int, sync: str
+) -> dict[str, float]:
     """Each caller awaits one append after the other, as a gateway's requests do."""
     store = await opened(path, len(calls), group, sync)
     await store.lease("run", "w", limit=len(calls), ttl=3600)
@@ -113,14 +117,18 @@ def naive_appends(path: Path, calls: list[list[Transition]], sync: str) -> dict[
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {sync}")
-    connection.execute("CREATE TABLE t (rollout TEXT, attempt INT, seq INT, body TEXT, PRIMARY KEY (rollout, attempt, seq))")
+    connection.execute(
+        "CREATE TABLE t (rollout TEXT, attempt INT, seq INT, body TEXT, PRIMARY KEY (rollout, attempt, seq))"
+    )
     before, count = _size(path), sum(map(len, calls))
     began = time.perf_counter()
     for call in (call for rollout in calls for call in rollout):
         body = asdict(call)
         for name in ("prompt_ids", "response_ids", "logprobs"):
             body[name] = body[name].tolist()
-        connection.execute("INSERT INTO t VALUES (?, ?, ?, ?)", (call.rollout, call.attempt, call.seq, json.dumps(body)))
+        connection.execute(
+            "INSERT INTO t VALUES (?, ?, ?, ?)", (call.rollout, call.attempt, call.seq, json.dumps(body))
+        )
     seconds = time.perf_counter() - began
     connection.close()
     return {"per_second": count / seconds, "bytes": (_size(path) - before) / count}
@@ -168,9 +176,13 @@ def main(out: Path | None = None, rollouts: int = 512, turns: int = 4, group: in
         lone = asyncio.run(ours_appends(root / "lone.db", conversations(rollouts, turns, 1), 1, 64, "normal"))
         found["bytes_per_transition_without_siblings"] = lone["bytes"]
         for callers in (1, 64):
-            found[f"lease_complete_{callers}_workers_per_second"] = asyncio.run(leases(root / f"l{callers}.db", 2000, callers))
+            found[f"lease_complete_{callers}_workers_per_second"] = asyncio.run(
+                leases(root / f"l{callers}.db", 2000, callers)
+            )
     found["bytes_ratio"] = found["naive_bytes_per_transition"] / found["bytes_per_transition"]
-    found["full_64_callers_ratio"] = found["full_64_callers_appends_per_second"] / found["naive_full_appends_per_second"]
+    found["full_64_callers_ratio"] = (
+        found["full_64_callers_appends_per_second"] / found["naive_full_appends_per_second"]
+    )
     found["normal_64_callers_ratio"] = (
         found["normal_64_callers_appends_per_second"] / found["naive_normal_appends_per_second"]
     )

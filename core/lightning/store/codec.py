@@ -7,13 +7,15 @@ Layout of a blob, all integers little-endian:
 
     byte 0       codec version, now 1
     bytes 1-16   BLAKE2b-128 of the decoded content (see `content_digest`)
-    bytes 17-32  four uint32: tokens shared with the parent, further prompt ids, response ids, log-probabilities
-    rest         one zstandard frame of the further prompt ids and response ids (int32), then the log-probabilities (float32)
+    bytes 17-36  five uint32: how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities,
+                 and bytes of `low`
+    rest         two zstandard frames, `low` and `high`, of the further prompt ids and response ids (int32) and the
+                 log-probabilities (float32)
 
 The parent of a call is an earlier call whose full tokens (prompt + response) begin as this prompt begins: the previous turn of
-the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored. The
-four bytes of each number are stored as four planes (all lowest bytes first), because the high bytes of token ids and the
-exponents of log-probabilities compress well and their low bytes do not.
+the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored.
+Numbers are stored as planes of bytes of equal place: `high` has the two highest bytes of the ids and the exponents of the
+log-probabilities, which compress well, and `low` has the rest, which hardly does and would spoil the statistics of the others.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from lightning.types import LogProbs, TokenIds
 VERSION: Final = 1
 LEVEL: Final = 3
 DIGEST_BYTES: Final = 16
-_HEADER: Final = struct.Struct("<B16s4I")
+_HEADER: Final = struct.Struct("<B16s5I")
 _ITEM: Final = 4
 
 
@@ -51,7 +53,9 @@ class _Local(threading.local):
     """zstandard contexts are not thread-safe and cost more than one compression: each thread keeps its own."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(level=LEVEL)
+        # long matches only: short ones in planes of few distinct bytes cost more than their entropy
+        parameters = zstandard.ZstdCompressionParameters.from_level(LEVEL, min_match=7)
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -129,6 +133,7 @@ def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
     prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
     shared = shared_prefix(prompt, parent)
     rest = prompt[shared * _ITEM :]
+    low, high = (_local.compressor.compress(planes) for planes in _to_planes(rest + response, logprobs))
     header = _HEADER.pack(
         VERSION,
         content_digest(prompt, response, logprobs),
@@ -136,8 +141,9 @@ def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
         len(rest) // _ITEM,
         len(response) // _ITEM,
         len(logprobs) // _ITEM,
+        len(low),
     )
-    return header + _local.compressor.compress(_to_planes(rest + response) + _to_planes(logprobs))
+    return header + low + high
 
 
 def decode(blob: bytes, parent: bytes = b"") -> Tokens:
@@ -148,13 +154,13 @@ def decode(blob: bytes, parent: bytes = b"") -> Tokens:
     _check_version(blob)
     if len(blob) < _HEADER.size:
         raise StoreError("token blob is corrupt: shorter than its header")
-    _, digest, shared, n_rest, n_response, n_logprobs = _HEADER.unpack_from(blob)
+    _, digest, shared, n_rest, n_response, n_logprobs, n_low = _HEADER.unpack_from(blob)
     if shared * _ITEM > len(parent):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
-    payload = _decompress(blob[_HEADER.size :], (n_ids + n_logprobs) * _ITEM)
-    ids = _from_planes(payload[: n_ids * _ITEM])
-    logprobs = _from_planes(payload[n_ids * _ITEM :])
+    low = _decompress(blob[_HEADER.size : _HEADER.size + n_low], 2 * n_ids + 3 * n_logprobs)
+    high = _decompress(blob[_HEADER.size + n_low :], 2 * n_ids + n_logprobs)
+    ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
     prompt, response = parent[: shared * _ITEM] + ids[: n_rest * _ITEM], ids[n_rest * _ITEM :]
     if content_digest(prompt, response, logprobs) != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
@@ -191,13 +197,19 @@ def _decompress(frame: bytes, size: int) -> bytes:
     return payload
 
 
-def _to_planes(data: bytes) -> bytes:
-    return b"".join(data[byte::_ITEM] for byte in range(_ITEM))
+def _to_planes(ids: bytes, logprobs: bytes) -> tuple[bytes, bytes]:
+    """`low` and `high`, as the module says."""
+    low = (ids[0::_ITEM], ids[1::_ITEM], logprobs[0::_ITEM], logprobs[1::_ITEM], logprobs[2::_ITEM])
+    high = (ids[2::_ITEM], ids[3::_ITEM], logprobs[3::_ITEM])
+    return b"".join(low), b"".join(high)
 
 
-def _from_planes(planes: bytes) -> bytes:
-    count = len(planes) // _ITEM
-    data = bytearray(len(planes))
-    for byte in range(_ITEM):
-        data[byte::_ITEM] = planes[byte * count : (byte + 1) * count]
-    return bytes(data)
+def _from_planes(low: bytes, high: bytes, n_ids: int, n_logprobs: int) -> tuple[bytes, bytes]:
+    ids, logprobs = bytearray(n_ids * _ITEM), bytearray(n_logprobs * _ITEM)
+    ids[0::_ITEM], ids[1::_ITEM] = low[:n_ids], low[n_ids : 2 * n_ids]
+    ids[2::_ITEM], ids[3::_ITEM] = high[:n_ids], high[n_ids : 2 * n_ids]
+    for byte in range(3):
+        start = 2 * n_ids + byte * n_logprobs
+        logprobs[byte::_ITEM] = low[start : start + n_logprobs]
+    logprobs[3::_ITEM] = high[2 * n_ids :]
+    return bytes(ids), bytes(logprobs)

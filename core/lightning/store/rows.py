@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from lightning.errors import DataError, StoreError
@@ -31,11 +32,13 @@ Row: TypeAlias = tuple[Any, ...]
 Value: TypeAlias = int | float | str | bytes | None
 """What a database takes."""
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 def dump(value: Json, what: str = "a value") -> str:
     """Compact ASCII JSON. Raises `DataError` naming `what` when the value is not JSON."""
     try:
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+        return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{what} is not JSON ({error}): use only None, bool, numbers, text, lists and dicts") from error
 
@@ -123,11 +126,13 @@ def step_rewards_from_text(text: str) -> list[StepReward]:
     return [StepReward(*row) for row in _rows(text, "the step rewards of an attempt")]
 
 
-def versions_to_text(versions: Sequence[VersionRun]) -> str:
+@lru_cache(maxsize=256)
+def versions_to_text(versions: tuple[VersionRun, ...]) -> str:
     """Which policy version sampled from which response token on."""
     return dump([[v.start, v.version] for v in versions], "a policy version")
 
 
+@lru_cache(maxsize=256)
 def versions_from_text(text: str) -> tuple[VersionRun, ...]:
     """What `versions_to_text` wrote."""
     return tuple(VersionRun(*row) for row in _rows(text, "the policy versions of a transition"))

@@ -118,7 +118,7 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
 
     Two transitions are the same for the store if and only if these agree.
     """
-    text = json.dumps(
+    text = dump(
         [
             transition.rollout,
             transition.attempt,
@@ -134,6 +134,5 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             float(transition.started_at),
             float(transition.ended_at),
         ],
-        separators=(",", ":"),
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

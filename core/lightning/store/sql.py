@@ -42,7 +42,10 @@ SELECT_EXHAUSTED: Final = (
     "SELECT n, id, worker, attempt FROM rollouts "
     "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent >= max_attempts"
 )
-FAIL_EXHAUSTED: Final = "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' WHERE n = ?"
+FAIL_EXHAUSTED: Final = (
+    "UPDATE rollouts SET status = 'failed', fault = 'infrastructure', error = ?, lease_until = NULL, worker = '' "
+    "WHERE n = ?"
+)
 TAKE_LEASE: Final = (
     "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
     "error = '', seconds = 0 WHERE n = ?"

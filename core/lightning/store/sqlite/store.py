@@ -64,7 +64,10 @@ class _Readers:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
         except Exception as error:
-            raise translate(error, self._settings) from error
+            refused = translate(error, self._settings)
+            if refused is error:
+                raise
+            raise refused from error
 
     def _connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
