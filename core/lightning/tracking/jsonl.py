@@ -1,0 +1,49 @@
+"""The `jsonl` tracker: one line of JSON for each call, appended to `metrics.jsonl` in the run's folder.
+
+The invariant: every complete line is valid JSON (not-a-number becomes null); a line that a crash cut short is taken away
+when the run goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from lightning.types import Json
+
+FILE = "metrics.jsonl"
+
+
+class JsonLines:
+    """Appends `{"step": ..., "at": <Unix time>, ...values}` lines."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Open the file for appending."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / FILE).open("ab+")
+        file.truncate(_complete(file))
+        self._file = file
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line, visible to readers at once."""
+        if self._file is not None:
+            self._file.write(orjson.dumps({"step": step, "at": time.time(), **values}) + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _complete(file: BinaryIO) -> int:
+    """How many bytes of the file are complete lines."""
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1

@@ -1,0 +1,18 @@
+"""The plugin that brings the trackers `jsonl` and `tensorboard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning.config import Config
+from lightning.hooks import hookimpl
+from lightning.tracking.jsonl import JsonLines
+from lightning.tracking.protocol import Tracker
+from lightning.tracking.tensorboard import TensorBoard
+
+
+@hookimpl
+def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
+    """`trackers=["jsonl", "tensorboard"]`."""
+    register("jsonl", lambda config: JsonLines())
+    register("tensorboard", lambda config: TensorBoard())
