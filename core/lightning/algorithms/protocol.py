@@ -29,12 +29,16 @@ class Algorithm(Protocol):
     """`group_size` rollouts are sampled per task; `batch` turns the finished groups into rows, `loss` trains them."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The registered name whose factory makes this algorithm again from its fields."""
 
     @property
-    def group_size(self) -> int: ...
+    def group_size(self) -> int:
+        """Rollouts per task."""
 
-    def batch(self, groups: Sequence[Group]) -> Batch: ...
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The rows of one optimizer step. Raises `DataError` for rewards or tokens that cannot be trained on."""
 
     @property
-    def loss(self) -> Loss: ...
+    def loss(self) -> Loss:
+        """What the engine minimises."""

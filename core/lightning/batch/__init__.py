@@ -1,1 +1,22 @@
 """Trajectories become training rows."""
+
+from __future__ import annotations
+
+from lightning.batch.build import Normalization, build_samples
+from lightning.batch.digest import sampler_logprobs, span_digest, transition_digest
+from lightning.batch.sample import FloatArray, IntArray, Sample, Span
+from lightning.batch.trajectory import Group, Trajectory
+
+__all__ = [
+    "FloatArray",
+    "Group",
+    "IntArray",
+    "Normalization",
+    "Sample",
+    "Span",
+    "Trajectory",
+    "build_samples",
+    "sampler_logprobs",
+    "span_digest",
+    "transition_digest",
+]

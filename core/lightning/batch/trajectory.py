@@ -20,6 +20,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
+        """What the reward function gave."""
         assert self.rollout.reward is not None, "only succeeded rollouts become trajectories"
         return self.rollout.reward
 

@@ -1,1 +1,1 @@
-"""engines room."""
+"""Engines: what holds and trains the weights."""

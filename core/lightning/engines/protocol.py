@@ -43,7 +43,7 @@ class StepResult:
 
 class Engine(Protocol):
     """Holds the trained weights and their optimizer. Methods are synchronous and may take long: call them off the event
-    loop. All raise `EngineError` with the cause."""
+    loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int) -> None:
         """Load a `transformers` causal LM folder and make a fresh optimizer."""
@@ -66,4 +66,5 @@ class Engine(Protocol):
     def weights(self, file: Path) -> Path:
         """Write the current full weights (Hugging Face names, LoRA merged) as one safetensors file, atomically."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the engine holds. Idempotent."""

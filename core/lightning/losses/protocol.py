@@ -31,7 +31,8 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """`loss` is a scalar: the weighted *sum* over the micro-batch's tokens. `metrics` are weighted sums too (detached)."""
+    """`loss` is a scalar: the weighted *sum* over the micro-batch's tokens. `metrics` are weighted sums too (detached); the
+    engine divides them by the sum of the step's weights. Names that end in `_max` are maxima instead."""
 
     loss: torch.Tensor
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -41,4 +42,5 @@ class Loss(Protocol):
     """A pure function from tokens to a loss. It must be a sum over tokens of `weights * something`, so that splitting
     the tokens over calls changes nothing."""
 
-    def __call__(self, batch: TokenBatch) -> LossOutput: ...
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """The loss of some of a step's tokens, and its metrics."""

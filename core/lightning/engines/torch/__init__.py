@@ -1,1 +1,1 @@
-"""engines/torch room."""
+"""The torch engine: one process, a CPU or one CUDA device."""

@@ -1,0 +1,147 @@
+"""LightningRL: credit assignment over calls first, a single-call reinforcement learning algorithm on each call second.
+
+The invariant: rows are a pure function of the finished groups and of the fields below. Groups keep their order, rollouts
+their order within a group and calls their order within a rollout, so the same store gives the same batch, byte for byte.
+
+Agent Lightning, arXiv 2508.03680. Left out of GRPO: the KL penalty to a reference model (as DAPO and Dr. GRPO do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.algorithms.protocol import Batch
+from lightning.batch.build import Normalization, build_samples
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit.advantage import all_equal, centre, grpo, rloo
+from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
+from lightning.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from lightning.losses.protocol import Loss
+
+LowLevel = Literal["grpo", "dr_grpo", "rloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class LightningRL:
+    """Trains every call of the component of interest from the return of its rollout, compared within its group.
+
+    `low_level` is the single-call algorithm: `grpo` (mean and deviation of the group), `dr_grpo` (mean only, weights by a
+    constant) or `rloo` (mean of the other rollouts). `group_size` rollouts are sampled per task. `credit` spreads a
+    rollout's advantage over its calls: a registered name or a function. Ratios are clipped to [1 - `clip_low`,
+    1 + `clip_high`]. `normalization` None means `rollout-mean`, for `dr_grpo` `constant`: then a rollout's sum over
+    tokens is divided by `constant_tokens`. `advantage_eps` is added to GRPO's deviation.
+
+    Groups are skipped, and counted by reason, when fewer than two of their rollouts succeeded (`too_few_succeeded`), when
+    their returns do not differ (`all_rewards_equal`), or when no call of theirs belongs to the component of interest
+    (`nothing_to_train`).
+    """
+
+    low_level: LowLevel = "grpo"
+    _: KW_ONLY
+    group_size: int = 8
+    credit: str | Credit = "identical"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    entropy_coefficient: float = 0.0
+    normalization: Normalization | None = None
+    constant_tokens: int = 1024
+    advantage_eps: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _one_of("low_level", self.low_level, get_args(LowLevel))
+        if self.normalization is not None:
+            _one_of("normalization", self.normalization, get_args(Normalization))
+        if self.group_size < 2:
+            raise ConfigError(
+                f"group_size={self.group_size}: a rollout is compared with the others of its task, so use 2+"
+            )
+        if self.constant_tokens < 1:
+            raise ConfigError(f"constant_tokens={self.constant_tokens} must be positive")
+        if not 0.0 <= self.clip_low <= 1.0 or not self.clip_high >= 0.0:
+            raise ConfigError(f"ratios cannot be clipped to [1 - {self.clip_low}, 1 + {self.clip_high}]")
+
+    @property
+    def name(self) -> str:
+        """The plugin name that makes this algorithm again from its fields."""
+        return "lightning_rl"
+
+    @property
+    def loss(self) -> Loss:
+        """The clipped policy gradient on single tokens."""
+        from lightning.losses.policy_gradient import ClippedPolicyGradient
+
+        return ClippedPolicyGradient(self.clip_low, self.clip_high, self.entropy_coefficient)
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The step's rows. Raises `DataError` for rewards or tokens that cannot be trained on."""
+        credit, estimator = self._credit(), self._estimator()
+        skipped: dict[str, int] = {}
+        trajectories: list[Trajectory] = []
+        advantages: list[npt.NDArray[np.float64]] = []
+        for group in groups:
+            reason = _reason_to_skip(group)
+            if reason:
+                skipped[reason] = skipped.get(reason, 0) + 1
+                continue
+            trajectories.extend(group.trajectories)
+            advantages.extend(credit(group, estimator))
+        samples = build_samples(
+            trajectories,
+            advantages,
+            normalization=self._normalization(),
+            constant_tokens=self.constant_tokens,
+            drop_zero_advantages=self.entropy_coefficient == 0.0,
+        )
+        trained = {span.rollout for sample in samples for span in sample.spans}
+        used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
+        return Batch(samples, used, skipped)
+
+    def _normalization(self) -> Normalization:
+        if self.normalization is not None:
+            return self.normalization
+        return "constant" if self.low_level == "dr_grpo" else "rollout-mean"
+
+    def _estimator(self) -> GroupAdvantage:
+        if self.low_level == "grpo":
+            return partial(grpo, eps=self.advantage_eps)
+        return centre if self.low_level == "dr_grpo" else rloo
+
+    def _credit(self) -> Credit:
+        if not isinstance(self.credit, str):
+            return self.credit
+        from lightning.plugins import plugins
+
+        return plugins().credit(self.credit)
+
+
+def _reason_to_skip(group: Group) -> str:
+    for trajectory in group.trajectories:
+        reward = trajectory.rollout.reward
+        if reward is None or not np.isfinite(reward):
+            raise DataError(
+                f"rollout {trajectory.rollout.id} attempt {trajectory.rollout.attempt} has the reward {reward}: "
+                "only finite rewards can be trained on"
+            )
+    if len(group.trajectories) < 2:
+        return "too_few_succeeded"
+    if all_equal(group_returns(group)):
+        return "all_rewards_equal"
+    if not any(any(trajectory.trainable) for trajectory in group.trajectories):
+        return "nothing_to_train"
+    return ""
+
+
+def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        close = get_close_matches(value, allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"unknown {field} {value!r}: use one of {', '.join(allowed)}{hint}")

@@ -1,0 +1,241 @@
+"""Turns credited trajectories into training rows, merging calls of one rollout that continue one another.
+
+The invariant (fragmentation): a token's weight, advantage and context depend on its rollout and its call alone, never on
+which calls share a row, so one row, two rows or a row for each call give the same loss and the same gradient.
+
+    calls of a rollout                                rows
+    (P, R1)  (P+R1+O1, R2)  (P+R1+O1+R2+O2, R3)  ->   P R1 O1 R2 O2 R3               each turn extends the last one
+    A: (P, R1)  B: (Q, S1)  A: (P+R1+O, R2) ...  ->   P R1 O R2 ; Q S1 ...           interleaved agents
+    (P, R1)  (P', R2)                            ->   P R1 ; P' R2                   the system prompt changed, or compaction
+
+Rows of different rollouts share nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.batch.digest import sampler_logprobs
+from lightning.batch.sample import IntArray, Sample, Span
+from lightning.batch.trajectory import Trajectory
+from lightning.errors import ConfigError, DataError
+from lightning.types import CallStatus, Transition
+
+Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
+"""What a token's weight is. With N trained tokens in the step, R rollouts that have any, C trained calls:
+
+`token-mean` 1/N (DAPO, arXiv 2503.14476) · `rollout-mean` 1/(R · tokens of its rollout) · `sequence-mean` 1/(C · tokens of
+its call) (GRPO, arXiv 2402.03300) · `constant` 1/(R · `constant_tokens`) (Dr. GRPO, arXiv 2503.20783).
+"""
+
+GREEDY_BELOW = 1e-5
+"""vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
+
+
+def build_samples(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[Sequence[float] | npt.NDArray[np.floating]],
+    *,
+    normalization: Normalization = "rollout-mean",
+    constant_tokens: int | None = None,
+    drop_zero_advantages: bool = False,
+    vocab_size: int | None = None,
+) -> tuple[Sample, ...]:
+    """The training rows of one optimizer step, in the order of the trajectories and of their calls.
+
+    `advantages[i][j]` belongs to call j of trajectory i. Trained are the OK calls of the component of interest that have
+    response tokens; nothing else gets weight or a span, and calls that would only repeat context get no row. Calls are
+    merged within a rollout and at one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0
+    (their policy gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
+
+    Raises `DataError`, naming rollout, attempt and call, for ids outside the vocabulary, lengths that do not match, values
+    that are not finite, a call that occurs twice or belongs to another attempt, and a trained call without a prompt.
+    """
+    if normalization not in get_args(Normalization):
+        raise ConfigError(f"unknown normalization {normalization!r}: use one of {', '.join(get_args(Normalization))}")
+    if len(trajectories) != len(advantages):
+        raise DataError(f"{len(advantages)} lists of advantages were given for {len(trajectories)} trajectories")
+    rollouts = [
+        list(_trained_calls(trajectory, values, vocab_size))
+        for trajectory, values in zip(trajectories, advantages, strict=True)
+    ]
+    _refuse_duplicates(rollouts)
+    _set_weights(rollouts, normalization, constant_tokens)
+    samples: list[Sample] = []
+    for calls in rollouts:
+        kept = [call for call in calls if not (drop_zero_advantages and call.advantage == 0.0)]
+        samples.extend(row.sample() for row in _merge(kept))
+    return tuple(samples)
+
+
+@dataclass(slots=True)
+class _Call:
+    """One trained call with its arrays (views of the transition's buffers)."""
+
+    transition: Transition
+    prompt: IntArray
+    response: IntArray
+    advantage: float
+    temperature: float
+    weight: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Calls that share one sequence of tokens; `longest` is the call whose prompt and response are all of it."""
+
+    longest: _Call
+    calls: list[_Call] = field(default_factory=list)
+
+    def extended_by(self, call: _Call) -> bool:
+        """Whether the whole row is a prefix of the call's prompt."""
+        last = self.longest
+        cut, end = len(last.prompt), len(last)
+        return (
+            end <= len(call.prompt)
+            and np.array_equal(call.prompt[cut:end], last.response)
+            and np.array_equal(call.prompt[:cut], last.prompt)
+        )
+
+    def contains(self, call: _Call) -> bool:
+        """Whether the call's prompt and response are a prefix of the row, and no other call trains its response there."""
+        start, stop = len(call.prompt), len(call)
+        if stop > len(self.longest):
+            return False
+        if any(start < len(other) and len(other.prompt) < stop for other in self.calls):
+            return False
+        ids = self.ids()
+        return np.array_equal(ids[:start], call.prompt) and np.array_equal(ids[start:stop], call.response)
+
+    def ids(self) -> IntArray:
+        """All tokens of the row."""
+        return np.concatenate((self.longest.prompt, self.longest.response))
+
+    def sample(self) -> Sample:
+        """The finished training row."""
+        length = len(self.longest)
+        weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
+        spans = []
+        for call in sorted(self.calls, key=lambda call: len(call.prompt)):
+            source, start, stop = call.transition, len(call.prompt), len(call)
+            weights[start:stop] = call.weight
+            advantages[start:stop] = call.advantage
+            logprobs[start:stop] = sampler_logprobs(source)
+            for run in source.versions:
+                versions[start + run.start : stop] = run.version
+            spans.append(Span(source.rollout, source.attempt, source.seq, start, stop))
+        return Sample(self.ids(), weights, advantages, logprobs, versions, tuple(spans), self.longest.temperature)
+
+
+def _merge(calls: Sequence[_Call]) -> list[_Row]:
+    rows: list[_Row] = []
+    for call in calls:
+        peers = [row for row in rows if row.longest.temperature == call.temperature]
+        extended = max((row for row in peers if row.extended_by(call)), key=lambda row: len(row.longest), default=None)
+        if extended is not None:
+            extended.longest = call
+            extended.calls.append(call)
+            continue
+        shared = next((row for row in peers if row.contains(call)), None)
+        if shared is None:
+            rows.append(_Row(call, [call]))
+        else:
+            shared.calls.append(call)
+    return rows
+
+
+def _set_weights(rollouts: Sequence[Sequence[_Call]], normalization: Normalization, constant: int | None) -> None:
+    if normalization == "constant" and not (constant is not None and constant > 0):
+        raise ConfigError("normalization 'constant' needs constant_tokens, a positive number of tokens per rollout")
+    tokens = [sum(len(call.response) for call in calls) for calls in rollouts]
+    step_tokens = sum(tokens)
+    trained_rollouts = sum(1 for count in tokens if count)
+    trained_calls = sum(len(calls) for calls in rollouts)
+    for calls, rollout_tokens in zip(rollouts, tokens, strict=True):
+        for call in calls:
+            match normalization:
+                case "token-mean":
+                    share = step_tokens
+                case "rollout-mean":
+                    share = trained_rollouts * rollout_tokens
+                case "sequence-mean":
+                    share = trained_calls * len(call.response)
+                case "constant":
+                    share = trained_rollouts * (constant or 1)
+            call.weight = 1.0 / share
+
+
+def _trained_calls(
+    trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating], vocab_size: int | None
+) -> Iterator[_Call]:
+    count = len(trajectory.transitions)
+    if len(trajectory.trainable) != count or len(advantages) != count:
+        raise DataError(
+            f"rollout {trajectory.rollout.id} has {count} calls, but {len(trajectory.trainable)} trainable flags and "
+            f"{len(advantages)} advantages: credit must give one advantage for each call"
+        )
+    for transition, trainable, advantage in zip(trajectory.transitions, trajectory.trainable, advantages, strict=True):
+        if trainable and transition.status is CallStatus.OK and len(transition.response_ids):
+            _check(trajectory, transition, float(advantage), vocab_size)
+            yield _Call(
+                transition,
+                np.frombuffer(transition.prompt_ids, dtype=np.int32),
+                np.frombuffer(transition.response_ids, dtype=np.int32),
+                float(advantage),
+                transition.temperature if transition.temperature >= GREEDY_BELOW else 1.0,
+            )
+
+
+def _check(trajectory: Trajectory, call: Transition, advantage: float, vocab_size: int | None) -> None:
+    rollout, tokens = trajectory.rollout, len(call.response_ids)
+    problem = ""
+    if (call.rollout, call.attempt) != (rollout.id, rollout.attempt):
+        problem = f"it is not part of attempt {rollout.attempt} of rollout {rollout.id}, which was accepted"
+    elif not len(call.prompt_ids):
+        problem = "it has no prompt, so its first token has no probability"
+    elif len(call.logprobs) not in (0, tokens):
+        problem = f"it has {tokens} response tokens but {len(call.logprobs)} logprobs"
+    elif len(call.logprobs) and not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
+        problem = "a logprob is not finite"
+    elif not np.isfinite(advantage):
+        problem = f"its advantage is {advantage}: check the reward and the credit function"
+    elif not (np.isfinite(call.temperature) and call.temperature >= 0):
+        problem = f"its temperature is {call.temperature}"
+    elif not call.versions or call.versions[0].start != 0:
+        problem = "its policy versions do not begin at response token 0"
+    else:
+        problem = _bad_id(call, vocab_size)
+    if problem:
+        raise DataError(f"{_name(call)} cannot be trained on: {problem}")
+
+
+def _bad_id(call: Transition, vocab_size: int | None) -> str:
+    for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
+        ids = np.frombuffer(buffer, dtype=np.int32)
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or (vocab_size is not None and most >= vocab_size):
+            wrong = least if least < 0 else most
+            return f"its {part} has token id {wrong}, outside the vocabulary ({vocab_size or 'ids start at 0'})"
+    return ""
+
+
+def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
+    seen: set[tuple[str, int, int]] = set()
+    for calls in rollouts:
+        for call in calls:
+            if call.transition.key in seen:
+                raise DataError(f"{_name(call.transition)} occurs twice in one step: each call is trained exactly once")
+            seen.add(call.transition.key)
+
+
+def _name(call: Transition) -> str:
+    return f"rollout {call.rollout} attempt {call.attempt} call {call.seq}"

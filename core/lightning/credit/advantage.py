@@ -1,0 +1,39 @@
+"""Advantages of a group's rollouts from their returns: the critic-free baselines.
+
+The invariant: each function maps shape (G,) to (G,) in float64 (0.999 and 1.0 are different rewards, as in bfloat16 they
+are not), and returns that are all equal give advantages that are all 0.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning.credit.protocol import Returns
+
+
+def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
+    """(r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as TRL and verl take it."""
+    centred = centre(returns)
+    if len(centred) < 2:
+        return centred
+    deviation = float(np.sqrt(np.square(centred).sum() / (len(centred) - 1)))
+    return centred / (deviation + eps)
+
+
+def centre(returns: Returns) -> Returns:
+    """r - mean: GRPO without the deviation, which favours groups that are nearly solved or nearly hopeless
+    (Dr. GRPO, arXiv 2503.20783)."""
+    values = np.asarray(returns, dtype=np.float64)
+    return np.zeros_like(values) if all_equal(values) else values - values.mean()
+
+
+def rloo(returns: Returns) -> Returns:
+    """r minus the mean of the *other* rollouts, an unbiased baseline (arXiv 2402.14740): (r - mean) · G / (G - 1)."""
+    centred = centre(returns)
+    return centred * (len(centred) / (len(centred) - 1)) if len(centred) > 1 else centred
+
+
+def all_equal(returns: Returns) -> bool:
+    """Whether the returns differ by no more than rounding, so that the group teaches nothing."""
+    values = np.asarray(returns, dtype=np.float64)
+    return not len(values) or bool(np.ptp(values) <= 1e-12 * np.abs(values).max())

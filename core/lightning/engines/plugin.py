@@ -1,0 +1,40 @@
+"""The plugin that brings the torch engine; torch itself is imported when one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.errors import MissingExtraError
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.engines.protocol import Engine
+
+
+@hookimpl
+def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
+    """`torch`."""
+    register("torch", torch_engine)
+
+
+def torch_engine(config: Config) -> Engine:
+    """A `TorchEngine` by the `engine` section. Raises `MissingExtraError` when torch or transformers is not installed."""
+    try:
+        import transformers  # noqa: F401 — a missing one must be named now, not in the middle of a run
+
+        from lightning.engines.torch.engine import TorchEngine
+    except ImportError as error:
+        if (error.name or "").startswith("lightning"):
+            raise
+        raise MissingExtraError("torch", error.name or "") from error
+    section = config.engine
+    return TorchEngine(
+        dtype=section.dtype,
+        device=section.device,
+        threads=section.threads,
+        tokens_per_microbatch=section.tokens_per_microbatch,
+        gradient_checkpointing=section.gradient_checkpointing,
+        lora=section.lora,
+    )

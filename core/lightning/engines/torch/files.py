@@ -1,0 +1,79 @@
+"""Files that are either whole or absent: write beside the target, flush to disk, rename.
+
+The invariant: at any moment, also after a crash, a target holds nothing, its old content or its new content.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lightning.errors import EngineError
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A new, empty folder that becomes `target` (replacing an older one) when the block ends without an error."""
+    fresh, old = _beside(target, "new"), _beside(target, "old")
+    try:
+        _remove(fresh)
+        fresh.mkdir(parents=True)
+        yield fresh
+        for file in fresh.iterdir():
+            _flush(file)
+        _flush(fresh)
+        if target.exists():
+            _remove(old)
+            target.rename(old)
+        fresh.rename(target)
+        _flush(target.parent)
+        _remove(old)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"cannot write {target}: {error}. Is the disk full?") from error
+    finally:
+        _remove(fresh)
+
+
+def recover(target: Path) -> None:
+    """Put an older folder back when a crash fell between the two renames of `whole_folder`."""
+    old = _beside(target, "old")
+    if old.exists() and not target.exists():
+        old.rename(target)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A path that becomes `target` (replacing an older file) when the block ends without an error."""
+    fresh = _beside(target, "new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield fresh
+        _flush(fresh)
+        fresh.replace(target)
+        _flush(target.parent)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"cannot write {target}: {error}. Is the disk full?") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}")
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

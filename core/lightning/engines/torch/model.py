@@ -1,0 +1,213 @@
+"""A causal language model in two halves: the trunk that makes hidden states, and the output layer.
+
+The invariant: trunk and output layer together give exactly the model's own logits (checked when it is loaded), and no
+dropout is active, so that the same tokens always have the same logprobs.
+
+Numbers: `float32` computes and keeps everything in float32. `bfloat16` computes in bfloat16 under autocast, but keeps
+float32 master weights: at a learning rate of 1e-6 most updates would vanish in bfloat16's eight bits. Under LoRA the frozen
+weights are bfloat16 and only the adapters are float32. `float64` is for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning.errors import EngineError, MissingExtraError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightning.config import LoraConfig
+    from lightning.engines.torch.logprobs import Logits
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class CausalLM:
+    """The loaded model. `folder` is where it came from; `dtype` is what it computes in and is exported as."""
+
+    model: PreTrainedModel
+    folder: Path
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    logits: Logits
+    """(N, H) hidden states to (N, V) logits."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """(B, T) token ids to (B, T, H) hidden states after the last norm. Rows may be padded on the right."""
+        return _hidden(self.model, ids)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """The context forward passes run in."""
+        return _autocast(self.device, self.dtype)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters with a gradient, by name."""
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+
+
+def load_model(
+    folder: Path, *, dtype: str, device: torch.device, lora: LoraConfig | None, gradient_checkpointing: bool
+) -> CausalLM:
+    """Load a `transformers` causal LM folder for training. Raises `EngineError` naming the folder and what is wrong."""
+    kind = _resolve_dtype(dtype, device)
+    model = _read(folder, torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)).to(device)
+    _silence_dropout(model)
+    if lora is not None:
+        _add_lora(model, lora)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Checkpointing and adapter dropout only work in training mode; the model's own dropout is silenced above.
+    model.train(gradient_checkpointing or (lora is not None and lora.dropout > 0))
+    with torch.no_grad(), _autocast(device, kind):
+        logits = _find_output(model, device, folder)
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    return CausalLM(model, folder, device, kind, vocab_size, logits)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to train on. Raises `EngineError` when it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise EngineError(f"engine.device = {device!r} is not a device: use auto, cpu, cuda or cuda:N") from error
+    if found.type not in ("cpu", "cuda"):
+        raise EngineError(f"the torch engine trains on cpu or cuda, not on {device!r}")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise EngineError(
+            f"engine.device = {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices: set engine.device to "
+            "auto, or install a CUDA build of torch"
+        )
+    return found
+
+
+def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise EngineError(f"engine.dtype = {dtype!r} is unknown: use auto, float32 or bfloat16")
+    return DTYPES[dtype]
+
+
+def _master(kind: torch.dtype) -> torch.dtype:
+    return torch.float32 if kind is torch.bfloat16 else kind
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[object]:
+    if dtype is torch.bfloat16:
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise EngineError(
+            f"{folder} is not a model folder: it has no config.json. Give a folder that transformers can load"
+        )
+    try:
+        with _no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:
+        raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
+    broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if broken:
+        raise EngineError(
+            f"the weights in {folder} do not fit its config.json: {len(broken)} tensors are missing or have another shape, "
+            f"for example {broken[0]}. Copy the model again"
+        )
+    return model
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _silence_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("torch", "peft") from error
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    try:
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=targets,
+                task_type="CAUSAL_LM",
+            ),
+            model,
+        )
+    except ValueError as error:
+        raise EngineError(f"engine.lora does not fit this model: {error}") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype is torch.bfloat16:
+            parameter.data = parameter.data.float()
+
+
+def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    trunk = getattr(model, model.base_model_prefix)
+    states: torch.Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
+    return states
+
+
+def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
+    """The function from hidden states to logits: some families cap or scale what their output layer gives."""
+    ids = torch.arange(4, device=device)[None]
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    hidden = _hidden(model, ids)[0]
+    tolerance = 1e-2 if hidden.dtype is torch.bfloat16 or torch.is_autocast_enabled(device.type) else 1e-4
+    for logits in _outputs(model.get_output_embeddings(), model.config.get_text_config()):
+        if torch.allclose(logits(hidden).float(), expected, rtol=tolerance, atol=tolerance):
+            return logits
+    raise EngineError(
+        f"the architecture {type(model).__name__} in {folder} computes its logits in a way this engine does not know: "
+        "its output layer is neither plain, nor scaled, nor capped"
+    )
+
+
+def _outputs(layer: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if cap:
+        yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    if scale:
+        yield lambda hidden: layer(hidden) * scale
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    if divisor:
+        yield lambda hidden: layer(hidden) / divisor
+    yield lambda hidden: layer(hidden)

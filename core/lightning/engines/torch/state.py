@@ -1,0 +1,115 @@
+"""The training state on disk: safetensors for tensors, JSON for the rest, never pickle.
+
+The invariant: a state that was saved and loaded continues bit for bit. It therefore holds the trained weights in their
+master precision, both moments and the step count of every parameter, torch's random state, and the micro-batch size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.torch.files import recover, whole_folder
+from lightning.errors import EngineError
+
+FORMAT = 1
+_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
+    "weights.safetensors",
+    "optimizer.safetensors",
+    "random.safetensors",
+    "state.json",
+)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a state holds besides tensors: optimizer steps taken, and the micro-batch size memory has allowed so far."""
+
+    steps: int
+    tokens_per_microbatch: int
+    optimizer: OptimizerConfig
+
+
+def save_state(
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    device: torch.device,
+) -> None:
+    """Write everything to `folder`, atomically."""
+    moments = {
+        f"{name}|{moment}": optimizer.state[parameter][moment].contiguous()
+        for name, parameter in parameters.items()
+        for moment in _MOMENTS
+        if moment in optimizer.state.get(parameter, {})
+    }
+    random = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        random["cuda"] = torch.cuda.get_rng_state(device)
+    with whole_folder(folder) as path:
+        save_file({name: parameter.detach().contiguous() for name, parameter in parameters.items()}, path / _WEIGHTS)
+        save_file(moments, path / _OPTIMIZER)
+        save_file(random, path / _RANDOM)
+        (path / _STATE).write_text(json.dumps({"format": FORMAT, **asdict(progress)}, indent=2) + "\n")
+
+
+def load_state(
+    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device
+) -> Progress:
+    """Restore what `save_state` wrote into the model and the optimizer.
+
+    Raises `EngineError`, before anything is changed, when the folder is missing, broken or of another model.
+    """
+    recover(folder)
+    try:
+        state = json.loads((folder / _STATE).read_text())
+        if state.get("format") != FORMAT:
+            raise EngineError(f"{folder} was written in format {state.get('format')}; this release reads {FORMAT}")
+        weights = load_file(folder / _WEIGHTS, device=str(device))
+        moments = load_file(folder / _OPTIMIZER, device=str(device))
+        random = load_file(folder / _RANDOM)
+        progress = Progress(
+            steps=int(state["steps"]),
+            tokens_per_microbatch=int(state["tokens_per_microbatch"]),
+            optimizer=OptimizerConfig(**{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}),
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise EngineError(f"{folder} is not a whole training state: {error}") from error
+    _refuse_other_model(folder, parameters, weights)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        found = {moment: moments[f"{name}|{moment}"] for moment in _MOMENTS if f"{name}|{moment}" in moments}
+        if found:
+            optimizer.state[parameter] = found
+    torch.set_rng_state(random["cpu"])
+    if device.type == "cuda" and "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"], device)
+    return progress
+
+
+def _refuse_other_model(
+    folder: Path, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
+) -> None:
+    mine = {name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
+    theirs = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+    different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+    if different:
+        raise EngineError(
+            f"the training state in {folder} belongs to another model, dtype or LoRA setting: {len(different)} parameters "
+            f"differ, for example {different[0]}"
+        )

@@ -1,0 +1,67 @@
+"""What a step adds up over its micro-batches: the loss, its metrics, and what was seen.
+
+The invariant: every number is a sum or a maximum over tokens, so micro-batches can be added in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lightning.engines.torch.rows import Microbatch
+from lightning.losses.protocol import TokenBatch
+
+
+class Tally:
+    """Grows by one micro-batch at a time."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int, int], str] = {}
+        self._loss = 0.0
+        self._weight = 0.0
+        self._tokens = self._forward = self._parts = self._compared = 0
+        self._gap_sum = self._gap_max = 0.0
+        self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, part: Microbatch, batch: TokenBatch, loss: float, metrics: Mapping[str, float]) -> None:
+        """Count a micro-batch: its tensors, its loss and the weighted sums its loss function reported."""
+        with torch.no_grad():
+            gap = (batch.logprobs - batch.old_logprobs).abs()
+            weight, entropy, total, compared = torch.stack([
+                batch.weights.sum(),
+                (batch.weights * batch.entropy).sum(),
+                gap.sum(),
+                batch.has_old.sum(),
+            ]).tolist()  # fmt: skip
+            largest = float(gap.max())
+        self.seen |= part.digests()
+        self._loss += loss
+        self._weight += weight
+        self._tokens += len(batch.weights)
+        self._forward += part.ids.numel()
+        self._parts += 1
+        self._gap_sum += total
+        self._gap_max = max(self._gap_max, largest)
+        self._compared += int(compared)
+        for name, value in {"entropy": entropy, **metrics}.items():
+            if name.endswith("_max"):
+                self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def metrics(self) -> dict[str, float]:
+        """The step's numbers so far; weighted sums become weighted means."""
+        weight = self._weight or 1.0
+        return {
+            **{name: value / weight for name, value in self._sums.items()},
+            **self._maxima,
+            "loss": self._loss,
+            "tokens": float(self._tokens),
+            "tokens_forward": float(self._forward),
+            "tokens_compared": float(self._compared),
+            "microbatches": float(self._parts),
+            "max_logprob_gap": self._gap_max,
+            "mean_logprob_gap": self._gap_sum / max(1, self._compared),
+        }
