@@ -1,1 +1,10 @@
-"""gateway room."""
+"""The OpenAI-compatible front of the policy: signed tokens in, vLLM's answers out, every call a durable transition.
+
+`Gateway` is the room's door; an API shape is a module in `dialects`.
+"""
+
+from lightning.gateway.gateway import Gateway
+from lightning.gateway.stats import GatewayStats
+from lightning.gateway.upstreams import Upstream
+
+__all__ = ["Gateway", "GatewayStats", "Upstream"]

@@ -1,0 +1,237 @@
+"""One model call, from the agent's request to the durable transition.
+
+The invariant (law 4): the last byte of an answer leaves only after `Store.append` has returned; and whatever else happens
+to a call that reached vLLM (the client hangs up, vLLM dies) is recorded as what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from lightning.config.models import GatewayConfig
+from lightning.errors import StaleAttemptError, StoreError
+from lightning.gateway.body import ClientGoneError, read_body, read_object, write_object
+from lightning.gateway.dialects import Capture, Dialect, Plan
+from lightning.gateway.dialects.base import error_text
+from lightning.gateway.disconnect import Watch
+from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, send_bytes, send_refusal
+from lightning.gateway.forward import Forwarder
+from lightning.gateway.identity import Identity, forwarded_headers
+from lightning.gateway.recorder import Recorder, Ticket
+from lightning.gateway.sampling import apply_sampling, is_constrained, temperature_of
+from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.stats import Counters
+from lightning.gateway.versions import LiveCall, VersionBook
+from lightning.types import CallStatus
+
+log = logging.getLogger(__name__)
+
+SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading an answer raises when it is not shaped like vLLM's."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
+
+    dialect: Dialect
+    plan: Plan
+    ticket: Ticket
+    live: LiveCall
+    headers: list[tuple[str, str]]
+    started: bool = False
+
+    @property
+    def capture(self) -> Capture:
+        """What the call has shown so far."""
+        return self.live.capture
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is left to send when vLLM has been read to the end: all of it, or a stream's tail."""
+
+    status: int
+    body: bytes
+    headers: list[Header] = field(default_factory=list)
+    outcome: CallStatus | None = CallStatus.OK
+
+
+class CallEndpoint:
+    """The ASGI application behind one dialect's route."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        config: GatewayConfig,
+        identity: Identity,
+        forwarder: Forwarder,
+        book: VersionBook,
+        recorder: Recorder,
+        counters: Counters,
+    ) -> None:
+        self._dialect, self._config, self._identity = dialect, config, identity
+        self._forwarder, self._book, self._recorder, self._counters = forwarder, book, recorder, counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
+        call: Call | None = None
+        self._counters.in_flight += 1
+        try:
+            call = await self._admit(scope, receive)
+            await self._serve(call, receive, send)
+        except RefusalError as refusal:
+            await self._refuse(call, send, refusal)
+        except ClientGoneError:
+            await self._record_failure(call, CallStatus.ABORTED)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._record_failure(call, CallStatus.ABORTED))
+            raise
+        except Exception:
+            log.exception("the gateway failed on a call")
+            await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
+        finally:
+            self._counters.in_flight -= 1
+
+    async def _admit(self, scope: Scope, receive: Receive) -> Call:
+        claims = self._identity.claims(scope)
+        body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
+        caller = self._identity.caller(scope, body.get("model"))
+        apply_sampling(body, claims.sampling, self._config.override_sampling)
+        temperature, constrained = temperature_of(body), is_constrained(body)
+        plan = self._dialect.plan(body)
+        plan.temperature, plan.constrained = temperature, constrained
+        request_id = uuid.uuid4().hex
+        live = LiveCall(request_id, plan.choices, self._book.current, Capture(self._dialect.id_prefix + request_id))
+        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
+        return Call(self._dialect, plan, ticket, live, forwarded_headers(scope))
+
+    async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
+        try:
+            with Watch(receive), self._book.track(call.live):
+                answer = await self._ask(call, send)
+        except UpstreamError as error:
+            log.warning("call %s failed: %s", call.capture.id, error)
+            await self._record_failure(call, CallStatus.ERROR)
+            message = f"The policy server broke off: {error}. The call was not trained on; send it again."
+            raise RefusalError(502, "upstream_failed", message) from error
+        await self._finish(call, answer, send)
+
+    async def _ask(self, call: Call, send: Send) -> Answer:
+        """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
+        path, plan = call.dialect.path, call.plan
+        async with self._forwarder.send(call.ticket.rollout, path, plan.body, call.headers, call.live) as response:
+            try:
+                if response.status == 200 and plan.stream:
+                    return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
+                return self._whole(call, response, await response.read())
+            except TimeoutError:
+                seconds = self._config.upstream_timeout
+                raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise UpstreamError(f"its connection was lost in the middle of the answer ({error!r})") from error
+
+    def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
+        if response.status != 200:
+            headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
+            return Answer(response.status, payload, headers, CallStatus.ERROR if response.status >= 500 else None)
+        try:
+            reply = orjson.loads(payload)
+            call.dialect.read_reply(reply, call.capture)
+            stripped = call.dialect.strip(reply, call.plan)
+        except SHAPE_ERRORS as error:
+            raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
+        return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
+
+    async def _tee(self, call: Call, response: aiohttp.ClientResponse, send: Send) -> bytes:
+        """Pass events on as they come; hold back those from the one that completes the answer, and return them."""
+        content_type = response.headers.get("content-type", "text/event-stream").encode()
+        headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), _id_header(call)]
+        call.started = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        cutter, held, holding = EventCutter(), bytearray(), False
+        async for data in response.content.iter_any():
+            now = bytearray()
+            for event in cutter.feed(data):
+                shown, last = self._read_event(event, call)
+                holding = holding or last
+                (held if holding else now).extend(shown)
+            if now:
+                await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
+        if not holding:
+            raise UpstreamError("it ended the stream before the answer was complete")
+        return bytes(held + cutter.rest())
+
+    def _read_event(self, event: bytes, call: Call) -> tuple[bytes, bool]:
+        """What the agent sees of an event, and whether the answer is complete with it."""
+        data = data_of(event)
+        if data is None:
+            return event, False
+        if data == b"[DONE]":
+            return event, True
+        plan, capture, dialect = call.plan, call.capture, call.dialect
+        try:
+            chunk = orjson.loads(data)
+            capture.failed = capture.failed or error_text(chunk)
+            if capture.failed:
+                return event, True
+            dialect.read_chunk(chunk, capture)
+            last = capture.finished(plan.choices)
+            if dialect.exists_only_for_us(chunk, plan):
+                return b"", last
+            return (b"data: " + write_object(chunk) + b"\n\n" if dialect.strip(chunk, plan) else event), last
+        except SHAPE_ERRORS as error:
+            raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
+
+    async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
+        """Make the call durable, then let go of the answer's last bytes."""
+        if answer.outcome is None:
+            self._counters.count(CallStatus.ERROR)
+        else:
+            await self._record(call, answer.outcome)
+        if call.started:
+            await send({"type": "http.response.body", "body": answer.body, "more_body": False})
+        else:
+            await send_bytes(send, answer.status, answer.body, answer.headers)
+
+    async def _record(self, call: Call, status: CallStatus) -> None:
+        try:
+            stored = await self._recorder.append(call.ticket, call.plan, call.live, status)
+        except StaleAttemptError as error:
+            message = f"This attempt of the rollout is over, its calls are no longer taken: {error}. Stop the agent."
+            raise RefusalError(409, "stale_attempt", message) from error
+        except StoreError as error:
+            message = f"The store did not take the call, so it is not answered: {error}. Send it again."
+            raise RefusalError(503, "store_failed", message) from error
+        self._counters.count(status, stored)
+
+    async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
+        """Record a call that was sent but not answered; a store that refuses this too is only logged."""
+        if call is None or not call.live.sent:
+            return
+        try:
+            await self._record(call, status)
+        except RefusalError as refusal:
+            log.warning("call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+
+    async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
+        self._counters.refused += 1
+        if call is not None and call.started:
+            await send({"type": "http.response.body", "body": refusal.event, "more_body": False})
+        else:
+            await send_refusal(send, refusal)
+
+
+def _id_header(call: Call) -> Header:
+    return (b"x-request-id", call.capture.id.encode())
+
+
+def _stream_outcome(call: Call) -> CallStatus:
+    return CallStatus.ERROR if call.capture.failed else CallStatus.OK

@@ -1,0 +1,146 @@
+"""The seam between one API shape (chat, completions, ...) and the rest of the gateway.
+
+The invariant: a dialect asks vLLM for token ids and logprobs, reads them out of what passes by, and takes out again
+exactly what the agent did not ask for; it adds nothing else and knows nothing of stores, tokens or upstreams.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lightning.gateway.errors import RefusalError, UpstreamError
+from lightning.gateway.sampling import Body
+from lightning.types import LogProbs, TokenIds, logprobs, token_ids
+
+
+@dataclass(slots=True)
+class Plan:
+    """A request as it goes to vLLM, and what of the answer is the agent's.
+
+    `choices` is how many completions the answer has (`n` times the prompts). `keep_ids` and `keep_logprobs` say that
+    the agent asked for these itself.
+    """
+
+    body: Body
+    stream: bool
+    choices: int
+    keep_ids: bool
+    keep_logprobs: bool
+    temperature: float = 1.0
+    constrained: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion as seen so far. `aligned` turns false when some token came without its logprob."""
+
+    prompt_ids: TokenIds | None = None
+    response_ids: TokenIds = field(default_factory=token_ids)
+    logprobs: LogProbs = field(default_factory=logprobs)
+    aligned: bool = True
+    finish_reason: str = ""
+
+    def add(self, ids: list[int], values: list[float | None] | None) -> None:
+        """Take the ids and logprobs of one answer or one chunk."""
+        self.response_ids.extend(ids)
+        if values is None or len(values) != len(ids) or None in values:
+            self.aligned = False
+        else:
+            self.logprobs.extend(values)  # type: ignore[arg-type]  # no None among them
+
+
+@dataclass(slots=True)
+class Capture:
+    """What one call has shown of itself: the id vLLM gave it, the prompt, and each choice by index."""
+
+    id: str
+    prompt_ids: TokenIds | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+    failed: str = ""
+
+    def choice(self, index: int) -> Choice:
+        """The choice with this index, made when it is first seen."""
+        found = self.choices.get(index)
+        if found is None:
+            found = self.choices[index] = Choice()
+        return found
+
+    def finished(self, expected: int) -> bool:
+        """Whether every expected choice has its finish reason."""
+        return len(self.choices) >= expected and all(choice.finish_reason for choice in self.choices.values())
+
+
+class Dialect(Protocol):
+    """One API shape. `path` is its route below `/v1`, `id_prefix` what vLLM puts before our request id."""
+
+    path: str
+    id_prefix: str
+
+    def plan(self, body: Body) -> Plan:
+        """Check a request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
+
+    def read_reply(self, reply: Body, capture: Capture) -> None:
+        """Collect ids and logprobs from a whole answer."""
+
+    def read_chunk(self, chunk: Body, capture: Capture) -> None:
+        """Collect ids and logprobs from one chunk of a streamed answer."""
+
+    def strip(self, answer: Body, plan: Plan) -> bool:
+        """Take out of an answer or a chunk what the agent did not ask for; return whether anything was."""
+
+    def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
+        """Whether vLLM would not have sent this chunk, had we not asked for ids."""
+
+
+def packed_ids(values: list[int]) -> TokenIds:
+    """Token ids from an answer as the project's array."""
+    return array("i", values)
+
+
+def refuse_parameter(name: str, why: str) -> RefusalError:
+    """A 422 for a parameter the gateway itself has to understand."""
+    return RefusalError(422, "invalid_parameter", f"{name!r} {why}")
+
+
+def check_common(body: Body) -> tuple[bool, int]:
+    """Check what the gateway relies on, `stream` and `n`; everything else is vLLM's to judge. Returns both."""
+    stream, n = body.get("stream"), body.get("n")
+    if stream is not None and not isinstance(stream, bool):
+        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+        raise refuse_parameter("n", f"must be an integer of at least 1, not {n!r}.")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise refuse_parameter(
+            "stream_options", f"must be an object such as {{'include_usage': true}}, not {options!r}."
+        )
+    if options is not None and not stream:
+        raise refuse_parameter("stream_options", "is only allowed together with 'stream': true.")
+    return bool(stream), n or 1
+
+
+def error_text(answer: Body) -> str:
+    """The message of an error object that came in place of an answer, or an empty string."""
+    error = answer.get("error")
+    if error is None:
+        return ""
+    message = error.get("message") if isinstance(error, dict) else error
+    return str(message or "unknown error")
+
+
+def choices_of(answer: Body) -> list[Body]:
+    """The `choices` of an answer. Raises `UpstreamError` when it has none, which vLLM's always have."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        raise UpstreamError("its answer has no 'choices'; is it a vLLM (or compatible) OpenAI server?")
+    return choices
+
+
+def take_out(holder: Body, name: str) -> bool:
+    """Set a field that vLLM filled only for us back to the null it would have had."""
+    if holder.get(name) is None:
+        return False
+    holder[name] = None
+    return True

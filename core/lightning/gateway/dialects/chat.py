@@ -1,0 +1,84 @@
+"""`/v1/chat/completions` as vLLM speaks it.
+
+The invariant: prompt ids are the answer's own `prompt_token_ids`, response ids each choice's `token_ids` (end-of-sequence
+included), and logprobs line up with them one to one or are left out.
+"""
+
+from __future__ import annotations
+
+from lightning.gateway.dialects.base import (
+    Capture,
+    Choice,
+    Plan,
+    check_common,
+    choices_of,
+    packed_ids,
+    refuse_parameter,
+    take_out,
+)
+from lightning.gateway.sampling import Body
+
+
+class Chat:
+    """OpenAI chat completions."""
+
+    path = "/chat/completions"
+    id_prefix = "chatcmpl-"
+
+    def plan(self, body: Body) -> Plan:
+        """See `Dialect`."""
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
+        stream, n = check_common(body)
+        plan = Plan(body, stream, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
+        body["return_token_ids"] = True
+        if not plan.keep_logprobs and not body.get("top_logprobs"):
+            body["logprobs"], body["top_logprobs"] = True, 0
+        return plan
+
+    def read_reply(self, reply: Body, capture: Capture) -> None:
+        """See `Dialect`."""
+        capture.id = reply.get("id") or capture.id
+        if (prompt := reply.get("prompt_token_ids")) is not None:
+            capture.prompt_ids = packed_ids(prompt)
+        for said in choices_of(reply):
+            _read_choice(said, capture.choice(said.get("index", 0)))
+
+    def read_chunk(self, chunk: Body, capture: Capture) -> None:
+        """See `Dialect`."""
+        if (prompt := chunk.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
+            capture.prompt_ids = packed_ids(prompt)
+        for said in choices_of(chunk):
+            _read_choice(said, capture.choice(said.get("index", 0)))
+
+    def strip(self, answer: Body, plan: Plan) -> bool:
+        """See `Dialect`."""
+        changed = not plan.keep_ids and take_out(answer, "prompt_token_ids")
+        for choice in choices_of(answer):
+            changed |= not plan.keep_ids and take_out(choice, "token_ids")
+            changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+        return changed
+
+    def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
+        """See `Dialect`. While a tool parser buffers, vLLM sends `{"delta": {}}` chunks only to those who want ids."""
+        if plan.keep_ids or plan.keep_logprobs:
+            return False
+        choices = choices_of(chunk)
+        return bool(choices) and all(said.get("delta") == {} and not said.get("finish_reason") for said in choices)
+
+
+def _wants_logprobs(body: Body) -> bool:
+    """As vLLM decides it: `logprobs` true and `top_logprobs` (default 0) not null."""
+    wanted = bool(body.get("logprobs"))
+    return wanted and (body.get("top_logprobs", 0) is not None or bool(body.get("logprob_token_ids")))
+
+
+def _read_choice(said: Body, choice: Choice) -> None:
+    ids = said.get("token_ids")
+    if ids:
+        holder = said.get("logprobs")
+        content = holder.get("content") if holder else None
+        choice.add(ids, None if content is None else [token["logprob"] for token in content])
+    if reason := said.get("finish_reason"):
+        choice.finish_reason = reason

@@ -1,0 +1,120 @@
+"""Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered.
+
+The invariant: a call is sent with the version that is current at that moment noted on it, never during a hold, and never
+again once a server has begun to work on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from lightning.gateway.body import read_object, write_object
+from lightning.gateway.errors import RefusalError, UpstreamError
+from lightning.gateway.hold import Gate
+from lightning.gateway.sampling import Body
+from lightning.gateway.upstreams import Pool, Slot
+from lightning.gateway.versions import LiveCall, VersionBook
+
+CONNECT_TIMEOUT = 10.0
+KEEP_ALIVE = 4.0
+"""Seconds an idle connection is kept; below the 5 s after which vLLM's server closes its end."""
+LARGE_BODY = 1 << 20
+"""From this size on aiohttp wants bodies as a stream."""
+MAX_TRIES = 8
+MODELS_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+MODEL = "policy"
+"""The model name agents use; `policy:NAME` also names the agent that calls."""
+
+
+class Forwarder:
+    """One client session for everything, with no limit on connections."""
+
+    def __init__(self, pool: Pool, gate: Gate, book: VersionBook, upstream_timeout: float) -> None:
+        self.pool = pool
+        self._gate, self._book = gate, book
+        self._health: asyncio.Task[None] | None = None
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=upstream_timeout)
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session, made on the running loop when it is first needed; health checks begin with it."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=self._timeout,
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+                headers={"Content-Type": "application/json"},
+            )
+            self._health = asyncio.create_task(self.pool.watch(self._session), name="lightning-gateway-health")
+        return self._session
+
+    @asynccontextmanager
+    async def send(
+        self, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer, from its headers on. Raises `UpstreamError` when a server broke off before them.
+
+        Raises `RefusalError` (503) when a hold lasts too long or no server is up.
+        """
+        response = await self._first_answer(rollout, path, body, [*headers, ("X-Request-Id", live.request_id)], live)
+        try:
+            yield response
+        except BaseException:
+            response.close()  # not released for reuse: vLLM must see at once that nobody listens any more
+            raise
+        response.release()
+
+    async def _first_answer(
+        self, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
+    ) -> aiohttp.ClientResponse:
+        tried: list[Slot] = []
+        while len(tried) < MAX_TRIES:
+            await self._gate.wait()
+            slot = await self.pool.pick(rollout, tried=tried)
+            if self._gate.closed:  # a hold began while this call waited for a server
+                continue
+            body["model"] = slot.upstream.model
+            payload = write_object(body)
+            data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
+            live.dispatch(self._book.current)
+            try:
+                return await self.session.post(slot.url(f"/v1{path}"), data=data, headers=headers)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                live.sent = False
+                self.pool.unreachable(slot, error)
+                tried.append(slot)
+            except TimeoutError:
+                seconds = self._timeout.sock_read
+                raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
+            except (aiohttp.ClientError, OSError) as error:
+                raise UpstreamError(f"its connection was lost before it answered ({error!r})") from error
+        message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
+        raise RefusalError(502, "upstream_unreachable", message)
+
+    async def models(self, rollout: str) -> bytes:
+        """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
+        slot = await self.pool.pick(rollout)
+        async with self.session.get(slot.url("/v1/models"), timeout=MODELS_TIMEOUT) as response:
+            response.raise_for_status()
+            listed = read_object(await response.read())
+        cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
+        return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
+
+    async def close(self) -> None:
+        """Close idle connections and those still in use."""
+        if self._health is not None:
+            self._health.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._health
+            self._health = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None

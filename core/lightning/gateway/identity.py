@@ -1,0 +1,123 @@
+"""Whose call is this, and which agent makes it.
+
+The invariant: the rollout comes from a token that verified, in the order header, URL path, API key; the caller's name is
+only a label, so nonsense in it costs the label and never the call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+from starlette.types import Scope
+
+from lightning.gateway.tokens import Claims, TokenSigner
+from lightning.types import Caller
+
+log = logging.getLogger(__name__)
+
+ROLLOUT_HEADER = b"x-lightning-rollout"
+CALLER_HEADER = b"x-lightning-caller"
+ALIAS = "policy:"
+LONGEST_CALLER = 8192
+DEFAULT_CALLER = Caller("agent")
+
+OURS = frozenset(
+    {
+        b"accept",
+        b"accept-encoding",
+        b"api-key",
+        b"authorization",
+        b"connection",
+        b"content-length",
+        b"content-type",
+        b"cookie",
+        b"expect",
+        b"host",
+        b"keep-alive",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"user-agent",
+        b"x-api-key",
+        b"x-request-id",
+    }
+)
+"""Headers that end at the gateway: credentials, and what belongs to one connection."""
+OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-")
+
+
+class Identity:
+    """Reads tokens and callers from requests."""
+
+    def __init__(self, signer: TokenSigner) -> None:
+        self._signer = signer
+        self._complained = False
+
+    def claims(self, scope: Scope) -> Claims:
+        """The attempt this request belongs to. Raises `RefusalError` (401)."""
+        authorization = b""
+        for name, value in scope["headers"]:
+            if name == ROLLOUT_HEADER:
+                return self._signer.verify(value.decode("latin-1"))
+            if name == b"authorization":
+                authorization = value
+        token = scope.get("path_params", {}).get("token")
+        if token is None:
+            token = bearer(authorization)
+        return self._signer.verify(token)
+
+    def caller(self, scope: Scope, model: object) -> Caller:
+        """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
+        for name, value in scope["headers"]:
+            if name == CALLER_HEADER:
+                found = self._parse(value)
+                if found is not None:
+                    return found
+        if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):
+            return Caller(model[len(ALIAS) :])
+        return DEFAULT_CALLER
+
+    def _parse(self, value: bytes) -> Caller | None:
+        try:
+            return parse_caller(value)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not self._complained:
+                self._complained = True
+                log.warning("ignoring a bad %s header (said once): %s", CALLER_HEADER.decode(), error)
+            return None
+
+
+def parse_caller(value: bytes) -> Caller:
+    """The caller in a header: JSON with `agent` and, if known, `path`, `span_id`, `parent_id`, `framework`.
+
+    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for anything else.
+    """
+    if len(value) > LONGEST_CALLER:
+        raise ValueError(f"{len(value)} bytes; at most {LONGEST_CALLER} are read")
+    said = orjson.loads(value)
+    path = tuple(said.get("path") or ())
+    agent, span, parent, framework = (
+        said["agent"],
+        *(said.get(name) or "" for name in ("span_id", "parent_id", "framework")),
+    )
+    if not agent or not all(isinstance(text, str) for text in (agent, span, parent, framework, *path)):
+        raise ValueError("'agent' must be a non-empty string, 'path' a list of strings, the rest strings")
+    return Caller(agent, path, span, parent, framework)
+
+
+def bearer(authorization: bytes) -> str:
+    """The token of an `Authorization: Bearer` header, or an empty string."""
+    scheme, _, token = authorization.decode("latin-1").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:
+    """The agent's headers that go on to vLLM (trace context and the like); never ours, never credentials."""
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in scope["headers"]
+        if name not in OURS and not name.startswith(OURS_PREFIXES)
+    ]

@@ -1,0 +1,138 @@
+"""From what a call has shown to durable transitions.
+
+The invariant: `(rollout, attempt, seq)` is given to one call's choice only, in the order calls began, and `append`
+returns only when the store has the transitions. Nothing is kept for a finished call, and an idle attempt's counter is
+forgotten: the store knows where to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning.errors import ConflictError
+from lightning.gateway.dialects import Choice, Plan
+from lightning.gateway.versions import LiveCall
+from lightning.store.protocol import Store
+from lightning.types import Caller, CallStatus, Transition, logprobs, token_ids
+
+log = logging.getLogger(__name__)
+
+COUNTERS = 8192
+"""Attempts whose counter is remembered at most."""
+CONFLICT_RETRIES = 5
+
+
+@dataclass(slots=True, eq=False)
+class Counter:
+    """The next numbers of one attempt: the store's first free one, then `used` more."""
+
+    base: asyncio.Task[int]
+    used: int
+    touched: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Numbers reserved for one call, `offset` after the attempt's base."""
+
+    rollout: str
+    attempt: int
+    caller: Caller
+    counter: Counter
+    offset: int
+    started_at: float
+
+
+class Recorder:
+    """Numbers calls and writes them to the store."""
+
+    def __init__(self, store: Store, ttl: float) -> None:
+        self._store, self._ttl = store, ttl
+        self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
+
+    def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
+        """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
+        now = time.monotonic()
+        key = (rollout, attempt)
+        counter = self._counters.get(key)
+        if counter is None or (counter.base.done() and (counter.base.cancelled() or counter.base.exception())):
+            base = asyncio.ensure_future(self._store.next_seq(rollout, attempt))
+            base.add_done_callback(_retrieve)
+            counter = self._counters[key] = Counter(base, 0, now)
+        self._counters.move_to_end(key)
+        counter.touched = now
+        self._forget_idle(now)
+        ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
+        counter.used += choices
+        return ticket
+
+    def _forget_idle(self, now: float) -> None:
+        while self._counters:
+            key, oldest = next(iter(self._counters.items()))
+            if len(self._counters) <= COUNTERS and now - oldest.touched <= self._ttl:
+                return
+            del self._counters[key]
+
+    async def append(self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
+        """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
+        first = await asyncio.shield(ticket.counter.base) + ticket.offset
+        transitions = build(ticket, first, plan, live, status)
+        for _ in range(CONFLICT_RETRIES):
+            try:
+                await self._store.append(transitions)
+            except ConflictError:
+                first = await self._renumber(ticket, len(transitions))
+                log.info("calls of %s attempt %d renumbered from %d", ticket.rollout, ticket.attempt, first)
+                transitions = [replace(item, seq=first + offset) for offset, item in enumerate(transitions)]
+            else:
+                return transitions
+        await self._store.append(transitions)
+        return transitions
+
+    async def _renumber(self, ticket: Ticket, count: int) -> int:
+        free = await self._store.next_seq(ticket.rollout, ticket.attempt)
+        counter = ticket.counter
+        base = counter.base.result()
+        first = max(free, base + counter.used)
+        counter.used = first - base + count
+        return first
+
+
+def build(ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
+    """One transition per choice, or a single empty one for a call that ended before any choice was seen."""
+    capture = live.capture
+    choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
+    empty = token_ids()
+    ended_at = time.time()
+    return [
+        Transition(
+            rollout=ticket.rollout,
+            attempt=ticket.attempt,
+            seq=first + offset,
+            id=capture.id,
+            prompt_ids=choice.prompt_ids or capture.prompt_ids or empty,
+            response_ids=choice.response_ids,
+            logprobs=choice.logprobs if choice.aligned else logprobs(),
+            caller=ticket.caller,
+            versions=live.versions(index, len(choice.response_ids)),
+            status=status,
+            finish_reason=choice.finish_reason,
+            choice=index,
+            temperature=plan.temperature,
+            constrained=plan.constrained,
+            started_at=ticket.started_at,
+            ended_at=ended_at,
+        )
+        for offset, (index, choice) in enumerate(choices)
+    ]
+
+
+def _retrieve(task: asyncio.Task[int]) -> None:
+    """Look at the outcome, so that a failure nobody waited for is not reported as forgotten."""
+    if not task.cancelled():
+        task.exception()

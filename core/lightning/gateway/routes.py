@@ -1,0 +1,105 @@
+"""The routes of the gateway and what stands at those that are not calls.
+
+The invariant: every route but `/health` needs a token, and every error, even for a route that does not exist, has
+OpenAI's shape and says what would have worked.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lightning.config.models import GatewayConfig
+from lightning.gateway.calls import CallEndpoint
+from lightning.gateway.dialects import DIALECTS
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.forward import Forwarder
+from lightning.gateway.identity import Identity
+from lightning.gateway.recorder import Recorder
+from lightning.gateway.stats import Counters
+from lightning.gateway.versions import VersionBook
+
+PREFIXES = ("/v1", "/r/{token}/v1")
+LISTED = ", ".join([*(f"POST /v1{dialect.path}" for dialect in DIALECTS), "GET /v1/models", "GET /health"])
+EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
+JSON = "application/json"
+
+
+def build_app(
+    config: GatewayConfig,
+    identity: Identity,
+    forwarder: Forwarder,
+    book: VersionBook,
+    recorder: Recorder,
+    counters: Counters,
+) -> Starlette:
+    """The ASGI application."""
+    info = Info(identity, forwarder, book)
+    routes: list[Route] = []
+    for prefix in PREFIXES:
+        for dialect in DIALECTS:
+            endpoint = CallEndpoint(dialect, config, identity, forwarder, book, recorder, counters)
+            routes.append(Route(f"{prefix}{dialect.path}", endpoint, methods=["POST"]))
+        routes.append(Route(f"{prefix}/models", info.models, methods=["GET"]))
+    routes.append(Route("/health", info.health, methods=["GET"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
+
+
+class Info:
+    """The two routes that answer questions about the gateway itself."""
+
+    def __init__(self, identity: Identity, forwarder: Forwarder, book: VersionBook) -> None:
+        self._identity, self._forwarder, self._book = identity, forwarder, book
+
+    async def health(self, request: Request) -> Response:
+        """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses."""
+        healthy, total = self._forwarder.pool.healthy, len(self._forwarder.pool.slots)
+        said = {
+            "status": "ok" if healthy else "no policy server is up",
+            "policy_version": self._book.current,
+            "policy_servers": {"healthy": healthy, "total": total},
+        }
+        return Response(orjson.dumps(said), 200 if healthy else 503, media_type=JSON)
+
+    async def models(self, request: Request) -> Response:
+        """vLLM's own list, with the policy under the name agents use (`max_model_len` and the rest are vLLM's)."""
+        claims = self._identity.claims(request.scope)
+        try:
+            return Response(await self._forwarder.models(claims.rollout), media_type=JSON)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            message = f"The policy server did not list its models ({error!r}). Ask again."
+            raise RefusalError(502, "upstream_failed", message) from error
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"There is no {request.method} {_without_token(request)} here. {EXISTING}"
+        return _answer(RefusalError(404, "unknown_route", message))
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed for {_without_token(request)}. {EXISTING}"
+        return _answer(RefusalError(405, "method_not_allowed", message))
+    return _answer(RefusalError(error.status_code, "http_error", error.detail))
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusalError)
+    return _answer(error)
+
+
+def _answer(refusal: RefusalError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in refusal.headers}
+    return Response(refusal.body, refusal.status, headers, JSON)
+
+
+def _without_token(request: Request) -> str:
+    """The path, with the token (a credential) left out of what may be logged by clients."""
+    parts = request.url.path.split("/", 3)
+    if parts[:2] == ["", "r"] and len(parts) == 4:
+        return f"/r/<token>/{parts[3]}"
+    return request.url.path

@@ -1,0 +1,89 @@
+"""How a call was sampled: which parameters win, and whether its logprobs can be compared with an unmasked forward pass.
+
+The invariant (law 7): the agent's own parameters are kept unless the token or the configuration overrides them.
+Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, `CompletionRequest`, started with
+`--generation-config vllm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Body: TypeAlias = "dict[str, Any]"
+"""A JSON object of a request or an answer."""
+
+ALIASES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1, None),
+    "top_k": (0, -1, None),
+    "min_p": (0, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_tokens": (0, None),
+}
+"""Values that leave the distribution alone; anything else masks or shifts logits after the temperature."""
+MASKS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "thinking_token_budget",
+    "use_beam_search",
+    "vllm_xargs",
+)
+"""Parameters that mask or force tokens whenever they are set at all."""
+GREEDY_BELOW = 1e-5
+
+
+def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
+    """Write overrides into a request, later ones winning; the other name of the token limit is taken out."""
+    for override in overrides:
+        for name, value in override.items():
+            body[name] = value
+            if (other := ALIASES.get(name)) is not None and other not in override:
+                body.pop(other, None)
+
+
+def temperature_of(body: Body) -> float:
+    """The temperature vLLM will use: 1.0 unless the request says otherwise."""
+    value = body.get("temperature")
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def is_constrained(body: Body) -> bool:
+    """Whether the processed logprobs differ from `log_softmax(logits / temperature)` of an unmasked forward pass.
+
+    Greedy calls count as constrained: vLLM reports their logprobs at temperature 1, so there is no temperature at which
+    a forward pass reproduces both the choice and the number.
+    """
+    return (
+        any(body.get(name) not in values for name, values in NEUTRAL.items())
+        or any(body.get(name) for name in MASKS)
+        or temperature_of(body) < GREEDY_BELOW
+        or _has_grammar(body)
+    )
+
+
+def _has_grammar(body: Body) -> bool:
+    wanted = body.get("response_format")
+    if isinstance(wanted, dict) and wanted.get("type", "text") != "text":
+        return True
+    choice = body.get("tool_choice")
+    if choice == "required" or isinstance(choice, dict):
+        return True
+    tools = body.get("tools")
+    return choice != "none" and isinstance(tools, list) and any(map(_is_strict, tools))
+
+
+def _is_strict(tool: object) -> bool:
+    if not isinstance(tool, dict):
+        return False
+    function = tool.get("function")
+    return isinstance(function, dict) and bool(function.get("strict"))

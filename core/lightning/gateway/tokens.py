@@ -1,0 +1,97 @@
+"""The agent's API key: a signed, expiring token that names one attempt of one rollout and nothing else.
+
+The invariant (law 6): a token that verifies gives the right to call the model for that attempt, and no other right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jwt
+
+from lightning.errors import ConfigError
+from lightning.gateway.errors import RefusalError
+
+ALGORITHM = "HS256"
+AUDIENCE = "lightning-gateway"
+CURE = "The agent must pass llm.api_key (or use llm.url_with_token) exactly as it was given for this rollout."
+LONGEST = 4096
+CACHE_SIZE = 4096
+SHORTEST_SECRET = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time."""
+
+    rollout: str
+    attempt: int
+    expires_at: float
+    sampling: Mapping[str, float | int] = field(default_factory=dict)
+
+
+class TokenSigner:
+    """Issues and verifies tokens. Verified ones are remembered, since an agent sends the same one with every call."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < SHORTEST_SECRET:
+            raise ConfigError(
+                f"The gateway's signing secret has {len(secret)} bytes; use at least {SHORTEST_SECRET}: "
+                "secrets.token_bytes(32)"
+            )
+        self._key = hashlib.blake2b(secret, digest_size=32, person=b"lightning.gw").digest()
+        self._verified: OrderedDict[str, Claims] = OrderedDict()
+
+    def issue(self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None) -> str:
+        """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
+        claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": time.time() + ttl}
+        if sampling:
+            claims["smp"] = dict(sampling)
+        return jwt.encode(claims, self._key, algorithm=ALGORITHM)
+
+    def verify(self, token: str) -> Claims:
+        """The token's claims. Raises `RefusalError` (401) when it is missing, forged or expired."""
+        known = self._verified.get(token)
+        if known is not None:
+            if known.expires_at > time.time():
+                return known
+            del self._verified[token]
+            raise refuse_expired()
+        claims = self._decode(token)
+        self._verified[token] = claims
+        if len(self._verified) > CACHE_SIZE:
+            self._verified.popitem(last=False)
+        return claims
+
+    def _decode(self, token: str) -> Claims:
+        if not token:
+            raise RefusalError(401, "missing_token", f"No API key was sent. {CURE}")
+        if len(token) > LONGEST:
+            raise RefusalError(401, "invalid_token", f"The API key is not one of this gateway. {CURE}")
+        try:
+            said = jwt.decode(
+                token,
+                self._key,
+                algorithms=[ALGORITHM],
+                audience=AUDIENCE,
+                options={"require": ["exp", "sub", "att"]},
+            )
+            return Claims(said["sub"], int(said["att"]), float(said["exp"]), said.get("smp", {}))
+        except jwt.ExpiredSignatureError:
+            raise refuse_expired() from None
+        except (jwt.InvalidTokenError, ValueError, TypeError) as error:
+            message = f"The API key is not one of this gateway ({error}). {CURE}"
+            raise RefusalError(401, "invalid_token", message) from None
+
+
+def refuse_expired() -> RefusalError:
+    """The refusal for a token whose time is over."""
+    return RefusalError(
+        401,
+        "expired_token",
+        f"The API key of this rollout has expired; raise gateway.token_ttl if rollouts take this long. {CURE}",
+    )

@@ -1,0 +1,160 @@
+"""The policy servers behind the gateway: which one serves a rollout, which are alive.
+
+The invariant: a rollout stays with one server while that server is alive (its prefix cache is there), a server that
+cannot be reached gets no requests until it answers again, and a request waits a while before it is told that none is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+from yarl import URL
+
+from lightning.errors import GatewayError
+from lightning.gateway.errors import RefusalError
+
+log = logging.getLogger(__name__)
+
+GRACE = 30.0
+"""Seconds a request waits for a server to come (back) up."""
+CHECK_EVERY = 2.0
+CHECK_TIMEOUT = 5.0
+MISSES = 3
+"""Checks in a row that may time out (a busy server answers late) before a server counts as down."""
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """A policy server: its root URL without `/v1`, and the model name it serves."""
+
+    url: str
+    model: str
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place for a policy server; the server in it may be replaced, the place (and who is sticky to it) stays."""
+
+    number: int
+    upstream: Upstream
+    base: URL
+    healthy: bool = True
+    misses: int = 0
+
+    def url(self, path: str) -> URL:
+        """The address of a path on this server."""
+        return URL(f"{self.base}{path}", encoded=True)
+
+
+class Pool:
+    """The slots, with health checks in the background and a way to wait until one is healthy."""
+
+    def __init__(self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY) -> None:
+        if not upstreams:
+            raise GatewayError("The gateway has no policy server; give it at least one Upstream(url, model).")
+        self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
+        self.grace, self.check_every = grace, check_every
+        self._changed = asyncio.Event()
+
+    async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
+        """The rollout's server, by rendezvous hashing over the healthy ones that were not `tried` yet.
+
+        Waits up to the grace for one. Raises `RefusalError` (503) when none came.
+        """
+        found = self._choose(rollout, tried)
+        if found is not None:
+            return found
+        try:
+            async with asyncio.timeout(self.grace):
+                while (found := self._choose(rollout, ())) is None:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            names = ", ".join(slot.upstream.url for slot in self.slots)
+            log.warning("no policy server was healthy for %g s: %s", self.grace, names)
+            raise RefusalError(
+                503,
+                "no_policy_server",
+                f"No policy server has answered for {self.grace:g} s ({len(self.slots)} configured). It may be "
+                "restarting: send the request again. If it stays so, see the policy server's log file.",
+                [(b"retry-after", b"2")],
+            ) from None
+        return found
+
+    def _choose(self, rollout: str, tried: Sequence[Slot]) -> Slot | None:
+        candidates = [slot for slot in self.slots if slot.healthy and slot not in tried]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        return max(candidates, key=lambda slot: score(rollout, slot.number))
+
+    def replace(self, old: Upstream, new: Upstream) -> None:
+        """Put a restarted server in its predecessor's place and let waiting requests go to it."""
+        for slot in self.slots:
+            if slot.upstream == old:
+                slot.upstream, slot.base, slot.misses = new, base_url(new), 0
+                self._mark(slot, healthy=True)
+                return
+        raise GatewayError(f"{old} is not one of the gateway's upstreams: {[slot.upstream for slot in self.slots]}")
+
+    def unreachable(self, slot: Slot, why: object) -> None:
+        """A request could not reach this server."""
+        if slot.healthy:
+            log.warning("policy server %s cannot be reached: %s", slot.upstream.url, why)
+        self._mark(slot, healthy=False)
+
+    @property
+    def healthy(self) -> int:
+        """How many servers are believed to be up."""
+        return sum(slot.healthy for slot in self.slots)
+
+    async def watch(self, session: aiohttp.ClientSession) -> None:
+        """Check every server's `/health` for ever."""
+        while True:
+            await asyncio.gather(*(self._check(slot, session) for slot in self.slots))
+            await asyncio.sleep(self.check_every)
+
+    async def _check(self, slot: Slot, session: aiohttp.ClientSession) -> None:
+        asked = slot.base
+        try:
+            timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
+            async with session.get(slot.url("/health"), timeout=timeout) as answer:
+                healthy, why = answer.status == 200, f"/health answered {answer.status}"
+        except TimeoutError:
+            slot.misses += 1
+            healthy, why = slot.healthy and slot.misses < MISSES, f"/health did not answer {slot.misses} times"
+        except (aiohttp.ClientError, OSError) as error:
+            healthy, why = False, str(error)
+        else:
+            slot.misses = 0
+        if slot.base is not asked:  # replaced while the old one was being asked
+            return
+        if healthy:
+            self._mark(slot, healthy=True)
+        else:
+            self.unreachable(slot, why)
+
+    def _mark(self, slot: Slot, *, healthy: bool) -> None:
+        if healthy and not slot.healthy:
+            log.info("policy server %s is up", slot.upstream.url)
+        slot.healthy = healthy
+        if healthy:
+            self._changed.set()
+
+
+def base_url(upstream: Upstream) -> URL:
+    """The upstream's root. Raises `GatewayError` for what is not an absolute http URL."""
+    root = upstream.url.rstrip("/").removesuffix("/v1")
+    url = URL(root)
+    if url.scheme not in {"http", "https"} or not url.host:
+        raise GatewayError(f"{upstream.url!r} is not a policy server's URL; write it like http://127.0.0.1:8000")
+    return url
+
+
+def score(rollout: str, number: int) -> bytes:
+    """Rendezvous weight of a slot for a rollout: adding or losing a server moves only that server's share."""
+    return hashlib.blake2b(f"{number}|{rollout}".encode(), digest_size=8).digest()

@@ -1,0 +1,93 @@
+"""Which policy version sampled which token of the calls in flight.
+
+The invariant: a token belongs to the version that was loaded when vLLM sampled it. A call starts with the version
+current when it was sent; each update splits it at the number of tokens the old weights had sampled when vLLM froze.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from lightning.gateway.dialects import Capture
+from lightning.policy_server.protocol import Update
+from lightning.types import VersionRun
+
+
+@dataclass(slots=True, eq=False)
+class LiveCall:
+    """A call that vLLM may still be sampling. `seen` is how many tokens of each choice had come before the last hold.
+
+    `request_id` is what was sent as `X-Request-Id`; `sent` says that it reached a server.
+    """
+
+    request_id: str
+    choices: int
+    base: int
+    capture: Capture
+    runs: dict[int, list[VersionRun]] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    sent: bool = False
+
+    def dispatch(self, version: int) -> None:
+        """It is being sent to a server that has this version."""
+        self.base, self.sent = version, True
+        self.runs.clear()
+        self.seen.clear()
+
+    def versions(self, choice: int, length: int) -> tuple[VersionRun, ...]:
+        """The runs of a choice, clipped to its `length` response tokens."""
+        runs = self.runs.get(choice)
+        if runs is None:
+            return (VersionRun(0, self.base),)
+        return (runs[0], *(run for run in runs[1:] if run.start < length))
+
+    def key(self, choice: int) -> str:
+        """How `Update.in_flight` names this choice."""
+        return self.request_id if self.choices == 1 else f"{choice}_{self.request_id}"
+
+    def split(self, choice: int, tokens: int, version: int) -> None:
+        """From response token `tokens` on, `choice` is sampled by `version`."""
+        runs = self.runs.setdefault(choice, [VersionRun(0, self.base)])
+        while runs and runs[-1].start >= tokens:
+            runs.pop()
+        runs.append(VersionRun(tokens if runs else 0, version))
+
+
+class VersionBook:
+    """The current version, and every call that could be touched by the next update."""
+
+    def __init__(self, version: int) -> None:
+        self.current = version
+        self._live: set[LiveCall] = set()
+
+    @contextmanager
+    def track(self, call: LiveCall) -> Iterator[None]:
+        """Follow a call until its answer has been read."""
+        self._live.add(call)
+        try:
+            yield
+        finally:
+            self._live.discard(call)
+
+    def freeze(self) -> None:
+        """Note how far every call has come, before an update begins."""
+        for call in self._live:
+            call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
+
+    def update(self, update: Update) -> None:
+        """Split the calls in flight at the tokens the old weights had sampled.
+
+        A choice that is missing from `in_flight` although vLLM had begun it (tokens of it had been seen, or a sibling
+        is in flight, and siblings begin together) was finished before the update: all of it is the old version's.
+        """
+        self.current = update.version
+        for call in self._live:
+            if not call.sent:
+                continue
+            tokens = [update.in_flight.get(call.key(index)) for index in range(call.choices)]
+            begun = any(count is not None for count in tokens)
+            for index, count in enumerate(tokens):
+                if count is not None or not (begun or call.seen.get(index)):
+                    call.split(index, count or 0, update.version)
