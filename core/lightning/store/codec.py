@@ -6,9 +6,8 @@ that is decoded against another parent than it was encoded with, raises `StoreEr
 Layout of a blob, all integers little-endian:
 
     byte 0       codec version, now 1
-    bytes 1-16   BLAKE2b-128 of the decoded content (see `content_digest`)
-    bytes 17-36  five uint32: how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities,
-                 and bytes of `low`
+    bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
+    varints      how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
     rest         two zstandard frames, `low` and `high`, of the further prompt ids and response ids (int32) and the
                  log-probabilities (float32)
 
@@ -35,9 +34,10 @@ from lightning.types import LogProbs, TokenIds
 
 VERSION: Final = 1
 LEVEL: Final = 3
-DIGEST_BYTES: Final = 16
-_HEADER: Final = struct.Struct("<B16s5I")
+DIGEST_BYTES: Final = 8
+"""Against accidents, not forgers: what an optimizer step trained is proven by the SHA-256 digests of its `StepRecord`."""
 _ITEM: Final = 4
+_MAX_SHIFT: Final = 35
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def full_tokens(tokens: Tokens) -> bytes:
 
 
 def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
-    """BLAKE2b-128 over the three packed arrays, each preceded by its length, so that no two contents look alike."""
+    """BLAKE2b-64 over the three packed arrays, each preceded by its length, so that no two contents look alike."""
     digest = hashlib.blake2b(struct.pack("<3Q", len(prompt), len(response), len(logprobs)), digest_size=DIGEST_BYTES)
     for part in (prompt, response, logprobs):
         digest.update(part)
@@ -134,16 +134,10 @@ def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
     shared = shared_prefix(prompt, parent)
     rest = prompt[shared * _ITEM :]
     low, high = (_local.compressor.compress(planes) for planes in _to_planes(rest + response, logprobs))
-    header = _HEADER.pack(
-        VERSION,
-        content_digest(prompt, response, logprobs),
-        shared,
-        len(rest) // _ITEM,
-        len(response) // _ITEM,
-        len(logprobs) // _ITEM,
-        len(low),
+    counts = (shared, len(rest) // _ITEM, len(response) // _ITEM, len(logprobs) // _ITEM, len(low))
+    return b"".join(
+        (bytes((VERSION,)), content_digest(prompt, response, logprobs), *map(_to_varint, counts), low, high)
     )
-    return header + low + high
 
 
 def decode(blob: bytes, parent: bytes = b"") -> Tokens:
@@ -151,15 +145,13 @@ def decode(blob: bytes, parent: bytes = b"") -> Tokens:
 
     Raises `StoreError` when the blob is damaged, of a newer codec, or does not belong to this parent.
     """
-    _check_version(blob)
-    if len(blob) < _HEADER.size:
-        raise StoreError("token blob is corrupt: shorter than its header")
-    _, digest, shared, n_rest, n_response, n_logprobs, n_low = _HEADER.unpack_from(blob)
+    digest = stored_digest(blob)
+    (shared, n_rest, n_response, n_logprobs, n_low), start = _read_varints(blob, 1 + DIGEST_BYTES, 5)
     if shared * _ITEM > len(parent):
         raise StoreError("token blob is corrupt: it shares more tokens with its parent than the parent has")
     n_ids = n_rest + n_response
-    low = _decompress(blob[_HEADER.size : _HEADER.size + n_low], 2 * n_ids + 3 * n_logprobs)
-    high = _decompress(blob[_HEADER.size + n_low :], 2 * n_ids + n_logprobs)
+    low = _decompress(blob[start : start + n_low], 2 * n_ids + 3 * n_logprobs)
+    high = _decompress(blob[start + n_low :], 2 * n_ids + n_logprobs)
     ids, logprobs = _from_planes(low, high, n_ids, n_logprobs)
     prompt, response = parent[: shared * _ITEM] + ids[: n_rest * _ITEM], ids[n_rest * _ITEM :]
     if content_digest(prompt, response, logprobs) != digest:
@@ -182,6 +174,33 @@ def _check_version(blob: bytes) -> None:
             f"token blob has codec {blob[0]}, this release reads {VERSION}: "
             "it is corrupt or was written by a newer release (pip install -U 'lightning<1')"
         )
+
+
+def _to_varint(value: int) -> bytes:
+    """LEB128: seven bits a byte, lowest first, the top bit says that more follow."""
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _read_varints(blob: bytes, at: int, count: int) -> tuple[list[int], int]:
+    """`count` varints from byte `at` on, and where they end."""
+    values: list[int] = []
+    value = shift = 0
+    while len(values) < count:
+        if at >= len(blob) or shift > _MAX_SHIFT:
+            raise StoreError("token blob is corrupt: its header is cut off or makes no sense")
+        value |= (blob[at] & 0x7F) << shift
+        if blob[at] > 0x7F:
+            shift += 7
+        else:
+            values.append(value)
+            value = shift = 0
+        at += 1
+    return values, at
 
 
 def _decompress(frame: bytes, size: int) -> bytes:
