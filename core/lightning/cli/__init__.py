@@ -1,1 +1,1 @@
-"""cli room."""
+"""What people type: the `lightning` command."""

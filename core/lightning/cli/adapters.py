@@ -1,0 +1,87 @@
+"""`lightning adapters`: which agent frameworks can be trained here, and what would make the others so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning.cli.output import AsJson, escape, print_json, print_table
+from lightning.plugins import PluginInfo, plugins
+
+State: TypeAlias = Literal["ready", "waiting", "missing", "broken", "disabled"]
+
+COLOURS: dict[State, str] = {
+    "ready": "green",
+    "waiting": "green",
+    "missing": "yellow",
+    "broken": "red",
+    "disabled": "dim",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRow:
+    """One adapter. `waiting` is as good as ready: it attaches as soon as the agent imports `framework`. `missing` means
+    that the framework is not installed."""
+
+    name: str
+    state: State
+    framework: str
+    distribution: str
+    version: str
+    error: str = ""
+    cure: str = ""
+
+
+def command(as_json: AsJson = False) -> None:
+    """Say which agent frameworks can be trained here.
+
+    ready: attached when an agent starts. waiting: attached as soon as an agent imports the framework. missing: the framework
+    is not installed. broken: the adapter cannot be loaded. disabled: by LIGHTNING_DISABLE_PLUGINS.
+    """
+    rows = [row(info) for info in plugins().adapters()]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ["adapter", "state", "framework", "from", ""],
+        [
+            [
+                item.name,
+                f"[{COLOURS[item.state]}]{item.state}",
+                item.framework,
+                f"{item.distribution} {item.version}",
+                escape(" — ".join(part for part in (item.error, item.cure) if part)),
+            ]
+            for item in rows
+        ],
+    )
+
+
+def row(info: PluginInfo) -> AdapterRow:
+    """What a person needs to know of an adapter."""
+    state: State = "ready" if info.state == "loaded" else info.state
+    cure = ""
+    if state == "waiting" and not is_installed(info.waits_for):
+        state = "missing"
+        cure = install_command(info)
+    return AdapterRow(info.name, state, info.waits_for, info.distribution, info.version, info.error, cure)
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module's top-level package can be found, without importing it."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
+
+
+def install_command(info: PluginInfo) -> str:
+    """How to get an adapter's framework: the adapter's own extra if its distribution has one of that name."""
+    try:
+        extras = importlib.metadata.metadata(info.distribution).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        extras = []
+    if info.name in extras:
+        below = "<1" if info.distribution == "lightning" else ""
+        return f"pip install '{info.distribution}[{info.name}]{below}'"
+    return f"install the package that provides the module {info.waits_for}"

@@ -1,0 +1,104 @@
+"""The `lightning` command: a table of commands, of which only the one that was typed is imported.
+
+The invariant: `lightning --help` is quick whatever the commands need, and an error that lightning raises on purpose is one
+clear line and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated
+
+import typer
+
+from lightning._version import __version__
+from lightning.cli.output import fail
+from lightning.errors import LightningError
+
+EXIT_ERROR = 2
+"""Exit code of every error that lightning raises on purpose, as of every wrong usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command's module and its line in the help. The module has `app` (a Typer group) or `command` (a function)."""
+
+    module: str
+    help: str
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "runs": Command("lightning.cli.runs", "List runs, or show one."),
+        "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
+        "doctor": Command("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
+    }
+)
+
+
+def build(typed: str = "") -> typer.Typer:
+    """The command line with every command in its help, and the one that was typed ready to run."""
+    app = typer.Typer(
+        name="lightning",
+        help="Make an agent that already exists better by reinforcement learning.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_global_options)
+    for name, command in COMMANDS.items():
+        module = importlib.import_module(command.module) if name == typed else None
+        if module is not None and hasattr(module, "app"):
+            app.add_typer(module.app, name=name, help=command.help)
+        else:
+            function: Callable[..., None] = _not_typed if module is None else module.command
+            app.command(name, help=None if module else command.help)(function)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    typed = next((argument for argument in given if not argument.startswith("-")), "")
+    try:
+        build(typed)(args=given, prog_name="lightning")
+    except LightningError as error:
+        if debug:
+            raise
+        fail(str(error))
+        sys.exit(EXIT_ERROR)
+
+
+def _global_options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and stop.", is_eager=True, callback=lambda on: _version(on)),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error and all log messages; goes anywhere.")
+    ] = False,
+) -> None:
+    """`--debug` is taken out by `main`, before any command can see it; it stands here for the help."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lightning {__version__}")
+        raise typer.Exit
+
+
+def _not_typed() -> None:
+    """Stands in the help for a command whose module was not imported."""
+
+
+if __name__ == "__main__":
+    main()

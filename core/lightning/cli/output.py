@@ -1,0 +1,65 @@
+"""How commands speak: tables and colours for people, JSON for programs.
+
+The invariant: with `--json` standard output holds one JSON document and nothing else; everything said aside goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import orjson
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+"""The `--json` option of every command that lists something."""
+
+
+def print_json(value: object) -> None:
+    """Print plain values and dataclasses as indented JSON."""
+    text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    sys.stdout.write(text.decode())
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
+    """Print a table; cells may hold rich's markup. Numbers are the caller's to format."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, title=title or None, box=None, pad_edge=False, title_justify="left", header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def say(text: str) -> None:
+    """Print one line; it may hold rich's markup."""
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(text)
+
+
+def fail(text: str) -> None:
+    """Print an error, in red, on standard error."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (text, "red")))
+
+
+def escape(text: str) -> str:
+    """Text as it is, whatever brackets it has."""
+    from rich.markup import escape as escape_markup
+
+    return escape_markup(text)
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,228 @@
+"""`lightning runs`: what is in a folder of runs, and what happened in one of them.
+
+The invariant: it only reads, also while the run is being trained; one database that cannot be read does not hide the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
+from lightning.errors import ConfigError, StoreError
+from lightning.plugins import plugins
+from lightning.store.protocol import Store
+from lightning.store.url import sqlite_url
+from lightning.trainer.collect import all_rollouts
+from lightning.trainer.summary import Summary, summarize
+from lightning.types import Rollout, Run, Status, StepRecord
+
+T = TypeVar("T")
+
+DATABASE = "lightning.db"
+Location = Annotated[
+    str,
+    typer.Option("--in", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."),
+]
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run in a list. `rewards` are the mean training rewards of the first and the last step."""
+
+    id: str
+    created_at: float
+    steps: int
+    rollouts_ok: int
+    rollouts_failed: int
+    rewards: tuple[float, float] | None
+    before: float | None
+    after: float | None
+    store: str
+
+
+@app.callback()
+def command(context: typer.Context, where: Location = "runs", as_json: AsJson = False) -> None:
+    """List runs: their steps, rollouts, and how the reward went."""
+    if context.invoked_subcommand is not None:
+        context.obj = where
+        return
+    rows: list[RunRow] = []
+    for url in databases(where):
+        try:
+            rows += asyncio.run(with_store(url, _rows(url)))
+        except StoreError as error:
+            fail(f"{url}: {error}")
+    rows.sort(key=lambda row: row.created_at, reverse=True)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        _show_rows(rows)
+    else:
+        say(f"no runs in {escape(where)} yet; `lightning demo` makes one")
+
+
+@app.command("show")
+def show(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(help="The run's id, as `lightning runs` lists it.")],
+    where: Annotated[
+        str, typer.Option("--in", metavar="PLACE", help="Where the run is, as for `lightning runs`.")
+    ] = "",
+    step: Annotated[int | None, typer.Option("--step", help="Only the rollouts of this step.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only the rollouts that failed.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="How many rollouts to list.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show one run: its steps and its rollouts."""
+    place = where or str(context.obj or "runs")
+    for url in databases(place):
+        found = asyncio.run(with_store(url, _details(run, step)))
+        if found is not None:
+            stored, steps, rollouts, summary = found
+            chosen = [item for item in rollouts if not failed or item.status is Status.FAILED][:limit]
+            if as_json:
+                print_json({"run": stored, "summary": summary.to_json(), "steps": steps, "rollouts": chosen})
+            else:
+                _show_run(stored, steps, rollouts, chosen, summary)
+            return
+    raise ConfigError(f"there is no run {run!r} in {place}: `lightning runs --in {place}` lists those that are")
+
+
+def databases(where: str) -> list[str]:
+    """The URLs of the stores at a place. Raises `ConfigError` when there can be none."""
+    if "://" in where:
+        return [where]
+    path = Path(where)
+    if path.is_file():
+        return [sqlite_url(path)]
+    if not path.is_dir():
+        if where == "runs":
+            return []
+        raise ConfigError(f"{where} is neither a folder nor a database: give a folder of runs, or a run's folder")
+    files = [path / DATABASE, *sorted(path.glob(f"*/{DATABASE}"))]
+    return [sqlite_url(file) for file in files if file.is_file()]
+
+
+async def with_store(url: str, read: Callable[[Store], Awaitable[T]]) -> T:
+    """Open a store, read, and close it."""
+    store = plugins().store(url)
+    await store.open()
+    try:
+        return await read(store)
+    finally:
+        await store.close()
+
+
+def _rows(url: str) -> Callable[[Store], Awaitable[list[RunRow]]]:
+    async def read(store: Store) -> list[RunRow]:
+        return [await _row(store, run, url) for run in await store.list_runs()]
+
+    return read
+
+
+async def _row(store: Store, run: Run, url: str) -> RunRow:
+    states = Counter(rollout.status for rollout in await all_rollouts(store, run.id))
+    summary = await summarize(store, run.id)
+    rewards = (summary.rewards[0], summary.rewards[-1]) if summary.rewards else None
+    return RunRow(
+        id=run.id,
+        created_at=run.created_at,
+        steps=summary.steps,
+        rollouts_ok=states[Status.SUCCEEDED],
+        rollouts_failed=states[Status.FAILED],
+        rewards=rewards,
+        before=summary.before,
+        after=summary.after,
+        store=url,
+    )
+
+
+Details = tuple[Run, list[StepRecord], list[Rollout], Summary]
+
+
+def _details(run: str, step: int | None) -> Callable[[Store], Awaitable[Details | None]]:
+    async def read(store: Store) -> Details | None:
+        stored = await store.get_run(run)
+        if stored is None:
+            return None
+        rollouts = await all_rollouts(store, run, step=step)
+        return stored, await store.list_steps(run), rollouts, await summarize(store, run)
+
+    return read
+
+
+def _show_rows(rows: Sequence[RunRow]) -> None:
+    print_table(
+        ["run", "started", "steps", "rollouts", "failed", "reward", "held-out"],
+        [
+            [
+                escape(row.id),
+                f"{datetime.fromtimestamp(row.created_at).astimezone():%Y-%m-%d %H:%M}",
+                str(row.steps),
+                str(row.rollouts_ok),
+                f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
+                _change(row.rewards),
+                _change((row.before, row.after)),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _show_run(
+    run: Run, steps: Sequence[StepRecord], rollouts: Sequence[Rollout], chosen: Sequence[Rollout], summary: Summary
+) -> None:
+    say(f"[bold]{escape(run.id)}[/bold], model {escape(str(run.config.get('model', 'unknown')))}")
+    print_table(
+        ["step", "reward", "rollouts", "tokens", "loss", "logprob gap", "policy"],
+        [
+            [
+                str(record.step),
+                _number(record.metrics.get("reward")),
+                str(len(record.rollouts)),
+                f"{record.metrics.get('tokens', 0):.0f}",
+                _number(record.metrics.get("loss")),
+                f"{record.metrics.get('max_logprob_gap', 0):.1e}",
+                f"v{record.policy_version}",
+            ]
+            for record in steps
+        ],
+        title="committed steps",
+    )
+    for result in summary.evaluations:
+        say(f"held-out after {result.step} steps: {result.reward:.3f} over {result.rollouts} tasks")
+    print_table(
+        ["rollout", "status", "attempt", "reward", "seconds", "error"],
+        [
+            [
+                escape(rollout.id),
+                f"[red]{rollout.status}" if rollout.status is Status.FAILED else str(rollout.status),
+                str(rollout.attempt),
+                _number(rollout.reward),
+                f"{rollout.seconds:.1f}",
+                escape(rollout.error.partition("\n")[0]),
+            ]
+            for rollout in chosen
+        ],
+        title=f"rollouts ({len(chosen)} of {len(rollouts)})",
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _change(values: tuple[float | None, float | None] | None) -> str:
+    if values is None or values[0] is None:
+        return "-"
+    return f"{_number(values[0])} → {_number(values[1])}"
