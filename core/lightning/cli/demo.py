@@ -41,7 +41,7 @@ def demo(
     settings: dict[str, object] = {**chosen.settings, "trainer.seed": seed}
     if steps is not None:
         settings["trainer.steps"] = steps
-    config = load_config(overrides=set_ or [], base=with_settings(Config(), settings))
+    config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
     trainer = Trainer(chosen.model, chosen.algorithm(), out=folder, resume=resume, config=config)
     summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
