@@ -35,7 +35,7 @@ class AdapterRow:
     cure: str = ""
 
 
-def command(as_json: AsJson = False) -> None:
+def adapters(as_json: AsJson = False) -> None:
     """Say which agent frameworks can be trained here.
 
     ready: attached when an agent starts. waiting: attached as soon as an agent imports the framework. missing: the framework

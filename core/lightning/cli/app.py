@@ -26,7 +26,7 @@ EXIT_ERROR = 2
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command's module and its line in the help. The module has `app` (a Typer group) or `command` (a function)."""
+    """A command's module and its line in the help. The module has a function of the command's name, or a group `app`."""
 
     module: str
     help: str
@@ -34,7 +34,11 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "demo": Command("lightning.cli.demo", "Watch a real agent learn, in minutes, on this machine."),
+        "train": Command("lightning.cli.train", "Train the model behind your agent."),
+        "serve": Command("lightning.cli.serve", "Serve a model through the gateway and record every call."),
         "runs": Command("lightning.cli.runs", "List runs, or show one."),
+        "audit": Command("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
         "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
         "doctor": Command("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
     }
@@ -57,7 +61,7 @@ def build(typed: str = "") -> typer.Typer:
         if module is not None and hasattr(module, "app"):
             app.add_typer(module.app, name=name, help=command.help)
         else:
-            function: Callable[..., None] = _not_typed if module is None else module.command
+            function: Callable[..., None] = _not_typed if module is None else getattr(module, name)
             app.command(name, help=None if module else command.help)(function)
     return app
 

@@ -49,7 +49,7 @@ class Check:
         return self.needed and self.status != "ok"
 
 
-def command(as_json: AsJson = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run."""
     checks = list(examine())
     ok = not any(check.fatal for check in checks)

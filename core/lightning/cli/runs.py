@@ -29,7 +29,9 @@ T = TypeVar("T")
 DATABASE = "lightning.db"
 Location = Annotated[
     str,
-    typer.Option("--in", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."),
+    typer.Option(
+        "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
+    ),
 ]
 
 app = typer.Typer(invoke_without_command=True)
@@ -51,7 +53,7 @@ class RunRow:
 
 
 @app.callback()
-def command(context: typer.Context, where: Location = "runs", as_json: AsJson = False) -> None:
+def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = False) -> None:
     """List runs: their steps, rollouts, and how the reward went."""
     if context.invoked_subcommand is not None:
         context.obj = where
@@ -76,7 +78,7 @@ def show(
     context: typer.Context,
     run: Annotated[str, typer.Argument(help="The run's id, as `lightning runs` lists it.")],
     where: Annotated[
-        str, typer.Option("--in", metavar="PLACE", help="Where the run is, as for `lightning runs`.")
+        str, typer.Option("--runs", metavar="PLACE", help="Where the run is, as for `lightning runs`.")
     ] = "",
     step: Annotated[int | None, typer.Option("--step", help="Only the rollouts of this step.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only the rollouts that failed.")] = False,
@@ -95,7 +97,7 @@ def show(
             else:
                 _show_run(stored, steps, rollouts, chosen, summary)
             return
-    raise ConfigError(f"there is no run {run!r} in {place}: `lightning runs --in {place}` lists those that are")
+    raise ConfigError(f"there is no run {run!r} in {place}: `lightning runs --runs {place}` lists those that are")
 
 
 def databases(where: str) -> list[str]:
