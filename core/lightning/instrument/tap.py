@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from types import ModuleType
 from typing import Protocol, cast
 
-from lightning._imports import on_import
 from lightning.instrument.context import context_session, is_gateway, log_once
 from lightning.types import Caller
 
@@ -78,7 +77,10 @@ class _Tap:
             self._users += 1
             if self._users > 1:
                 return
-            self._undo.extend(on_import(name, self._attach) for name in LIBRARIES)
+            from lightning.plugins.importing import on_import
+
+            for name in LIBRARIES:
+                self._undo.append(on_import(name, self._attach))
 
     def release(self) -> None:
         with self._lock:

@@ -1,0 +1,144 @@
+"""A chat server on loopback with canned answers, for tests of agents: no model, no vLLM, no patched HTTP.
+
+The invariant: it records every request before it answers, so what a test reads is what was really sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+from lightning.types import LLM, Caller
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request. Header names are in lower case."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The API key it came with."""
+        return self.headers.get("authorization", "").removeprefix("Bearer ")
+
+    @property
+    def rollout(self) -> str | None:
+        """The rollout token that the tap wrote."""
+        return self.headers.get("x-lightning-rollout")
+
+    @property
+    def caller(self) -> Caller | None:
+        """The caller that the tap wrote."""
+        text = self.headers.get("x-lightning-caller")
+        if text is None:
+            return None
+        fields = json.loads(text)
+        return Caller(**{**fields, "path": tuple(fields.get("path", ()))})
+
+    @property
+    def text(self) -> str:
+        """The content of the last message."""
+        messages = self.body.get("messages") or [{"content": ""}]
+        return str(messages[-1]["content"])
+
+
+@dataclass
+class ChatServer:
+    """Answers `POST .../chat/completions`, plain or streamed, with `answer(call)`; use it in a `with` block.
+
+    An `answer` that raises `ConnectionError` drops the connection, as a dying server does.
+    """
+
+    answer: Callable[[Call], str] = lambda call: f"you said {call.text}"
+    calls: list[Call] = field(default_factory=list)
+    connections: int = 0
+
+    def __enter__(self) -> Self:
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def llm(self, key: str = "test-key", model: str = "policy") -> LLM:
+        """What to give to an agent."""
+        return LLM(f"http://127.0.0.1:{self._server.server_address[1]}/v1", key, model)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A dropped connection is meant, or the client's business; everything else is a fault of the test."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            server.connections += 1
+
+        def do_POST(self) -> None:
+            """Record, then answer."""
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            call = Call(self.path, headers, json.loads(body or b"{}"))
+            server.calls.append(call)
+            if call.body.get("stream"):
+                self._reply("text/event-stream", _stream(server.answer(call)))
+            else:
+                self._reply("application/json", json.dumps(_completion(server.answer(call))).encode())
+
+        def _reply(self, kind: str, data: bytes) -> None:
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 — http.server's name
+            """Say nothing."""
+
+    return Handler
+
+
+def _completion(text: str) -> dict[str, Any]:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    return {"id": "chat-1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+
+
+def _stream(text: str) -> bytes:
+    """One event for each word, then the finish."""
+    deltas: list[tuple[dict[str, str], str | None]] = [({"content": word + " "}, None) for word in text.split()]
+    events = []
+    for delta, finish in [*deltas, ({}, "stop")]:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        chunk = {
+            "id": "chat-1",
+            "object": "chat.completion.chunk",
+            "created": 0,
+            "model": "policy",
+            "choices": [choice],
+        }
+        events.append(f"data: {json.dumps(chunk)}\n\n")
+    return "".join([*events, "data: [DONE]\n\n"]).encode()

@@ -1,0 +1,209 @@
+"""The raw adapter names callers with real clients: openai (httpx2), plain httpx; sync, async, threads, streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+import lightning
+from lightning.instrument import Session, activate, emit, install_tap
+from lightning.plugins import plugins
+from lightning.testing.chat_server import ChatServer
+from lightning_raw.frames import MAX_DEPTH
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    with ChatServer() as running:
+        yield running
+
+
+@pytest.fixture
+def session(server: ChatServer) -> Iterator[Session]:
+    undo_tap, undo_adapters = install_tap(), plugins().install_adapters(emit, ["raw"])
+    with activate(server.llm("key-1")) as active:
+        yield active
+    undo_adapters()
+    undo_tap()
+
+
+def say(session: Session, text: str = "hi") -> str:
+    with openai.OpenAI(base_url=session.llm.base_url, api_key=session.llm.api_key) as client:
+        messages = [{"role": "user", "content": text}]
+        reply = client.chat.completions.create(model="policy", messages=messages)  # type: ignore[call-overload]
+    return str(reply.choices[0].message.content)
+
+
+async def say_async(session: Session, text: str = "hi", *, stream: bool = False) -> str:
+    async with openai.AsyncOpenAI(base_url=session.llm.base_url, api_key=session.llm.api_key) as client:
+        messages = [{"role": "user", "content": text}]
+        if not stream:
+            reply = await client.chat.completions.create(model="policy", messages=messages)  # type: ignore[call-overload]
+            return str(reply.choices[0].message.content)
+        chunks = await client.chat.completions.create(model="policy", messages=messages, stream=True)  # type: ignore[call-overload]
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+def say_httpx(session: Session, text: str = "hi") -> str:
+    body = {"messages": [{"role": "user", "content": text}]}
+    with httpx.Client(headers={"authorization": f"Bearer {session.llm.api_key}"}) as client:
+        answer = client.post(f"{session.llm.base_url}/chat/completions", json=body)
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+SYNC = [say, say_httpx]
+
+
+@pytest.mark.parametrize("ask", SYNC)
+def test_an_explicit_component_wins_over_frames(ask: Callable[[Session], str], server: ChatServer, session: Session) -> None:
+    with lightning.component("boss"), lightning.component("writer"):
+        assert ask(session) == "you said hi"
+    assert server.calls[0].caller == lightning.Caller("writer", ("boss", "writer"), framework="raw")
+    assert server.calls[0].rollout == "key-1"
+
+
+@pytest.mark.parametrize("ask", SYNC)
+def test_the_nearest_functions_name_the_caller(
+    ask: Callable[[Session], str], server: ChatServer, session: Session
+) -> None:
+    class Writer:
+        def draft(self) -> str:
+            return (lambda: ask(session))()
+
+    def solve() -> str:
+        return Writer().draft()
+
+    solve()
+    caller = server.calls[0].caller
+    assert caller is not None
+    assert caller.path[-3:] == ("solve", "Writer.draft", ask.__name__)
+    assert caller.agent == ask.__name__
+    assert caller.path[0] == "test_the_nearest_functions_name_the_caller", "pytest's own frames are no callers"
+
+
+async def test_async_agents_are_named(server: ChatServer, session: Session) -> None:
+    @lightning.component("solver")
+    async def solver() -> str:
+        return await say_async(session)
+
+    async def plain() -> str:
+        return await say_async(session)
+
+    await solver()
+    await plain()
+    named, framed = (call.caller for call in server.calls)
+    assert named is not None
+    assert named.path == ("solver",)
+    assert framed is not None
+    assert framed.path[-2:] == ("plain", "say_async")
+
+
+async def test_parallel_sub_agents_keep_their_names(server: ChatServer, session: Session) -> None:
+    @lightning.component("helper")
+    async def helper(number: int) -> str:
+        with lightning.component(f"n{number}"):
+            return await say_async(session, f"n{number}")
+
+    with lightning.component("boss"):
+        await asyncio.gather(*(helper(number) for number in range(6)))
+    assert {call.text: call.caller.path for call in server.calls if call.caller} == {
+        f"n{number}": ("boss", "helper", f"n{number}") for number in range(6)
+    }
+
+
+async def test_streams_are_named_like_plain_calls(server: ChatServer, session: Session) -> None:
+    @lightning.component("streamer")
+    async def words() -> AsyncIterator[str]:
+        yield await say_async(session, stream=True)
+
+    assert [text async for text in words()] == ["you said hi "]
+    assert server.calls[0].body["stream"] is True
+    assert server.calls[0].caller == lightning.Caller("streamer", ("streamer",), framework="raw")
+
+
+@pytest.mark.parametrize("ask", SYNC)
+def test_threads_that_lost_the_context_are_named_by_their_frames(
+    ask: Callable[[Session], str], server: ChatServer, session: Session
+) -> None:
+    def checker() -> str:
+        return ask(session)
+
+    with lightning.component("boss"), ThreadPoolExecutor(2) as pool:
+        assert pool.submit(checker).result() == "you said hi"
+    call = server.calls[0]
+    assert call.caller is not None
+    assert call.caller.path == ("checker", ask.__name__)
+    assert (call.rollout, call.key) == (None, "key-1"), "there the key says whose call it is"
+
+
+async def test_threads_with_a_copied_context_keep_everything(server: ChatServer, session: Session) -> None:
+    with lightning.component("boss"):
+        await asyncio.to_thread(say, session)
+    call = server.calls[0]
+    assert call.caller is not None
+    assert (call.rollout, call.caller.path) == ("key-1", ("boss",))
+
+
+def test_a_tool_knows_who_called_it_and_names_its_own_calls(server: ChatServer, session: Session) -> None:
+    @lightning.tool
+    def consult(question: str) -> str:
+        return say(session, question)
+
+    with lightning.component("boss"):
+        consult("why")
+
+    def alone() -> None:
+        consult("how")
+
+    alone()
+    first, second = session.tool_events
+    assert first.caller == lightning.Caller("boss", ("boss",), framework="raw")
+    assert second.caller is not None
+    assert second.caller.agent == "alone"
+    inner, framed = (call.caller for call in server.calls)
+    assert inner is not None
+    assert inner.path == ("boss", "consult")
+    assert framed is not None
+    assert framed.path[-3:] == ("alone", "consult", "say"), "lightning's own frames are left out"
+
+
+def test_deep_recursion_is_cut(server: ChatServer, session: Session) -> None:
+    def descend(depth: int) -> str:
+        return descend(depth - 1) if depth else say_httpx(session)
+
+    descend(100)
+    caller = server.calls[0].caller
+    assert caller is not None
+    assert caller.path == ("descend",) * (MAX_DEPTH - 1) + ("say_httpx",)
+
+
+def test_a_retry_keeps_its_identity(server: ChatServer, session: Session) -> None:
+    failures = iter([True])
+
+    def answer(_: object) -> str:
+        if next(failures, False):
+            raise ConnectionAbortedError("the connection is dropped without an answer")
+        return "at last"
+
+    server.answer = answer
+    with lightning.component("writer"):
+        assert say(session) == "at last"
+    assert [call.caller for call in server.calls] == [lightning.Caller("writer", ("writer",), framework="raw")] * 2
+    assert server.calls[1].headers["x-stainless-retry-count"] == "1"
+
+
+def test_without_the_adapter_nobody_is_named(server: ChatServer) -> None:
+    undo_tap, undo_adapters = install_tap(), plugins().install_adapters(emit, [])
+    try:
+        with activate(server.llm()) as session, lightning.component("writer"):
+            say_httpx(session)
+    finally:
+        undo_adapters()
+        undo_tap()
+    assert server.calls[0].caller is None
+    assert server.calls[0].rollout == "test-key"

@@ -1,0 +1,283 @@
+"""`component` and `tool` name and report, and change nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning.errors import DataError
+from lightning.instrument import Session, activate, component, component_path, tool
+from lightning.types import LLM
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with activate(LLM("http://127.0.0.1:1/v1", "key", "policy")) as active:
+        yield active
+
+
+# component ------------------------------------------------------------------------------------------------------------
+@given(st.lists(st.text(min_size=1).filter(lambda name: "/" not in name), max_size=6))
+def test_components_nest_and_unwind(names: list[str]) -> None:
+    def descend(rest: list[str], above: tuple[str, ...]) -> None:
+        assert component_path() == above
+        if rest:
+            with component(rest[0]):
+                descend(rest[1:], (*above, rest[0]))
+            assert component_path() == above
+
+    descend(names, ())
+
+
+@pytest.mark.parametrize("name", ["", "a/b", None, 3])
+def test_a_name_that_cannot_be_in_a_path_is_an_error(name: object) -> None:
+    with pytest.raises(DataError, match="non-empty string without '/'"):
+        component(name)  # type: ignore[arg-type]
+
+
+def test_the_name_ends_with_an_exception() -> None:
+    with pytest.raises(KeyError), component("a"):
+        raise KeyError
+    assert component_path() == ()
+
+
+def test_it_decorates_a_function() -> None:
+    @component("outer")
+    def outer(value: int) -> tuple[int, tuple[str, ...]]:
+        """Docs."""
+        with component("inner"):
+            return value, component_path()
+
+    assert outer(3) == (3, ("outer", "inner"))
+    assert outer.__name__ == "outer"
+    assert outer.__doc__ == "Docs."
+    assert component_path() == ()
+
+
+async def test_it_decorates_a_coroutine_and_tasks_keep_their_own_path() -> None:
+    @component("worker")
+    async def worker(number: int) -> tuple[str, ...]:
+        with component(f"n{number}"):
+            await asyncio.sleep(0)
+            return component_path()
+
+    assert inspect.iscoroutinefunction(worker)
+    with component("boss"):
+        paths = await asyncio.gather(*(worker(number) for number in range(4)))
+    assert paths == [("boss", "worker", f"n{number}") for number in range(4)]
+
+
+def test_a_generator_does_not_leak_its_name_between_items() -> None:
+    @component("stream")
+    def numbers() -> Iterator[tuple[str, ...]]:
+        yield component_path()
+        yield component_path()
+
+    assert inspect.isgeneratorfunction(numbers)
+    for inside in numbers():
+        assert inside == ("stream",)
+        assert component_path() == ()
+
+
+async def test_an_async_generator_does_not_leak_its_name_between_items() -> None:
+    @component("stream")
+    async def numbers() -> AsyncIterator[tuple[str, ...]]:
+        yield component_path()
+        await asyncio.sleep(0)
+        yield component_path()
+
+    assert inspect.isasyncgenfunction(numbers)
+    async for inside in numbers():
+        assert inside == ("stream",)
+        assert component_path() == ()
+
+
+def test_an_object_with_call_and_a_partial_can_be_decorated() -> None:
+    class Agent:
+        def __call__(self, value: int) -> tuple[int, tuple[str, ...]]:
+            return value, component_path()
+
+    assert component("object")(Agent())(1) == (1, ("object",))
+    assert component("partial")(functools.partial(Agent(), 2))() == (2, ("partial",))
+
+
+# tool -----------------------------------------------------------------------------------------------------------------
+def test_a_tool_that_works(session: Session) -> None:
+    @tool
+    def add(a: int, b: int = 2) -> int:
+        return a + b
+
+    assert add(1) == 3
+    (event,) = session.tool_events
+    assert (event.name, event.status, event.arguments, event.output, event.error) == ("add", "ok", {"a": 1}, "3", "")
+
+
+def test_a_tool_that_raises(session: Session) -> None:
+    @tool(name="calculator")
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        divide(1, b=0)
+    assert caught.traceback[-1].name == "divide"
+    (event,) = session.tool_events
+    assert (event.name, event.status, event.arguments) == ("calculator", "error", {"a": 1, "b": 0})
+    assert event.error == "ZeroDivisionError: division by zero"
+    assert event.output == ""
+
+
+async def test_an_async_tool(session: Session) -> None:
+    @tool
+    async def fetch(url: str) -> str:
+        await asyncio.sleep(0)
+        if url == "bad":
+            raise LookupError(url)
+        return "page"
+
+    assert inspect.iscoroutinefunction(fetch)
+    assert await fetch("good") == "page"
+    with pytest.raises(LookupError):
+        await fetch("bad")
+    assert [(event.status, event.output) for event in session.tool_events] == [("ok", "page"), ("error", "")]
+
+
+async def test_a_cancelled_tool_is_an_error(session: Session) -> None:
+    @tool
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await forever()
+    assert [event.status for event in session.tool_events] == ["error"]
+
+
+def test_a_generator_tool(session: Session) -> None:
+    @tool
+    def words(text: str) -> Iterator[str]:
+        yield from text.split(" ")
+        if "!" in text:
+            raise ValueError(text)
+
+    assert list(words("a b")) == ["a", "b"]
+    with pytest.raises(ValueError, match="!"):
+        list(words("a !"))
+    for _ in words("left early"):
+        break
+    assert [(event.status, event.output) for event in session.tool_events] == [
+        ("ok", "ab"),
+        ("error", ""),
+        ("unknown", ""),
+    ]
+
+
+def test_a_generator_tool_hears_what_its_consumer_sends_and_throws(session: Session) -> None:
+    @tool
+    def echo() -> Iterator[object]:
+        received: object = None
+        while received != "stop":
+            try:
+                received = yield received
+            except KeyError as error:
+                received = repr(error)
+        return "done"
+
+    talk = echo()
+    assert next(talk) is None
+    assert talk.send("a") == "a"  # type: ignore[attr-defined]
+    assert talk.throw(KeyError("k")) == "KeyError('k')"  # type: ignore[attr-defined]
+    with pytest.raises(StopIteration) as stopped:
+        talk.send("stop")  # type: ignore[attr-defined]
+    assert stopped.value.value == "done"
+    assert [(event.status, event.output) for event in session.tool_events] == [("ok", "done")]
+
+
+async def test_an_async_generator_tool(session: Session) -> None:
+    closed = []
+
+    @tool
+    async def words(text: str) -> AsyncIterator[str]:
+        try:
+            for word in text.split(" "):
+                yield word
+        finally:
+            closed.append(text)
+
+    assert [word async for word in words("a b")] == ["a", "b"]
+    stream = words("left early")
+    assert await anext(stream) == "left"
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert closed == ["a b", "left early"]
+    assert [(event.status, event.output) for event in session.tool_events] == [("ok", "ab"), ("unknown", "")]
+
+
+def test_calls_inside_a_tool_belong_to_component_slash_tool(session: Session) -> None:
+    @tool
+    def ask() -> tuple[str, ...]:
+        return component_path()
+
+    assert ask() == ()
+    with component("boss"):
+        assert ask() == ("boss", "ask")
+        assert component_path() == ("boss",)
+
+
+def test_methods_do_not_report_self(session: Session) -> None:
+    class Box:
+        @tool
+        def put(self, item: object) -> None:
+            """Nothing."""
+
+    Box().put({1, 2})
+    Box().put(float("nan"))
+    Box().put("\ud800")
+    assert [event.arguments for event in session.tool_events] == [{"item": "{1, 2}"}, {"item": "nan"}, {"item": "\ud800"}]
+
+
+def test_a_tool_may_change_its_arguments_afterwards(session: Session) -> None:
+    @tool
+    def drain(items: list[int]) -> None:
+        items.clear()
+
+    drain([1, 2])
+    assert session.tool_events[0].arguments == {"items": [1, 2]}
+
+
+def test_long_texts_are_clipped_and_broken_reprs_stay_out_of_the_agent(session: Session) -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    @tool
+    def make(value: object) -> object:
+        return value
+
+    make("x" * 10_000)
+    broken = Broken()
+    assert make(broken) is broken
+    first, second = session.tool_events
+    assert len(first.output) == 4096
+    assert second.output == "<Broken>"
+
+
+def test_outside_a_rollout_a_tool_just_runs() -> None:
+    @tool
+    def add(a: int) -> int:
+        return a + 1
+
+    assert add(1) == 2
+
+
+@pytest.mark.parametrize("wrong", [lambda function: tool(function), lambda function: component("c")(function)])
+def test_wrong_arguments_are_still_the_functions_own_error(session: Session, wrong: Callable[..., Callable[..., int]]) -> None:
+    def one(a: int) -> int:
+        return a
+
+    with pytest.raises(TypeError, match="one"):
+        wrong(one)(1, 2)

@@ -1,0 +1,132 @@
+"""Reports reach the rollout they were made in, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+
+import pytest
+
+from lightning.errors import DataError
+from lightning.instrument import activate, context, current_session, emit, reward
+from lightning.types import LLM, ToolEvent
+
+ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
+TWO = LLM("http://127.0.0.1:8000/v1", "two", "policy")
+
+
+@pytest.fixture(autouse=True)
+def _says_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_said", set())
+
+
+def test_a_reward_is_kept_with_its_time() -> None:
+    with activate(ONE) as session:
+        reward(0.5, name="format", response_id="chat-1")
+        reward(1)
+    first, second = session.step_rewards
+    assert (first.value, first.name, first.response_id) == (0.5, "format", "chat-1")
+    assert (second.value, second.name, second.response_id) == (1.0, "reward", "")
+    assert 0 < first.at <= second.at
+
+
+def test_a_reward_outside_a_rollout_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    reward(1.0)
+    reward(1.0)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "outside a rollout" in caplog.text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", b"1", None, [1.0]])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_reward_that_is_no_number_is_an_error(value: object, inside: bool) -> None:
+    if inside:
+        with activate(ONE) as session, pytest.raises(DataError, match="finite number"):
+            reward(value)  # type: ignore[arg-type]
+        assert session.step_rewards == ()
+    else:
+        with pytest.raises(DataError, match="finite number"):
+            reward(value)  # type: ignore[arg-type]
+
+
+def test_a_tool_event_keeps_its_own_time_and_gets_one_if_it_has_none() -> None:
+    with activate(ONE) as session:
+        emit(ToolEvent("a", "ok", at=7.0))
+        emit(ToolEvent("b", "ok"))
+    assert [event.at == 7.0 for event in session.tool_events] == [True, False]
+    assert session.tool_events[1].at > 0
+
+
+async def test_concurrent_rollouts_do_not_mix() -> None:
+    async def rollout(number: int) -> tuple[float, ...]:
+        with activate(LLM("http://127.0.0.1:1/v1", f"key-{number}", "policy")) as session:
+            for _ in range(3):
+                await asyncio.sleep(0)
+                reward(number)
+                await asyncio.to_thread(reward, number)
+                found = current_session()
+                assert found is not None
+                assert found.llm.api_key == f"key-{number}"
+            return tuple(given.value for given in session.step_rewards)
+
+    assert await asyncio.gather(*(rollout(number) for number in range(8))) == [(number,) * 6 for number in range(8)]
+
+
+def test_a_thread_without_context_belongs_to_the_only_rollout() -> None:
+    with activate(ONE) as session:
+        thread = threading.Thread(target=reward, args=(1.0,))
+        thread.start()
+        thread.join()
+    assert len(session.step_rewards) == 1
+
+
+def test_a_thread_without_context_belongs_to_none_of_several_rollouts() -> None:
+    with activate(ONE) as first, activate(TWO) as second:
+        thread = threading.Thread(target=reward, args=(1.0,))
+        thread.start()
+        thread.join()
+    assert first.step_rewards == second.step_rewards == ()
+
+
+def test_nesting_ends_where_it_began() -> None:
+    with activate(ONE) as outer:
+        with activate(TWO):
+            assert current_session() is not outer
+        assert current_session() is outer
+    assert current_session() is None
+
+
+def test_a_rollout_that_has_ended_takes_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    with activate(ONE) as session:
+        pass
+    session.add_tool_event(ToolEvent("late", "ok"))
+    assert session.tool_events == ()
+    assert "after their rollout had ended" in caplog.text
+
+
+def test_an_endless_loop_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(context, "MAX_REPORTS", 3)
+    with activate(ONE) as session:
+        for _ in range(5):
+            reward(1.0)
+    assert len(session.step_rewards) == 3
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "ours"),
+    [
+        ("http://127.0.0.1:8000/v1/chat/completions", True),
+        ("http://127.0.0.1:8000/r/token/v1/chat/completions", True),
+        ("http://127.0.0.1:80001/v1/chat/completions", False),
+        ("http://127.0.0.1:8001/v1", False),
+        ("https://api.openai.com/v1/chat/completions", False),
+    ],
+)
+def test_which_urls_are_the_gateway(url: str, ours: bool) -> None:
+    assert not context.is_gateway(url)
+    with activate(ONE):
+        assert context.is_gateway(url) is ours
+    assert not context.is_gateway(url)

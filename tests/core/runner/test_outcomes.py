@@ -1,0 +1,131 @@
+"""Rewards, tracebacks and the JSON between the processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning.errors import DataError
+from lightning.instrument import Session
+from lightning.runner import outcomes
+from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
+
+SESSION = Session(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+finite = st.floats(-outcomes.MAX_FLOAT32, outcomes.MAX_FLOAT32)
+jsons: st.SearchStrategy[Json] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+callers = st.builds(Caller, text, st.lists(text, max_size=3).map(tuple), text, text, text)
+events = st.builds(
+    ToolEvent, text, st.sampled_from(["ok", "error", "unknown"]), text, jsons, text, text, st.none() | callers, finite
+)
+reports = {
+    "seconds": finite,
+    "tool_events": st.lists(events, max_size=2).map(tuple),
+    "step_rewards": st.lists(st.builds(StepReward, finite, text, text, finite), max_size=2).map(tuple),
+}
+any_outcome = st.builds(Outcome, reward=finite, rewards=st.dictionaries(text, finite, max_size=3), **reports) | st.builds(
+    Outcome, fault=st.sampled_from(Fault), error=text, **reports
+)
+
+
+@given(any_outcome)
+def test_an_outcome_survives_the_wire(outcome: Outcome) -> None:
+    assert outcomes.decode_outcome(outcomes.encode_outcome(outcome)) == outcome
+
+
+@given(st.builds(Task, jsons, jsons, st.dictionaries(text, jsons, max_size=2)), text)
+def test_a_request_survives_the_wire(task: Task, key: str) -> None:
+    llm = LLM("http://127.0.0.1:1/v1", key, "policy")
+    assert outcomes.decode_request(outcomes.encode_request(task, llm)) == (task, llm)
+
+
+@given(st.binary() | jsons.map(lambda value: json.dumps(value).encode()))
+def test_what_is_no_outcome_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        outcomes.decode_outcome(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("reward", math.nan),
+        ("reward", "1"),
+        ("reward", None),
+        ("fault", "agent"),
+        ("fault", "nobody"),
+        ("rewards", {"a": math.inf}),
+        ("rewards", [1]),
+        ("step_rewards", [{"value": math.nan, "name": "", "response_id": "", "at": 0}]),
+        ("tool_events", [{"name": "a"}]),
+    ],
+)
+def test_a_worker_that_lies_is_caught(field: str, value: object) -> None:
+    fields = json.loads(outcomes.encode_outcome(Outcome(reward=1.0)))
+    with pytest.raises(ValueError):
+        outcomes.decode_outcome(json.dumps({**fields, field: value}).encode())
+
+
+def test_text_and_arguments_of_any_kind_become_json() -> None:
+    event = ToolEvent("t", "ok", output="lone \ud800", arguments={"a": {1, 2}})  # type: ignore[dict-item]
+    (clean,) = outcomes.decode_outcome(outcomes.encode_outcome(Outcome(reward=1.0, tool_events=(event,)))).tool_events
+    assert clean.output == "lone ?"
+    assert clean.arguments == {"a": "{1, 2}"}
+
+
+@pytest.mark.parametrize(
+    ("value", "reward", "parts"),
+    [
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        (0.25, 0.25, {}),
+        (np.float32(0.5), 0.5, {}),
+        (np.array(2), 2.0, {}),
+        ({"reward": 0.7, "format": 1}, 0.7, {"reward": 0.7, "format": 1.0}),
+        ({"exact": 1.0, "format": 0.5}, 1.5, {"exact": 1.0, "format": 0.5}),
+    ],
+)
+def test_rewards(value: object, reward: float, parts: dict[str, float]) -> None:
+    assert outcomes.score(value) == (reward, parts)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "1.0", b"1", math.nan, math.inf, -math.inf, 1e39, [1.0], {}, {"a": None}, {"a": math.nan}, 10**400, 1j]
+    + [np.array([1.0, 2.0]), {"a": 3e38, "b": 3e38}],
+)
+def test_what_is_no_reward_is_the_agents_fault_and_says_the_cure(value: object) -> None:
+    with pytest.raises(DataError, match="return the reward as a finite number"):
+        outcomes.score(value)
+    outcome = outcomes.returned(value, SESSION, 1.0)
+    assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
+    assert "return the reward as a finite number" in outcome.error
+
+
+def test_the_end_of_a_traceback_is_kept_without_the_key() -> None:
+    def deep(depth: int) -> None:
+        if depth == 0:
+            raise RuntimeError("the cause with secret-key " + "x" * 100)
+        deep(depth - 1)
+
+    try:
+        deep(3)
+    except RuntimeError as error:
+        outcome = outcomes.raised(error, SESSION, 1.0)
+    assert outcome.fault is Fault.AGENT
+    assert "in deep" in outcome.error
+    assert "the cause with <api key> xxx" in outcome.error
+    assert "secret-key" not in outcome.error
+    long = outcomes.failed(Fault.AGENT, "a" + string.ascii_letters * 1000 + "the end")
+    assert len(long.error) == outcomes.MAX_ERROR + 1
+    assert long.error.endswith("the end")

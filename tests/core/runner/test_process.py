@@ -1,0 +1,368 @@
+"""Agents in worker processes: whatever they do is an outcome, and costs only themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+import lightning
+from lightning.config import RunnerConfig
+from lightning.errors import RunnerError
+from lightning.runner.process import ProcessRunner
+from lightning.runner.protocol import Agent
+from lightning.testing.chat_server import Call, ChatServer
+from lightning.types import LLM, Fault, Lease, Outcome, Task
+
+NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
+Leases = Callable[..., Lease]
+
+
+@asynccontextmanager
+async def runner_of(agent: Agent, **settings: object) -> AsyncIterator[ProcessRunner]:
+    runner = ProcessRunner(agent, RunnerConfig(**{"concurrency": 2, "timeout": 60, **settings}))  # type: ignore[arg-type]
+    await runner.start()
+    try:
+        yield runner
+    finally:
+        await runner.close()
+
+
+def misbehave(task: Task, llm: LLM) -> object:
+    """An agent that does what its task says."""
+    match task.input:
+        case "raise":
+            raise LookupError("the agent's own error")
+        case "hang":
+            time.sleep(600)
+        case "spin":
+            while True:
+                pass
+        case "os._exit":
+            os._exit(3)
+        case "sys.exit":
+            sys.exit(4)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "segfault":
+            ctypes.string_at(0)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "nan":
+            return math.nan
+        case "string":
+            return "1.0"
+        case "none":
+            return None
+        case "pid":
+            return float(os.getpid())
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "says"),
+    [
+        ("raise", Fault.AGENT, "LookupError: the agent's own error"),
+        ("sys.exit", Fault.AGENT, "SystemExit: 4"),
+        ("interrupt", Fault.AGENT, "KeyboardInterrupt"),
+        ("nan", Fault.AGENT, "return the reward as a finite number"),
+        ("string", Fault.AGENT, "return the reward as a finite number"),
+        ("none", Fault.AGENT, "the agent's reward is None"),
+        ("os._exit", Fault.INFRASTRUCTURE, "exited with code 3"),
+        ("segfault", Fault.INFRASTRUCTURE, "was killed by SIGSEGV"),
+        ("kill", Fault.INFRASTRUCTURE, "was killed by SIGKILL"),
+    ],
+)
+async def test_whatever_an_agent_does_is_an_outcome_and_the_next_one_runs(
+    what: str, fault: Fault, says: str, lease: Leases
+) -> None:
+    async with runner_of(misbehave, concurrency=1) as runner:
+        outcome = await runner.run(lease(what), NOWHERE)
+        assert (outcome.reward, outcome.fault) == (None, fault)
+        assert says in outcome.error
+        assert (await runner.run(lease("fine"), NOWHERE)).reward == 1.0
+
+
+@pytest.mark.parametrize("what", ["hang", "spin"])
+async def test_an_agent_that_hangs_is_killed_and_costs_only_itself(what: str, lease: Leases) -> None:
+    async with runner_of(misbehave, timeout=1.0) as runner:
+        hung, fine = await asyncio.gather(runner.run(lease(what), NOWHERE), runner.run(lease("fine"), NOWHERE))
+        assert hung.fault is Fault.TIMEOUT
+        assert "more than 1 s" in hung.error
+        assert hung.seconds >= 1.0
+        assert fine.reward == 1.0
+
+
+async def test_a_timeout_kills_what_the_agent_started(lease: Leases, tmp_path: Path, gone: Callable[[int], bool]) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(str(task.input)).write_text(str(child.pid))
+        time.sleep(600)
+        return 1.0
+
+    async with runner_of(agent, timeout=2.0) as runner:
+        assert (await runner.run(lease(str(tmp_path / "pid")), NOWHERE)).fault is Fault.TIMEOUT
+        assert gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_cancelling_ends_the_agent(lease: Leases, tmp_path: Path, gone: Callable[[int], bool]) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        Path(str(task.input)).write_text(str(os.getpid()))
+        time.sleep(600)
+        return 1.0
+
+    pid = tmp_path / "pid"
+    async with runner_of(agent) as runner:
+        running = asyncio.create_task(runner.run(lease(str(pid)), NOWHERE))
+        while not pid.exists() or not pid.read_text():
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert gone(int(pid.read_text()))
+
+
+async def test_a_worker_is_kept_and_then_replaced(lease: Leases) -> None:
+    async with runner_of(misbehave, concurrency=1, rollouts_per_process=2) as runner:
+        pids = [(await runner.run(lease("pid"), NOWHERE)).reward for _ in range(4)]
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+
+
+async def test_a_worker_killed_while_idle_is_not_used(lease: Leases, gone: Callable[[int], bool]) -> None:
+    async with runner_of(misbehave, concurrency=1) as runner:
+        first = (await runner.run(lease("pid"), NOWHERE)).reward
+        assert first is not None
+        os.kill(int(first), signal.SIGKILL)
+        assert gone(int(first))
+        second = await runner.run(lease("pid"), NOWHERE)
+        third = second if second.reward is not None else await runner.run(lease("pid"), NOWHERE)
+        assert third.reward not in (None, first)
+
+
+async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced(
+    lease: Leases, gone: Callable[[int], bool]
+) -> None:
+    async with runner_of(misbehave) as runner:
+        worker = (await runner.run(lease("pid"), NOWHERE)).reward
+        assert worker is not None
+        hanging = asyncio.create_task(runner.run(lease("hang"), NOWHERE))
+        await asyncio.sleep(0.2)
+        os.kill(psutil.Process(int(worker)).ppid(), signal.SIGKILL)
+        lost = await hanging
+        assert lost.fault is Fault.INFRASTRUCTURE
+        assert "disappeared together with its fork server" in lost.error
+        assert gone(int(worker))
+        assert (await runner.run(lease("fine"), NOWHERE)).reward == 1.0
+
+
+async def test_eight_rollouts_at_once_are_told_apart(lease: Leases, server: ChatServer) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        client = openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+
+        @lightning.tool
+        def note(text: str) -> str:
+            return text.upper()
+
+        with lightning.component(f"agent-{task.input}"):
+            for turn in range(3):
+                messages = [{"role": "user", "content": f"{task.input} {turn}"}]
+                await client.chat.completions.create(model=llm.model, messages=messages)  # type: ignore[call-overload]
+                note(f"{task.input}")
+                lightning.reward(float(turn))
+        return float(str(task.input))
+
+    async with runner_of(agent, concurrency=8) as runner:
+        found = await asyncio.gather(*(runner.run(lease(number), server.llm(f"key-{number}")) for number in range(8)))
+    assert [outcome.reward for outcome in found] == list(range(8)), found
+    for number, outcome in enumerate(found):
+        assert [event.output for event in outcome.tool_events] == [str(number)] * 3
+        assert all(event.caller and event.caller.agent == f"agent-{number}" for event in outcome.tool_events)
+        assert [step.value for step in outcome.step_rewards] == [0.0, 1.0, 2.0]
+    assert len(server.calls) == 24
+    for call in server.calls:
+        number = call.text.split()[0]
+        assert (call.key, call.rollout) == (f"key-{number}", f"key-{number}")
+        assert call.caller == lightning.Caller(f"agent-{number}", (f"agent-{number}",), framework="raw")
+
+
+async def test_an_agent_that_only_reads_the_environment_works(lease: Leases, server: ChatServer) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        with openai.OpenAI() as client:
+            messages = [{"role": "user", "content": "hi"}]
+            client.chat.completions.create(model="policy", messages=messages)  # type: ignore[call-overload]
+        return 1.0
+
+    before = os.environ.get("OPENAI_API_KEY")
+    async with runner_of(agent) as runner:
+        assert (await runner.run(lease(), server.llm("key-1"))).reward == 1.0
+    assert [call.key for call in server.calls] == ["key-1"]
+    assert os.environ.get("OPENAI_API_KEY") == before
+
+
+async def test_an_async_agent_keeps_its_client_across_rollouts(lease: Leases, server: ChatServer) -> None:
+    cache: dict[str, httpx.AsyncClient] = {}
+
+    async def agent(task: Task, llm: LLM) -> float:
+        client = cache.setdefault("client", httpx.AsyncClient())
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)
+        return float(reply.status_code == 200)
+
+    async with runner_of(agent, concurrency=1) as runner:
+        for number in range(4):
+            assert (await runner.run(lease(), server.llm(f"key-{number}"))).reward == 1.0
+    assert [call.rollout for call in server.calls] == [f"key-{number}" for number in range(4)]
+    assert server.connections == 1, "the event loop, and so the client's connection, outlives a rollout"
+
+
+class CountingAgent:
+    """An object with an async `__call__` and state of its own."""
+
+    def __init__(self, bonus: float) -> None:
+        self.bonus, self.calls = bonus, 0
+
+    async def __call__(self, task: Task, llm: LLM) -> dict[str, float]:
+        self.calls += 1
+        return {"reward": self.bonus, "calls": self.calls}
+
+    def method(self, task: Task, llm: LLM) -> float:
+        return self.bonus
+
+
+async def test_objects_and_bound_methods_are_agents(lease: Leases) -> None:
+    async with runner_of(CountingAgent(0.5), concurrency=1) as runner:
+        found = [await runner.run(lease(), NOWHERE) for _ in range(2)]
+    assert [(outcome.reward, outcome.rewards["calls"]) for outcome in found] == [(0.5, 1.0), (0.5, 2.0)]
+    async with runner_of(CountingAgent(0.25).method) as runner:
+        assert (await runner.run(lease(), NOWHERE)).reward == 0.25
+
+
+async def test_a_sync_agent_may_run_a_loop_of_its_own_or_return_an_awaitable(lease: Leases) -> None:
+    async def answer() -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    def agent(task: Task, llm: LLM) -> object:
+        return asyncio.run(answer()) if task.input == "run" else answer()
+
+    async with runner_of(agent, concurrency=1) as runner:
+        found = [(await runner.run(lease(how), NOWHERE)).reward for how in ("run", "return", "run", "return")]
+    assert found == [1.0] * 4
+
+
+async def test_an_async_agent_may_exit_or_cancel_itself(lease: Leases) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        if task.input == "exit":
+            sys.exit(1)
+        if task.input == "cancel":
+            raise asyncio.CancelledError
+        return 1.0
+
+    async with runner_of(agent, concurrency=1) as runner:
+        found = [await runner.run(lease(how), NOWHERE) for how in ("exit", "cancel", "fine")]
+    assert [outcome.fault for outcome in found] == [Fault.AGENT, Fault.AGENT, None]
+
+
+async def test_the_siblings_of_a_group_do_not_share_random_numbers(lease: Leases) -> None:
+    async with runner_of(lambda task, llm: time.sleep(0.2) or random.random(), concurrency=3) as runner:
+        found = await asyncio.gather(*(runner.run(lease(), NOWHERE) for _ in range(3)))
+    assert len({outcome.reward for outcome in found}) == 3
+
+
+async def test_the_task_arrives_whole(lease: Leases) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        assert task == Task({"q": ["ü", 1.5, None]})
+        assert (llm.base_url, llm.api_key, llm.model) == ("http://127.0.0.1:1/v1", "key", "policy")
+        return 1.0
+
+    async with runner_of(agent) as runner:
+        outcome = await runner.run(lease({"q": ["ü", 1.5, None]}), NOWHERE)
+    assert outcome.reward == 1.0, outcome.error
+
+
+async def test_a_worker_that_writes_nonsense_is_not_believed(lease: Leases) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        reply = json.dumps({"reward": 1.0}).encode()
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, len(reply).to_bytes(4, "big") + reply)
+            except OSError:
+                continue
+        return 0.0
+
+    async with runner_of(agent) as runner:
+        outcome = await runner.run(lease(), NOWHERE)
+    assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
+    assert "sent no outcome" in outcome.error
+
+
+async def test_an_agent_that_cannot_travel_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(RunnerError, match=r"cannot be sent to a worker process.*runner='inline'"):
+        ProcessRunner(lambda task, llm: float(lock.locked()), RunnerConfig())
+    with pytest.raises(RunnerError, match="cannot be called"):
+        ProcessRunner("agent", RunnerConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"preload": ("no_such_module",)}, r"preloading module 'no_such_module' \(runner.preload\) failed"),
+        ({"adapters": ("nobody",)}, "installing the adapters failed"),
+    ],
+)
+async def test_what_makes_every_agent_impossible_is_an_error_at_the_start(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(RunnerError, match=says):
+        async with runner_of(misbehave, **settings):
+            pass
+
+
+async def test_it_must_be_started_and_can_be_started_again(lease: Leases) -> None:
+    runner = ProcessRunner(misbehave, RunnerConfig(concurrency=1))
+    with pytest.raises(RunnerError, match="has not been started"):
+        await runner.run(lease(), NOWHERE)
+    for _ in range(2):
+        await runner.start()
+        await runner.start()
+        assert (await runner.run(lease(), NOWHERE)).reward == 1.0
+        await runner.close()
+        await runner.close()
+
+
+def test_it_can_be_used_from_one_event_loop_after_another(lease: Leases) -> None:
+    runner = ProcessRunner(misbehave, RunnerConfig(concurrency=1))
+
+    async def once() -> list[Outcome]:
+        await runner.start()
+        try:
+            return await asyncio.gather(*(runner.run(lease(), NOWHERE) for _ in range(3)))
+        finally:
+            await runner.close()
+
+    for _ in range(2):
+        assert [outcome.reward for outcome in asyncio.run(once())] == [1.0] * 3
+
+
+def test_calls_are_recorded_with_the_answer_they_got() -> None:
+    with ChatServer(answer=lambda call: call.text[::-1]) as running:
+        body = {"messages": [{"role": "user", "content": "abc"}]}
+        reply = httpx.post(f"{running.llm().base_url}/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] == "cba"
+    assert isinstance(running.calls[0], Call)
