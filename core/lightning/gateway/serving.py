@@ -28,6 +28,14 @@ FILES = 65536
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ended = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Sleep until told to end; uvicorn's own loop wakes ten times a second for headers that are not sent here."""
+        await self.ended.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the process's signal handlers alone: they belong to whoever runs the loop."""
@@ -71,7 +79,7 @@ class Serving:
     async def stop(self) -> None:
         """Stop accepting, let calls in flight end, then cut off what is left."""
         if self._task is not None:
-            self._server.should_exit = True
+            self._server.ended.set()
             await self._task
             self._task = None
 

@@ -201,9 +201,10 @@ class FakeVLLM:
 
     async def _sample(self, job: Job) -> AsyncIterator[tuple[Generation, Token]]:
         """Produce tokens round robin over the choices, one at a time, standing still while paused."""
-        reply = job.generations[0].reply
-        if reply.delay:
-            await asyncio.sleep(reply.delay)
+        delay = max(item.reply.delay for item in job.generations)
+        pause = max(item.reply.token_delay for item in job.generations)
+        if delay:
+            await asyncio.sleep(delay)
         while not all(item.done for item in job.generations):
             for item in job.generations:
                 if item.done:
@@ -213,8 +214,8 @@ class FakeVLLM:
                 item.sampled += 1
                 item.done = item.sampled == len(item.tokens)
                 yield item, token
-            if reply.token_delay:
-                await asyncio.sleep(reply.token_delay)
+            if pause:
+                await asyncio.sleep(pause)
 
 
 class Writer:

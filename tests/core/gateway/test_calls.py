@@ -8,7 +8,6 @@ import json
 import httpx
 import openai
 import pytest
-
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import Caller, CallStatus, VersionRun
 

@@ -134,7 +134,7 @@ def choices_of(answer: Body) -> list[Body]:
     """The `choices` of an answer. Raises `UpstreamError` when it has none, which vLLM's always have."""
     choices = answer.get("choices")
     if not isinstance(choices, list):
-        raise UpstreamError("its answer has no 'choices'; is it a vLLM (or compatible) OpenAI server?")
+        raise UpstreamError("its answer is not shaped like vLLM's (it has no list of 'choices')")
     return choices
 
 

@@ -1,0 +1,263 @@
+"""Who may call, who is calling, and what a wrong request is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import httpx
+import jwt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.errors import ConfigError
+from lightning.gateway.body import read_object, write_object
+from lightning.gateway.identity import parse_caller
+from lightning.gateway.sampling import is_constrained
+from lightning.gateway.tokens import TokenSigner
+from lightning.types import Caller
+
+HI = [{"role": "user", "content": "hi there"}]
+OK = {"messages": HI}
+
+
+async def post(house, path: str = "/v1/chat/completions", **kwargs: object) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=house.gateway.url) as http:
+        return await http.post(path, **kwargs)
+
+
+def said(answer: httpx.Response) -> dict[str, str]:
+    error = answer.json()["error"]
+    assert set(error) >= {"message", "type", "code"}
+    return error
+
+
+def forged(rollout: str) -> str:
+    claims = {"aud": "lightning-gateway", "sub": rollout, "att": 1, "exp": time.time() + 100}
+    return jwt.encode(claims, b"x" * 32, algorithm="HS256")
+
+
+def unsigned(rollout: str) -> str:
+    claims = {"aud": "lightning-gateway", "sub": rollout, "att": 1, "exp": time.time() + 100}
+    return jwt.encode(claims, None, algorithm="none")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_no_token_is_a_401_with_the_cure(house, path):
+    answer = await post(house, path, json=OK)
+    assert answer.status_code == 401
+    assert said(answer)["code"] == "missing_token"
+    assert "llm.api_key" in said(answer)["message"]
+
+
+@pytest.mark.parametrize("make", [forged, unsigned, lambda _: "sk-123", lambda _: "a.b.c", lambda _: "x" * 10_000])
+async def test_foreign_tokens_are_a_401(house, make):
+    lease = await house.lease()
+    token = make(lease.rollout.id)
+    answer = await post(house, json=OK, headers={"authorization": f"Bearer {token}"})
+    assert answer.status_code == 401
+    assert "llm.api_key" in said(answer)["message"]
+    assert not house.fake.requests
+
+
+async def test_an_expired_token_is_a_401(house):
+    lease = await house.lease()
+    token = house.gateway.issue(lease.rollout.id, lease.attempt, ttl=-1)
+    answer = await post(house, json=OK, headers={"authorization": f"Bearer {token}"})
+    assert answer.status_code == 401
+    assert "gateway.token_ttl" in said(answer)["message"]
+
+
+async def test_a_token_expires_while_it_is_remembered(monkeypatch):
+    signer = TokenSigner(b"s" * 32)
+    token = signer.issue("r", 1, ttl=100)
+    assert signer.verify(token).rollout == "r"
+    later = time.time() + 200
+    monkeypatch.setattr(time, "time", lambda: later)
+    with pytest.raises(Exception, match="expired"):
+        signer.verify(token)
+
+
+def test_tokens_are_url_safe_and_of_one_secret():
+    token = TokenSigner(b"s" * 32).issue("rollout/ü 1", 3, ttl=10, sampling={"temperature": 0.5})
+    assert token.replace(".", "").replace("-", "").replace("_", "").isalnum()
+    claims = TokenSigner(b"s" * 32).verify(token)
+    assert (claims.rollout, claims.attempt, claims.sampling) == ("rollout/ü 1", 3, {"temperature": 0.5})
+    with pytest.raises(Exception, match="not one of this gateway"):
+        TokenSigner(b"t" * 32).verify(token)
+    with pytest.raises(ConfigError, match="signing secret"):
+        TokenSigner(b"short")
+
+
+async def test_header_wins_over_path_wins_over_key(house):
+    leases = [await house.lease() for _ in range(3)]
+    header, path, key = (house.gateway.issue(lease.rollout.id, lease.attempt) for lease in leases)
+    bearer = {"authorization": f"Bearer {key}"}
+    both = {**bearer, "x-lightning-rollout": header}
+    assert (await post(house, f"/r/{path}/v1/chat/completions", json=OK, headers=both)).status_code == 200
+    assert (await post(house, f"/r/{path}/v1/chat/completions", json=OK, headers=bearer)).status_code == 200
+    assert (await post(house, json=OK, headers=bearer)).status_code == 200
+    assert [len(await house.transitions(number)) for number in range(3)] == [1, 1, 1]
+
+
+async def test_a_bad_rollout_header_is_refused_even_with_a_good_key(house):
+    http = await house.http()
+    answer = await http.post("/chat/completions", json=OK, headers={"x-lightning-rollout": "nonsense"})
+    assert answer.status_code == 401
+
+
+async def test_a_token_opens_nothing_else(house):
+    http = await house.http()
+    for path in ("/embeddings", "/responses", "/rollouts", "/audio/speech"):
+        answer = await http.post(path, json={})
+        assert answer.status_code == 404
+        assert "POST /v1/chat/completions" in said(answer)["message"]
+    for path in ("/collective_rpc", "/pause", "/load_lora_adapter", "/"):
+        assert (await post(house, path, json={})).status_code == 404
+    assert not house.fake.requests
+
+
+async def test_the_token_is_not_repeated_in_errors(house):
+    llm = await house.llm()
+    answer = await post(house, f"/r/{llm.api_key}/v1/nothing", json={})
+    assert answer.status_code == 404
+    assert llm.api_key not in answer.text
+
+
+async def test_wrong_method(house):
+    http = await house.http()
+    answer = await http.get("/chat/completions")
+    assert answer.status_code == 405
+    assert "POST /v1/chat/completions" in said(answer)["message"]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_too_large_is_a_413(build, declared):
+    house = await build(max_body_bytes=2000)
+    http = await house.http()
+    payload = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()
+
+    async def pieces():
+        yield payload
+
+    answer = await http.post("/chat/completions", content=payload if declared else pieces())
+    assert answer.status_code == 413
+    assert "gateway.max_body_bytes" in said(answer)["message"]
+    assert (await http.post("/chat/completions", json=OK)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("payload", "named"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "JSON object"),
+        (b"", "not JSON"),
+        (b"{}", "messages"),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": "hi"}', "messages"),
+        (b'{"messages": [{}], "stream": "yes"}', "stream"),
+        (b'{"messages": [{}], "n": 0}', "'n'"),
+        (b'{"messages": [{}], "n": "3"}', "'n'"),
+        (b'{"messages": [{}], "stream": true, "stream_options": 3}', "stream_options"),
+        (b'{"messages": [{}], "stream_options": {}}', "stream_options"),
+    ],
+)
+async def test_bad_requests_are_a_422_that_names_the_field(house, payload, named):
+    http = await house.http()
+    answer = await http.post("/chat/completions", content=payload)
+    assert answer.status_code == 422
+    assert named in said(answer)["message"]
+    assert not house.fake.requests
+
+
+async def test_a_missing_prompt_is_a_422(house):
+    http = await house.http()
+    answer = await http.post("/completions", json={"prompt": ""})
+    assert answer.status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("header", "model", "expected"),
+    [
+        (None, "policy", Caller("agent")),
+        (None, None, Caller("agent")),
+        (None, "policy:writer", Caller("writer")),
+        (None, "gpt-4o:writer", Caller("agent")),
+        (b'{"agent": "a"}', "policy:writer", Caller("a")),
+        (
+            b'{"agent":"a","path":["sql","a"],"span_id":"1","parent_id":"2","framework":"raw"}',
+            "policy",
+            Caller("a", ("sql", "a"), "1", "2", "raw"),
+        ),
+        (b"nonsense", "policy:writer", Caller("writer")),
+        (b'{"agent": 3}', "policy", Caller("agent")),
+        (b'{"agent": "a", "path": [1]}', "policy", Caller("agent")),
+        (b'{"agent": "' + b"a" * 9000 + b'"}', "policy", Caller("agent")),
+    ],
+)
+async def test_who_is_calling(house, header, model, expected):
+    http = await house.http()
+    headers = {} if header is None else {"x-lightning-caller": header}
+    answer = await http.post("/chat/completions", json={**OK, "model": model}, headers=headers)
+    assert answer.status_code == 200
+    (step,) = await house.transitions()
+    assert step.caller == expected
+
+
+@given(st.binary(max_size=60))
+def test_any_caller_header_is_read_or_refused_in_a_known_way(value):
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        assert parse_caller(value).agent
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4))
+def test_bodies_survive_the_gateway(body):
+    assert json.loads(write_object(read_object(json.dumps(body).encode()))) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, False),
+        ({"temperature": 0.3, "top_p": 1.0, "top_k": -1, "min_p": 0, "stop": ["x"], "seed": 3, "max_tokens": 4}, False),
+        ({"response_format": {"type": "text"}, "tools": [{"function": {"name": "f"}}], "tool_choice": "auto"}, False),
+        ({"temperature": 0}, True),
+        ({"top_p": 0.9}, True),
+        ({"top_k": 20}, True),
+        ({"min_p": 0.1}, True),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"min_tokens": 2}, True),
+        ({"logit_bias": {"4": 1}}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"structured_outputs": {"regex": "a"}}, True),
+        ({"guided_json": {}, "guided_regex": "a"}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, True),
+        ({"tools": [{"function": {"name": "f", "strict": True}}]}, True),
+        ({"tools": [{"function": {"name": "f", "strict": True}}], "tool_choice": "none"}, False),
+    ],
+)
+def test_constrained_calls_are_known(body, expected):
+    assert is_constrained(body) is expected
+
+
+async def test_constrained_is_recorded_with_the_overrides_applied(build):
+    house = await build(override_sampling={"top_p": 1.0})
+    http = await house.http()
+    await http.post("/chat/completions", json={**OK, "top_p": 0.5})
+    await http.post("/chat/completions", json={**OK, "top_k": 5})
+    assert [step.constrained for step in await house.transitions()] == [False, True]

@@ -1,0 +1,264 @@
+"""Clients that hang up, servers that die, stores that were ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import openai
+import pytest
+from lightning.config.models import GatewayConfig
+from lightning.errors import ConflictError, GatewayError
+from lightning.gateway import Gateway, Upstream
+from lightning.store.memory import MemoryStore
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.types import CallStatus, Outcome
+
+HI = [{"role": "user", "content": "hi there"}]
+SLOW = Reply("a b c d e f g h", token_delay=0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_a_client_that_leaves_a_stream_aborts_the_call(house):
+    house.fake.queue(Reply(SLOW.text * 50, token_delay=0.02))
+    client = await house.client()
+    stream = await client.chat.completions.create(model="policy", messages=HI, stream=True)
+    seen = 0
+    async for chunk in stream:
+        seen += bool(chunk.choices[0].delta.content)
+        if seen == 3:
+            break
+    await stream.close()
+    await house.until(lambda: house.fake.aborted)
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ABORTED
+    assert 3 <= len(step.response_ids) < 20
+    assert len(step.logprobs) == len(step.response_ids)
+    assert house.gateway.stats().aborted == 1
+    assert house.gateway.stats().in_flight == 0
+
+
+async def test_a_client_that_leaves_while_waiting_aborts_the_call(house):
+    house.fake.queue(Reply(delay=30))
+    client = await house.client(timeout=0.2)
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat.completions.create(model="policy", messages=HI)
+    await house.until(lambda: house.fake.aborted)
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ABORTED
+    assert not step.response_ids
+
+
+@pytest.mark.parametrize("die_after", [0, 2])
+async def test_a_server_that_dies_is_a_502(house, die_after):
+    house.fake.queue(Reply("a b c d", die_after=die_after))
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="broke off") as caught:
+        await client.chat.completions.create(model="policy", messages=HI)
+    assert caught.value.status_code == 502
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ERROR
+
+
+async def test_a_server_that_dies_in_a_stream_is_an_error_event(house):
+    house.fake.queue(Reply("a b c d", die_after=2))
+    client = await house.client()
+    stream = await client.chat.completions.create(model="policy", messages=HI, stream=True)
+    with pytest.raises(openai.APIError, match="broke off"):
+        _ = [chunk async for chunk in stream]
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ERROR
+    assert len(step.response_ids) <= 2
+    assert house.gateway.stats().error == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_silent_server_is_a_502(build, stream):
+    house = await build(upstream_timeout=0.3)
+    house.fake.queue(Reply("a b", delay=30))
+    client = await house.client()
+
+    async def ask() -> None:
+        answer = await client.chat.completions.create(model="policy", messages=HI, stream=stream)
+        _ = [chunk async for chunk in answer]
+
+    with pytest.raises(openai.APIError, match=r"gateway\.upstream_timeout"):
+        await ask()
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ERROR
+
+
+@pytest.mark.parametrize("raw", [b"<html>", b"[]", b'{"choices": 4}', b'{"choices": [{"token_ids": ["x"]}]}'])
+async def test_what_is_not_vllms_shape_is_a_502(house, raw):
+    house.fake.queue(Reply(raw=raw))
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="not shaped like vLLM"):
+        await client.chat.completions.create(model="policy", messages=HI)
+
+
+async def test_a_dead_server_is_left_for_a_living_one(build):
+    """Connect fails before anything was answered: another server takes the call, nothing is recorded twice."""
+    async with FakeVLLM() as alive:
+        dead = Upstream(f"http://127.0.0.1:{free_port()}", "tiny")
+        house = await build(upstreams=[dead, Upstream(alive.url, "tiny")])
+        for _ in range(8):
+            client = await house.client()
+            await client.chat.completions.create(model="policy", messages=HI)
+        assert len(alive.requests) == 8
+        assert [len(await house.transitions(number)) for number in range(8)] == [1] * 8
+
+
+async def test_rollouts_stick_to_a_server_and_spread_over_all(build):
+    async with FakeVLLM() as a, FakeVLLM() as b, FakeVLLM() as c:
+        fakes = [a, b, c]
+        house = await build(upstreams=[Upstream(fake.url, fake.model) for fake in fakes])
+        for _ in range(20):
+            client = await house.client()
+            before = [len(fake.requests) for fake in fakes]
+            for _ in range(3):
+                await client.chat.completions.create(model="policy", messages=HI)
+            grown = [len(fake.requests) - old for fake, old in zip(fakes, before, strict=True)]
+            assert sorted(grown) == [0, 0, 3]
+        assert all(fake.requests for fake in fakes)
+
+
+async def test_each_server_gets_its_own_model_name(build):
+    async with FakeVLLM(model="lora-7") as fake:
+        house = await build(upstreams=[Upstream(fake.url, "lora-7")])
+        client = await house.client()
+        await client.chat.completions.create(model="policy:writer", messages=HI)
+        assert fake.requests[0].body["model"] == "lora-7"
+
+
+async def test_requests_wait_for_a_restarted_server(build):
+    house = await build()
+    await house.fake.close()
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: not house.gateway._pool.healthy)
+    async with FakeVLLM(model="tiny") as other:
+        house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
+        await asking
+    assert len(await house.transitions()) == 1
+
+
+async def test_a_server_that_comes_back_at_its_address_is_found_by_the_health_check(build):
+    house = await build()
+    house.gateway._pool.check_every = 0.02
+    await house.fake.close()
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: not house.gateway._pool.healthy)
+    await house.fake.start()
+    await asking
+    assert len(await house.transitions()) == 1
+
+
+async def test_a_sick_server_gets_nothing(build):
+    async with FakeVLLM() as sick, FakeVLLM() as well:
+        house = await build(upstreams=[Upstream(sick.url, "tiny"), Upstream(well.url, "tiny")])
+        house.gateway._pool.check_every = 0.02
+        sick.healthy = False
+        await (await house.client()).models.list()  # health checks begin with the first request
+        await house.until(lambda: house.gateway._pool.healthy == 1)
+        for _ in range(5):
+            await (await house.client()).chat.completions.create(model="policy", messages=HI)
+        assert (len(sick.requests), len(well.requests)) == (0, 5)
+
+
+async def test_no_server_at_all_is_a_503_with_the_cure(build):
+    house = await build(upstreams=[Upstream(f"http://127.0.0.1:{free_port()}", "tiny")], hold_timeout=0.3)
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="policy server's log") as caught:
+        await client.chat.completions.create(model="policy", messages=HI)
+    assert caught.value.status_code == 503
+    assert await house.transitions() == []
+
+
+async def test_a_late_call_of_an_ended_attempt_is_a_409(house):
+    client = await house.client()
+    lease = house.leases[0]
+    await house.store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
+    with pytest.raises(openai.ConflictError, match="attempt of the rollout is over"):
+        await client.chat.completions.create(model="policy", messages=HI)
+    assert await house.transitions() == []
+
+
+async def test_a_second_gateway_goes_on_counting(build):
+    """Restart: the new gateway's numbers follow those in the store, and old tokens still work."""
+    house = await build()
+    llm = await house.llm()
+    await (await house.client(llm)).chat.completions.create(model="policy", messages=HI)
+    upstream = Upstream(house.fake.url, house.fake.model)
+    other = await build(store=house.store, upstreams=[upstream])
+    moved = type(llm)(f"{other.gateway.url}/v1", llm.api_key, llm.model)
+    await (await house.client(moved)).chat.completions.create(model="policy", messages=HI)
+    assert [step.seq for step in await house.transitions()] == [0, 1]
+
+
+async def test_taken_numbers_are_replaced(build):
+    """Two gateways over one store: both believe number 0 is free; one of them takes the next."""
+    house = await build()
+    llm = await house.llm()
+    other = await build(store=house.store, upstreams=[Upstream(house.fake.url, house.fake.model)])
+    moved = type(llm)(f"{other.gateway.url}/v1", llm.api_key, llm.model)
+    house.fake.queue(*[Reply("a b c", delay=0.1)] * 2)
+    clients = [await house.client(llm), await house.client(moved)]
+    await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for client in clients))
+    steps = await house.transitions()
+    assert [step.seq for step in steps] == [0, 1]
+    assert len({step.id for step in steps}) == 2
+
+
+class StubbornStore(MemoryStore):
+    """Every number is always taken."""
+
+    async def append(self, transitions):
+        raise ConflictError("taken")
+
+
+async def test_endless_conflicts_are_a_503(build):
+    house = await build(store=StubbornStore())
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="taken"):
+        await client.chat.completions.create(model="policy", messages=HI)
+
+
+async def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        gateway = Gateway(MemoryStore(), [Upstream("http://x", "m")], GatewayConfig(port=port), secret=b"s" * 32)
+        with pytest.raises(GatewayError, match=rf"port {port} on 127.0.0.1 is in use .*gateway\.port"):
+            await gateway.start()
+
+
+async def test_bad_upstreams_are_named():
+    with pytest.raises(GatewayError, match="no policy server"):
+        Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32)
+    with pytest.raises(GatewayError, match="localhost:8000"):
+        Gateway(MemoryStore(), [Upstream("localhost:8000", "m")], GatewayConfig(), secret=b"s" * 32)
+
+
+async def test_closing_lets_calls_end(build):
+    house = await build()
+    house.fake.queue(Reply("late", delay=0.5))
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: house.fake.requests)
+    await house.gateway.close()
+    assert (await asking).choices[0].message.content == "late"
+    await house.gateway.close()
+
+
+async def test_nothing_is_kept_for_finished_calls(house):
+    client = await house.client()
+    await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for _ in range(20)))
+    await house.until(lambda: not house.gateway.stats().in_flight)
+    assert not house.gateway._book._live

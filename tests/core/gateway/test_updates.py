@@ -1,0 +1,165 @@
+"""Weight updates: requests wait, and every token knows its version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.gateway.dialects import Capture
+from lightning.gateway.versions import LiveCall, VersionBook
+from lightning.policy_server.protocol import Update
+from lightning.testing.fake_vllm import Reply
+from lightning.types import VersionRun
+
+HI = [{"role": "user", "content": "hi there"}]
+TEN = Reply("a b c d e f g h i", token_delay=0.005)
+
+
+async def update(house, version: int) -> Update:
+    """What the trainer does: hold, freeze, update, account, go on."""
+    async with house.gateway.hold():
+        house.fake.pause()
+        await asyncio.sleep(0.02)
+        done = Update(version, house.fake.in_flight())
+        house.fake.resume()
+        house.gateway.policy_updated(done)
+    return done
+
+
+async def test_a_request_that_arrives_during_an_update_waits(house):
+    client = await house.client()
+    async with house.gateway.hold():
+        asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+        await house.until(lambda: house.gateway.stats().held == 1)
+        await asyncio.sleep(0.05)
+        assert not house.fake.requests
+        house.gateway.policy_updated(Update(1))
+    await asking
+    (step,) = await house.transitions()
+    assert step.versions == (VersionRun(0, 1),)
+
+
+async def test_holds_may_overlap(house):
+    client = await house.client()
+    outer, inner = house.gateway.hold(), house.gateway.hold()
+    await outer.__aenter__()
+    await inner.__aenter__()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await outer.__aexit__(None, None, None)
+    await asyncio.sleep(0.05)
+    assert not house.fake.requests
+    await inner.__aexit__(None, None, None)
+    await asking
+
+
+async def test_too_long_a_hold_is_a_503_with_the_cure(build):
+    house = await build(hold_timeout=0.1)
+    client = await house.client()
+    async with house.gateway.hold():
+        with pytest.raises(openai.InternalServerError, match=r"gateway\.hold_timeout") as caught:
+            await client.chat.completions.create(model="policy", messages=HI)
+    assert caught.value.status_code == 503
+    assert await house.transitions() == []
+
+
+async def test_a_client_that_leaves_during_a_hold_leaves_no_trace(house):
+    client = await house.client(timeout=0.1)
+    async with house.gateway.hold():
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="policy", messages=HI)
+        await house.until(lambda: not house.gateway.stats().held)
+    assert await house.transitions() == []
+    assert not house.fake.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_is_split_where_vllm_was_frozen(house, stream):
+    house.fake.queue(TEN)
+    client = await house.client()
+
+    async def ask() -> None:
+        answer = await client.chat.completions.create(model="policy", messages=HI, stream=stream)
+        if stream:
+            _ = [chunk async for chunk in answer]
+
+    asking = asyncio.create_task(ask())
+    await house.until(lambda: any(house.fake.in_flight().values()))
+    first = (await update(house, 1)).in_flight
+    second = (await update(house, 2)).in_flight
+    await asking
+    (step,) = await house.transitions()
+    (a,), (b,) = first.values(), second.values()
+    assert 0 < a <= b < len(step.response_ids)
+    middle = [VersionRun(a, 1)] if a < b else []
+    assert step.versions == (VersionRun(0, 0), *middle, VersionRun(b, 2))
+
+
+async def test_a_call_that_had_no_token_yet_is_wholly_new(house):
+    house.fake.queue(Reply("a b", delay=0.2))
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: house.fake.requests)
+    await update(house, 4)
+    await asking
+    (step,) = await house.transitions()
+    assert step.versions == (VersionRun(0, 4),)
+
+
+async def test_choices_are_split_each_by_itself(house):
+    house.fake.queue(Reply("a"), TEN)
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI, n=2))
+    await house.until(lambda: len(house.fake.in_flight()) == 1 and max(house.fake.in_flight().values()) >= 3)
+    done = await update(house, 1)
+    await asking
+    short, long = await house.transitions()
+    assert short.versions == (VersionRun(0, 0),)
+    assert long.versions == (VersionRun(0, 0), VersionRun(next(iter(done.in_flight.values())), 1))
+
+
+async def test_finished_calls_keep_their_version(house):
+    client = await house.client()
+    await client.chat.completions.create(model="policy", messages=HI)
+    await update(house, 1)
+    await client.chat.completions.create(model="policy", messages=HI)
+    assert [step.version for step in await house.transitions()] == [0, 1]
+
+
+@given(
+    length=st.integers(0, 30),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+)
+def test_runs_say_for_each_token_who_sampled_it(length, cuts):
+    """Against the plain definition: update k, frozen at n tokens, owns every token from n on until a later one does."""
+    cuts = sorted(cuts)
+    book = VersionBook(0)
+    call = LiveCall("x", 1, 0, Capture("chatcmpl-x"))
+    with book.track(call):
+        call.dispatch(0)
+        for number, tokens in enumerate(cuts, 1):
+            book.update(Update(number, {"x": tokens}))
+    runs = call.versions(0, length)
+    owner = [max([0, *(number for number, tokens in enumerate(cuts, 1) if tokens <= place)]) for place in range(length)]
+    said = [[run.version for run in runs if run.start <= place][-1] for place in range(length)]
+    assert said == owner
+    starts = [run.start for run in runs]
+    assert starts[0] == 0
+    assert starts == sorted(set(starts))
+    assert all(start < max(length, 1) for start in starts)
+
+
+async def test_any_number_of_requests_may_wait(house):
+    llm = await house.llm()
+    headers = {"authorization": f"Bearer {llm.api_key}"}
+    url = f"{llm.base_url}/chat/completions"
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as http:
+        async with house.gateway.hold():
+            calls = [asyncio.create_task(http.post(url, json={"messages": HI}, headers=headers)) for _ in range(200)]
+            await house.until(lambda: house.gateway.stats().held == 200)
+        answers = await asyncio.gather(*calls)
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(step.seq for step in await house.transitions()) == list(range(200))
