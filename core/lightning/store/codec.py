@@ -9,7 +9,7 @@ Layout of a blob, all integers little-endian:
     bytes 1-8    BLAKE2b-64 of the decoded content (see `content_digest`)
     varints      how many tokens are shared with the parent, further prompt ids, response ids, log-probabilities, bytes of `low`
     rest         two zstandard frames, `low` and `high`, of the further prompt ids and response ids (int32) and the
-                 log-probabilities (float32)
+                 log-probabilities (float32); nothing when there are none
 
 The parent of a call is an earlier call whose full tokens (prompt + response) begin as this prompt begins: the previous turn of
 the same agent, or a sibling of the group with the same system prompt. Only what comes after the shared prefix is stored.
@@ -133,7 +133,7 @@ def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
     prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
     shared = shared_prefix(prompt, parent)
     rest = prompt[shared * _ITEM :]
-    low, high = (_local.compressor.compress(planes) for planes in _to_planes(rest + response, logprobs))
+    low, high = (_local.compressor.compress(p) if p else b"" for p in _to_planes(rest + response, logprobs))
     counts = (shared, len(rest) // _ITEM, len(response) // _ITEM, len(logprobs) // _ITEM, len(low))
     return b"".join(
         (bytes((VERSION,)), content_digest(prompt, response, logprobs), *map(_to_varint, counts), low, high)
@@ -205,6 +205,10 @@ def _read_varints(blob: bytes, at: int, count: int) -> tuple[list[int], int]:
 
 def _decompress(frame: bytes, size: int) -> bytes:
     """Decompress exactly `size` bytes; the size is checked first, so that a damaged frame cannot ask for all memory."""
+    if not size:
+        if frame:
+            raise StoreError("token blob is corrupt: it has more than its header says")
+        return b""
     try:
         if zstandard.frame_content_size(frame) != size:
             raise StoreError("token blob is corrupt: its header and its compressed frame disagree about the size")

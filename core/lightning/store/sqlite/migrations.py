@@ -45,6 +45,7 @@ _FIRST: Final = (
         seconds REAL NOT NULL DEFAULT 0,
         trained_at_step INTEGER
     )""",
+    "CREATE INDEX rollouts_by_run ON rollouts (run, n)",
     "CREATE INDEX rollouts_by_status ON rollouts (run, status, n)",
     "CREATE INDEX rollouts_by_step ON rollouts (run, step, n)",
     "CREATE INDEX rollouts_by_group ON rollouts (run, group_id)",

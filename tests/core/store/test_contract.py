@@ -1,0 +1,585 @@
+"""What `lightning.store.protocol.Store` promises, for every store."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.store import Store
+from lightning.types import (
+    Caller,
+    CallStatus,
+    Fault,
+    Outcome,
+    Rollout,
+    Run,
+    Status,
+    StepRecord,
+    StepReward,
+    Task,
+    ToolEvent,
+    Transition,
+    VersionRun,
+    logprobs,
+    token_ids,
+)
+
+RolloutOf = Callable[..., Rollout]
+CallOf = Callable[..., Transition]
+INFRASTRUCTURE = Outcome(fault=Fault.INFRASTRUCTURE, error="node gone")
+
+
+@pytest.fixture
+async def leased(store: Store, rollout: RolloutOf) -> Store:
+    """A store whose rollout `a` runs its attempt 1 at worker `w`."""
+    await store.create_rollouts([rollout()])
+    assert [lease.attempt for lease in await store.lease("run", "w")] == [1]
+    return store
+
+
+# life -----------------------------------------------------------------------------------------------------------
+
+
+async def test_open_and_close_are_idempotent(make_store: Callable[[], Store]) -> None:
+    store = make_store()
+    await asyncio.gather(store.open(), store.open())
+    await store.put_state("run", "k", 1)
+    await store.open()
+    assert await store.get_state("run", "k") == 1
+    await store.close()
+    await store.close()
+    with pytest.raises(StoreError, match="not open"):
+        await store.get_state("run", "k")
+    await store.open()
+    await store.list_runs()
+    await store.close()
+
+
+async def test_use_before_open_says_so(make_store: Callable[[], Store]) -> None:
+    with pytest.raises(StoreError, match="not open"):
+        await make_store().list_runs()
+
+
+async def test_close_waits_for_what_is_queued(make_store: Callable[[], Store], rollout: RolloutOf) -> None:
+    store = make_store()
+    await store.open()
+    writes = [asyncio.ensure_future(store.create_rollouts([rollout(str(i))])) for i in range(50)]
+    await asyncio.sleep(0)
+    await store.close()
+    assert await asyncio.gather(*writes) == [1] * 50
+
+
+async def test_any_loop_of_any_thread_may_await(store: Store, rollout: RolloutOf) -> None:
+    def elsewhere(name: str) -> None:
+        created.append(asyncio.run(store.create_rollouts([rollout(name)])))
+
+    created: list[int] = []
+    threads = [threading.Thread(target=elsewhere, args=(f"t{i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    assert created == [1] * 4
+    assert len((await store.list_rollouts("run")).rollouts) == 4
+
+
+async def test_a_caller_that_gives_up_disturbs_nobody(store: Store, rollout: RolloutOf) -> None:
+    tasks = [asyncio.ensure_future(store.create_rollouts([rollout(str(i))])) for i in range(40)]
+    await asyncio.sleep(0)
+    for task in tasks[::2]:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    stored = {r.id for r in (await store.list_rollouts("run")).rollouts}
+    assert {str(i) for i in range(1, 40, 2)} <= stored
+
+
+# runs -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_run_is_created_once(store: Store) -> None:
+    first = await store.put_run(Run("r1", "one", {"model": "m", "nested": {"lr": 1e-6, "tags": ["a", None]}}))
+    assert first.created_at > 1e9
+    again = await store.put_run(Run("r1", "other name", {"model": "other"}))
+    assert again == first == await store.get_run("r1")
+    assert await store.get_run("nobody") is None
+
+
+async def test_runs_are_listed_newest_first(store: Store) -> None:
+    await store.put_run(Run("old", "old", created_at=1.0))
+    await store.put_run(Run("new", "new", created_at=4e9))
+    assert [run.id for run in await store.list_runs()] == ["new", "run", "old"]
+
+
+# creating and listing rollouts ----------------------------------------------------------------------------------
+
+
+async def test_a_rollout_is_created_once(store: Store, rollout: RolloutOf) -> None:
+    given = rollout("a", task=Task({"q": "π \ud800 \0"}, expected=[1.5, None], metadata={"k": "v"}), step=3, index=2)
+    assert await store.create_rollouts([given, rollout("b"), rollout("a")]) == 2
+    assert await store.create_rollouts([replace(given, step=9), rollout("c")]) == 1
+    assert await store.create_rollouts([]) == 0
+    assert await store.get_rollout("a") == given
+    assert await store.get_rollout("nobody") is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"status": Status.RUNNING}, {"attempt": 1}, {"reward": 1.0}, {"max_attempts": 0}], ids=str
+)
+async def test_only_new_rollouts_are_created(store: Store, rollout: RolloutOf, changes: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="'bad'"):
+        await store.create_rollouts([rollout("good"), rollout("bad", **changes)])
+    assert await store.get_rollout("good") is None
+
+
+async def test_a_task_that_is_not_json_is_named(store: Store, rollout: RolloutOf) -> None:
+    with pytest.raises(DataError, match="task 'odd' is not JSON"):
+        await store.create_rollouts([rollout("a", task=Task(object(), id="odd"))])  # type: ignore[arg-type]
+
+
+async def test_pages_run_through_everything_in_creation_order(store: Store, rollout: RolloutOf) -> None:
+    names = [f"r{i}" for i in (5, 3, 9, 1, 7, 2, 8)]
+    await store.create_rollouts([rollout(name) for name in names])
+    await store.create_rollouts([rollout("elsewhere", run="other")])
+    seen, cursor, pages = [], "", 0
+    while True:
+        page = await store.list_rollouts("run", cursor=cursor, limit=3)
+        seen += [r.id for r in page.rollouts]
+        pages += 1
+        cursor = page.cursor
+        if not cursor:
+            break
+    assert seen == names
+    assert pages == 3
+
+
+async def test_lists_are_filtered(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts(
+        [rollout("t0", step=0), rollout("t1", step=1), rollout("v1", step=1, split="val"), rollout("t2", step=1)]
+    )
+    await store.lease("run", "w", limit=2)
+
+    async def ids(**filters: object) -> list[str]:
+        return [r.id for r in (await store.list_rollouts("run", **filters)).rollouts]  # type: ignore[arg-type]
+
+    assert await ids(step=1) == ["t1", "v1", "t2"]
+    assert await ids(split="val") == ["v1"]
+    assert await ids(status=Status.RUNNING) == ["t0", "t1"]
+    assert await ids(split="train", step=1, status=Status.PENDING) == ["t2"]
+    assert await ids(step=7) == []
+
+
+async def test_bad_pages_are_refused(store: Store) -> None:
+    with pytest.raises(DataError, match="cursor"):
+        await store.list_rollouts("run", cursor="x")
+    with pytest.raises(DataError, match="limit"):
+        await store.list_rollouts("run", limit=0)
+
+
+# leases ---------------------------------------------------------------------------------------------------------
+
+
+async def test_leases_come_in_creation_order_and_once(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout(name) for name in "cab"])
+    first = await store.lease("run", "w1", limit=2, ttl=60)
+    second = await store.lease("run", "w2", limit=5, ttl=60)
+    assert [(x.rollout.id, x.worker, x.attempt) for x in first + second] == [("c", "w1", 1), ("a", "w1", 1), ("b", "w2", 1)]
+    assert await store.lease("run", "w3", limit=5) == []
+    assert await store.lease("other", "w3") == []
+    stored = await store.get_rollout("c")
+    assert stored == first[0].rollout
+    assert stored is not None
+    assert stored.status is Status.RUNNING
+
+
+async def test_lease_times_are_the_databases(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout()])
+    (lease,) = await store.lease("run", "w", ttl=100)
+    longer = await store.renew(lease, ttl=1000)
+    assert 800 < longer.expires_at - lease.expires_at < 1000
+    assert replace(longer, expires_at=lease.expires_at) == lease
+
+
+async def test_an_expired_lease_is_taken_over_and_its_holder_fenced(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=2)])
+    (lost,) = await store.lease("run", "w1", ttl=0)
+    await store.append([call(0)])  # nobody has taken over yet
+    (taken,) = await store.lease("run", "w2", ttl=60)
+    assert taken.attempt == 2
+    for late in (
+        store.renew(lost),
+        store.complete("a", 1, Outcome(reward=1.0)),
+        store.append([call(1)]),
+    ):
+        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place"):
+            await late
+    assert await store.append([call(0, attempt=2)]) == 1
+    assert (await store.complete("a", 2, Outcome(reward=0.5))).reward == 0.5
+
+
+async def test_an_expired_lease_can_be_renewed_until_it_is_taken(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout()])
+    (lease,) = await store.lease("run", "w1", ttl=0)
+    await store.renew(lease, ttl=60)
+    assert await store.lease("run", "w2") == []
+
+
+async def test_the_last_allowed_attempt_expires_into_failure(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=1), rollout("b")])
+    await store.lease("run", "w1", limit=1, ttl=0)
+    assert [x.rollout.id for x in await store.lease("run", "w2", limit=5)] == ["b"]
+    failed = await store.get_rollout("a")
+    assert failed is not None
+    assert (failed.status, failed.fault, failed.reward) == (Status.FAILED, Fault.INFRASTRUCTURE, None)
+    assert "'w1'" in failed.error
+    with pytest.raises(StaleAttemptError, match="it has ended"):
+        await store.complete("a", 1, Outcome(reward=1.0))
+
+
+async def test_only_the_holder_renews(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout()])
+    (lease,) = await store.lease("run", "w1")
+    with pytest.raises(StaleAttemptError, match="'w1'"):
+        await store.renew(replace(lease, worker="w2"))
+    await store.complete("a", 1, Outcome(reward=1.0))
+    with pytest.raises(StaleAttemptError, match="ended"):
+        await store.renew(lease)
+    with pytest.raises(StoreError, match="'nobody' is unknown"):
+        await store.renew(replace(lease, rollout=replace(lease.rollout, id="nobody")))
+
+
+async def test_release_gives_back_without_spending_the_retry(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=1), rollout("b"), rollout("c")])
+    await store.lease("run", "w1", limit=2)
+    await store.lease("run", "w2")
+    assert await store.release("w1") == 2
+    assert await store.release("w1") == 0
+    for late in (store.append([call(0)]), store.complete("a", 1, Outcome(reward=1.0))):
+        with pytest.raises(StaleAttemptError):
+            await late
+    again = await store.lease("run", "w3", limit=5)
+    assert [(x.rollout.id, x.attempt) for x in again] == [("a", 2), ("b", 2)]
+    assert (await store.complete("a", 2, INFRASTRUCTURE)).status is Status.FAILED
+
+
+@pytest.mark.parametrize("asked", [{"ttl": math.nan}, {"ttl": -1.0}, {"limit": -1}, {"worker": ""}], ids=str)
+async def test_impossible_leases_are_refused(store: Store, asked: dict[str, object]) -> None:
+    with pytest.raises(DataError):
+        await store.lease(**{"run": "run", "worker": "w", **asked})  # type: ignore[arg-type]
+
+
+# outcomes -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
+    events = (
+        ToolEvent("search", "ok", "c1", {"q": ["\ud800", 1]}, "out\0", "", Caller("a", ("r", "a"), "s", "p", "raw"), 2.5),
+        ToolEvent("run", "error", error="boom"),
+    )
+    steps = (StepReward(0.25, "format", "call-0", 3.0), StepReward(-1.0))
+    outcome = Outcome(reward=0.999, rewards={"a": 1, "b": -0.1}, seconds=2.5, tool_events=events, step_rewards=steps)
+    done = await leased.complete("a", 1, outcome)
+    assert (done.status, done.reward, dict(done.rewards), done.seconds) == (
+        Status.SUCCEEDED,
+        0.999,
+        {"a": 1.0, "b": -0.1},
+        2.5,
+    )
+    assert done == await leased.get_rollout("a")
+    assert await leased.tool_events("a") == list(events)
+    assert await leased.step_rewards("a", 1) == list(steps)
+    assert await leased.tool_events("a", 2) == []
+
+
+async def test_repeating_an_outcome_changes_nothing_and_contradicting_it_is_refused(leased: Store) -> None:
+    done = await leased.complete("a", 1, Outcome(reward=1.0, seconds=3.0))
+    assert await leased.complete("a", 1, Outcome(reward=1, seconds=3)) == done
+    for other in (Outcome(reward=0.0, seconds=3.0), Outcome(reward=1.0, seconds=3.0, step_rewards=(StepReward(1.0),))):
+        with pytest.raises(StaleAttemptError, match="ended"):
+            await leased.complete("a", 1, other)
+    assert await leased.get_rollout("a") == done
+    assert await leased.lease("run", "w2") == []
+
+
+async def test_infrastructure_faults_are_retried_then_fail(leased: Store) -> None:
+    pending = await leased.complete("a", 1, INFRASTRUCTURE)
+    assert (pending.status, pending.fault, pending.error) == (Status.PENDING, Fault.INFRASTRUCTURE, "node gone")
+    assert await leased.complete("a", 1, INFRASTRUCTURE) == pending
+    (lease,) = await leased.lease("run", "w")
+    assert (lease.attempt, lease.rollout.fault, lease.rollout.error) == (2, None, "")
+    assert lease.rollout == await leased.get_rollout("a")
+    # the answer to the first call was lost, and it is sent once more while attempt 2 runs: a no-op
+    assert (await leased.complete("a", 1, INFRASTRUCTURE)).attempt == 2
+    failed = await leased.complete("a", 2, INFRASTRUCTURE)
+    assert (failed.status, failed.reward) == (Status.FAILED, None)
+
+
+@pytest.mark.parametrize("fault", [Fault.AGENT, Fault.TIMEOUT])
+async def test_the_agents_own_faults_are_final(leased: Store, fault: Fault) -> None:
+    failed = await leased.complete("a", 1, Outcome(fault=fault, error="bad \udcff bytes"))
+    assert (failed.status, failed.fault, failed.reward) == (Status.FAILED, fault, None)
+    assert failed.error == "bad \\udcff bytes"
+    assert await leased.lease("run", "w2") == []
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(reward=math.nan),
+        Outcome(reward=math.inf),
+        Outcome(reward="1"),  # type: ignore[arg-type]
+        Outcome(reward=1.0, rewards={"x": -math.inf}),
+        Outcome(reward=1.0, step_rewards=(StepReward(math.nan),)),
+        Outcome(),
+        Outcome(reward=1.0, fault=Fault.AGENT),
+    ],
+    ids=str,
+)
+async def test_impossible_outcomes_are_refused(leased: Store, outcome: Outcome) -> None:
+    with pytest.raises(DataError):
+        await leased.complete("a", 1, outcome)
+    running = await leased.get_rollout("a")
+    assert running is not None
+    assert running.status is Status.RUNNING
+
+
+async def test_unknown_rollouts_and_future_attempts_are_refused(leased: Store, call: CallOf) -> None:
+    with pytest.raises(StoreError, match="'nobody' is unknown"):
+        await leased.complete("nobody", 1, Outcome(reward=1.0))
+    with pytest.raises(StoreError, match="'nobody' is unknown"):
+        await leased.append([call(rollout="nobody")])
+    for read in (leased.transitions("nobody"), leased.transitions_of([("nobody", 1)]), leased.tool_events("nobody")):
+        with pytest.raises(StoreError, match="'nobody' is unknown"):
+            await read
+    with pytest.raises(StaleAttemptError, match="it has not begun"):
+        await leased.complete("a", 2, Outcome(reward=1.0))
+
+
+# transitions ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> None:
+    given = [
+        call(0, range(500), range(600, 700)),
+        call(
+            1,
+            [*range(500), *range(600, 700), 1, 2],
+            [-5, 2**31 - 1],
+            logprobs=logprobs([-math.inf, 0.1]),
+            caller=Caller("b", ("x", "b"), "s", "p", "langchain"),
+            versions=(VersionRun(0, 3), VersionRun(1, 4)),
+            status=CallStatus.ABORTED,
+            finish_reason="abort",
+            choice=2,
+            temperature=0.7,
+            constrained=True,
+            started_at=1.7e9 + 0.123456,
+            ended_at=1.7e9 + 1.5,
+        ),
+        call(2, (), (), logprobs=logprobs(), status=CallStatus.ERROR, caller=Caller("")),
+    ]
+    assert await leased.append(given) == 3
+    found = await leased.transitions("a")
+    assert found == given
+    assert [(t.prompt_ids.typecode, t.response_ids.typecode, t.logprobs.typecode) for t in found] == [("i", "i", "f")] * 3
+
+
+async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: Store, call: CallOf) -> None:
+    nan = call(0, logprobs=logprobs([math.nan, -1.0]))
+    assert await leased.append([nan]) == 1
+    assert await leased.append([nan, call(1), call(1)]) == 1
+    for other in (
+        replace(nan, response_ids=token_ids([4, 6])),
+        replace(nan, logprobs=logprobs([math.nan, -1.5])),
+        replace(nan, versions=(VersionRun(0, 1),)),
+        replace(nan, id="other"),
+        replace(nan, caller=Caller("other")),
+    ):
+        with pytest.raises(ConflictError, match=r"\('a', 1, 0\)"):
+            await leased.append([call(7), other])
+    assert [t.seq for t in await leased.transitions("a")] == [0, 1]
+
+
+async def test_nothing_is_added_to_an_ended_attempt_but_repeats_are_harmless(leased: Store, call: CallOf) -> None:
+    await leased.append([call(0)])
+    await leased.complete("a", 1, Outcome(reward=1.0))
+    assert await leased.append([call(0)]) == 0
+    with pytest.raises(StaleAttemptError, match="ended"):
+        await leased.append([call(1)])
+
+
+async def test_nothing_is_added_before_the_first_lease(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await store.create_rollouts([rollout()])
+    for attempt in (0, 1):
+        with pytest.raises(StaleAttemptError):
+            await store.append([call(0, attempt=attempt)])
+
+
+async def test_seq_orders_calls_whenever_they_arrive(leased: Store, call: CallOf) -> None:
+    assert await leased.next_seq("a", 1) == 0
+    turns = [call(i, range(10 * (i + 1))) for i in range(4)]
+    for i in (2, 0, 3, 1):
+        await leased.append([turns[i]])
+    assert await leased.transitions("a") == turns
+    assert await leased.next_seq("a", 1) == 4
+    assert await leased.next_seq("a", 2) == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": math.nan},
+        {"started_at": math.inf},
+        {"seq": -1},
+        {"prompt_ids": [1, 2]},
+        {"logprobs": token_ids([1])},
+        {"seq": 2**70},
+        {"id": "\ud800"},
+    ],
+    ids=str,
+)
+async def test_impossible_transitions_are_refused(leased: Store, call: CallOf, changes: dict[str, object]) -> None:
+    with pytest.raises(DataError):
+        await leased.append([replace(call(0), **changes)])  # type: ignore[arg-type]
+    assert await leased.append([call(0)]) == 1
+
+
+async def test_attempts_do_not_mix(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=3)])
+    await store.lease("run", "w")
+    await store.append([call(0, [1, 2]), call(1, [1, 2, 3])])
+    await store.complete("a", 1, INFRASTRUCTURE)
+    await store.lease("run", "w")
+    assert await store.transitions("a") == []
+    second = call(0, [1, 2, 9], attempt=2)
+    await store.append([second])
+    assert await store.transitions("a") == [second]
+    assert [len(x) for x in await store.transitions_of([("a", 2), ("a", 1), ("a", 3), ("a", 2)])] == [1, 2, 0, 1]
+
+
+async def test_groups_and_interleaved_agents_come_back_exactly(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    """Sub-agents take turns, siblings share their prompts, choices of one call share everything: whatever is stored against
+    whatever, each call comes back as it was."""
+    rollouts = [rollout(f"r{i}", index=i) for i in range(4)]
+    await store.create_rollouts(rollouts)
+    await store.lease("run", "w", limit=4)
+    written: dict[str, list[Transition]] = {}
+    for i, name in enumerate(r.id for r in rollouts):
+        a, b, calls = list(range(300)), list(range(1000, 1200)), []
+        for seq in range(0, 9, 3):
+            for offset, context in ((0, a), (1, b), (2, b)):  # the third is another choice of the second's prompt
+                answer = [i * 1000 + seq * 10 + offset] * 20
+                calls.append(call(seq + offset, list(context), answer, rollout=name))
+            a += list(calls[-3].response_ids) + [7, 7]
+            b += list(calls[-1].response_ids) + [8, 8]
+        written[name] = calls
+    await asyncio.gather(*(store.append([c]) for calls in written.values() for c in calls))
+    found = await store.transitions_of([(name, 1) for name in written])
+    assert found == list(written.values())
+
+
+# steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def trained(store: Store, rollout: RolloutOf) -> Store:
+    """A store with succeeded rollouts `a` and `b`, failed `f`, and running `p`."""
+    await store.create_rollouts([rollout(name) for name in "abfp"])
+    await store.lease("run", "w", limit=4)
+    await store.complete("a", 1, Outcome(reward=1.0))
+    await store.complete("b", 1, Outcome(reward=0.0))
+    await store.complete("f", 1, Outcome(fault=Fault.AGENT))
+    return store
+
+
+def record(step: int = 0, rollouts: tuple[tuple[str, int], ...] = (("a", 1), ("b", 1)), **changes: object) -> StepRecord:
+    fields: dict[str, object] = {
+        "run": "run",
+        "step": step,
+        "policy_version": step + 1,
+        "rollouts": rollouts,
+        "digests": ("d1", "d2"),
+        "digest": f"digest-{step}",
+        "checkpoint": "ckpt",
+        "metrics": {"loss": 0.5},
+        "at": 5.0,
+        **changes,
+    }
+    return StepRecord(**fields)  # type: ignore[arg-type]
+
+
+async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> None:
+    await trained.commit_step(record())
+    await trained.commit_step(record())
+    assert await trained.list_steps("run") == [record()]
+    marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).rollouts]
+    assert marks == [("a", 0), ("b", 0), ("f", None), ("p", None)]
+    with pytest.raises(ConflictError, match="step 0"):
+        await trained.commit_step(record(digest="other"))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "error"),
+    [
+        ((("a", 1), ("f", 1)), StaleAttemptError),
+        ((("a", 1), ("p", 1)), StaleAttemptError),
+        ((("a", 1), ("b", 2)), StaleAttemptError),
+        ((("a", 1), ("a", 1)), ConflictError),
+        ((("a", 1), ("nobody", 1)), StoreError),
+    ],
+    ids=str,
+)
+async def test_a_step_with_one_wrong_rollout_changes_nothing(
+    trained: Store, rollouts: tuple[tuple[str, int], ...], error: type[StoreError]
+) -> None:
+    with pytest.raises(error):
+        await trained.commit_step(record(rollouts=rollouts))
+    assert await trained.list_steps("run") == []
+    untouched = await trained.get_rollout("a")
+    assert untouched is not None
+    assert untouched.trained_at_step is None
+
+
+async def test_a_rollout_enters_one_step_only(trained: Store) -> None:
+    await trained.commit_step(record(0, (("a", 1),)))
+    with pytest.raises(ConflictError, match="step 0 trained it"):
+        await trained.commit_step(record(1, (("b", 1), ("a", 1))))
+    await trained.commit_step(record(1, (("b", 1),), at=0.0))
+    steps = await trained.list_steps("run")
+    assert [step.step for step in steps] == [0, 1]
+    assert steps[1].at > 1e9
+
+
+async def test_a_step_trains_rollouts_of_its_run_only(trained: Store) -> None:
+    with pytest.raises(StoreError, match="belongs to run 'run'"):
+        await trained.commit_step(record(run="other"))
+
+
+# metrics and state ----------------------------------------------------------------------------------------------
+
+
+async def test_metrics_merge_by_step(store: Store) -> None:
+    await store.log_metrics("run", 2, {"loss": 1.0, "reward": 0.5})
+    await store.log_metrics("run", 1, {"loss": math.nan, "gap": -math.inf})
+    await store.log_metrics("run", 2, {"loss": 2.0, "tokens": 10})
+    await store.log_metrics("other", 1, {"x": 1.0})
+    first, second = await store.metrics("run")
+    assert (first.step, second.step) == (1, 2)
+    assert math.isnan(first.values["loss"])
+    assert first.values["gap"] == -math.inf
+    assert second.values == {"loss": 2.0, "reward": 0.5, "tokens": 10.0}
+    assert second.at > 1e9
+
+
+async def test_state_is_replaced(store: Store) -> None:
+    assert await store.get_state("run", "secret") is None
+    await store.put_state("run", "secret", {"k": [1, "x", None]})
+    await store.put_state("run", "secret", "new")
+    await store.put_state("other", "secret", False)
+    assert await store.get_state("run", "secret") == "new"
+    assert await store.get_state("other", "secret") is False
+    with pytest.raises(DataError, match="'secret' is not JSON"):
+        await store.put_state("run", "secret", b"bytes")  # type: ignore[arg-type]
