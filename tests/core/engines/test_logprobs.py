@@ -1,0 +1,131 @@
+"""Logprobs and losses against the model's own logits, computed the slow way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning.batch.sample import Sample
+from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.logprobs import _LogprobEntropy, token_logprobs
+from lightning.engines.torch.rows import plan
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+
+
+def slow_logprobs(folder: Path, sample: Sample) -> np.ndarray:
+    """Every token from a forward pass of its own prefix."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    values = [float("nan")]
+    with torch.no_grad():
+        for place in range(1, len(sample)):
+            logits = model(input_ids=torch.tensor(sample.ids[None, :place].astype(np.int64))).logits[0, -1]
+            values.append(float(torch.log_softmax(logits / sample.temperature, -1)[int(sample.ids[place])]))
+    return np.array(values)
+
+
+def test_padded_rows_have_the_models_own_logprobs(
+    model: Path, open_engine: Callable[..., TorchEngine], make_row: Callable[..., Sample]
+) -> None:
+    rows = [make_row(5, [], seed=1), make_row(17, [], seed=2, temperature=0.7), make_row(1, []), make_row(9, [], seed=3)]
+    for engine in (open_engine(), open_engine(tokens_per_microbatch=1)):
+        for row, values in zip(rows, engine.logprobs(rows), strict=True):
+            assert values.dtype == np.float32
+            np.testing.assert_allclose(values, slow_logprobs(model, row), atol=2e-5)
+
+
+def test_loss_and_entropy_are_those_of_a_slow_loop(
+    model: Path, open_engine: Callable[..., TorchEngine], make_row: Callable[..., Sample]
+) -> None:
+    row = make_row(12, [(3, 6, 1.5, 0.1), (9, 12, -0.5, 0.2)], logprob=-4.0)
+    logprobs = slow_logprobs(model, row)
+    expected = 0.0
+    for place in np.flatnonzero(row.weights):
+        ratio = float(np.exp(logprobs[place] + 4.0))
+        advantage = float(row.advantages[place])
+        expected -= float(row.weights[place]) * min(ratio * advantage, float(np.clip(ratio, 0.8, 1.28)) * advantage)
+    metrics = open_engine().step([row], ClippedPolicyGradient()).metrics
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["max_logprob_gap"] == pytest.approx(np.nanmax(np.abs(logprobs + 4.0)[row.weights != 0]), rel=1e-4)
+    assert metrics["mean_logprob_gap"] == pytest.approx(np.abs(logprobs + 4.0)[row.weights != 0].mean(), rel=1e-4)
+    assert metrics["tokens"] == metrics["tokens_compared"] == 6
+
+
+def test_gradients_of_logprob_and_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3])
+    assert torch.autograd.gradcheck(lambda scores: _LogprobEntropy.apply(scores, targets), (logits,))
+
+
+def test_masked_logits_have_finite_entropy() -> None:
+    logits = torch.tensor([[1.0, 2.0, -float("inf")]])
+    logprobs, entropy = _LogprobEntropy.apply(logits, torch.tensor([1]))
+    p = torch.tensor([1.0, 2.0]).softmax(-1)
+    assert entropy.item() == pytest.approx(float(-(p * p.log()).sum()))
+    assert logprobs.item() == pytest.approx(float(p[1].log()))
+
+
+@pytest.mark.parametrize("chunk", [1, 21, 1000])
+def test_chunks_change_nothing(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(5, 7, dtype=torch.float64)
+    hidden = torch.randn(9, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets, temperatures = torch.arange(9) % 7, torch.linspace(0.5, 1.5, 9)
+    logprobs, entropy = token_logprobs(hidden, targets, temperatures, layer, 7, chunk_elements=chunk)
+    table = torch.log_softmax(layer(hidden) / temperatures[:, None].double(), -1)
+    expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    torch.testing.assert_close((logprobs, entropy), expected)
+    ours = torch.autograd.grad((logprobs - 0.1 * entropy).sum(), [hidden, layer.weight])
+    theirs = torch.autograd.grad((expected[0] - 0.1 * expected[1]).sum(), [hidden, layer.weight])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_plan_fits_the_budget_and_covers_every_row() -> None:
+    lengths = [7, 3, 100, 3, 50, 1, 8]
+    batches = plan(lengths, 100)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= 100
+    assert plan([], 100) == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "extra"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0, "head_dim": 16, "query_pre_attn_scalar": 16}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 4.0}),
+        ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}),
+    ],
+)
+def test_other_families_and_their_output_layers(
+    architecture: str,
+    extra: dict[str, object],
+    tmp_path: Path,
+    open_engine: Callable[..., TorchEngine],
+    make_row: Callable[..., Sample],
+) -> None:
+    sizes: dict[str, object] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+    if architecture == "gpt2":
+        sizes = {}
+    config = AutoConfig.for_model(
+        architecture, vocab_size=320, initializer_range=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **extra
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    row = make_row(12, [(6, 12, 1.0, 0.5)])
+    engine = open_engine(tmp_path)
+    np.testing.assert_allclose(engine.logprobs([row])[0], slow_logprobs(tmp_path, row), atol=1e-4)
+    assert engine.step([row], ClippedPolicyGradient()).metrics["grad_norm"] > 0
