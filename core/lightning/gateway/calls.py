@@ -109,7 +109,8 @@ class CallEndpoint:
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature, constrained
         request_id = uuid.uuid4().hex
-        live = LiveCall(request_id, plan.choices, self._book.current, Capture(self._dialect.id_prefix + request_id))
+        capture = Capture(self._dialect.id_prefix + request_id)
+        live = LiveCall(request_id, plan.choices, plan.n, self._book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
         return Call(self._dialect, plan, ticket, live, forwarded_headers(scope))
 
@@ -117,6 +118,7 @@ class CallEndpoint:
         try:
             with Watch(receive), self._book.track(call.live):
                 answer = await self._ask(call, send)
+                await self._forwarder.settle()
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
             await self._record_failure(call, CallStatus.ERROR)

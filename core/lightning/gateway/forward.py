@@ -99,6 +99,10 @@ class Forwarder:
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
 
+    async def settle(self) -> None:
+        """Wait until no update is under way, so that a call which ended during one knows its tokens' versions."""
+        await self._gate.settle()
+
     async def models(self, rollout: str) -> bytes:
         """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
         slot = await self.pool.pick(rollout)

@@ -1,14 +1,14 @@
 """The gate that a weight update closes: requests that arrive meanwhile wait instead of failing.
 
-The invariant: while a hold is open nothing new is sent to a policy server; when the last hold ends everything that
-waited goes on, in the order it came.
+The invariant: while a hold is active nothing new is sent to a policy server, and no call that ends meanwhile is recorded
+before its tokens' versions are known; when the last hold ends everything that waited goes on, in the order it came.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning.gateway.errors import RefusalError
 
@@ -28,7 +28,7 @@ class Gate:
         """Whether a hold is active."""
         return self._holds > 0
 
-    @contextmanager
+    @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Close the gate for the length of the block. Holds may overlap."""
         self._holds += 1
@@ -46,9 +46,7 @@ class Gate:
             return
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._timeout):
-                while not self._open.is_set():  # another hold may have begun before this one woke up
-                    await self._open.wait()
+            await self._until_open()
         except TimeoutError:
             raise RefusalError(
                 503,
@@ -59,3 +57,14 @@ class Gate:
             ) from None
         finally:
             self.waiting -= 1
+
+    async def settle(self) -> None:
+        """Wait for the same, but go on after the timeout: for calls that are past vLLM already."""
+        if not self._open.is_set():
+            with contextlib.suppress(TimeoutError):
+                await self._until_open()
+
+    async def _until_open(self) -> None:
+        async with asyncio.timeout(self._timeout):
+            while not self._open.is_set():  # another hold may have begun before this one woke up
+                await self._open.wait()

@@ -17,13 +17,15 @@ from lightning.types import VersionRun
 
 @dataclass(slots=True, eq=False)
 class LiveCall:
-    """A call that vLLM may still be sampling. `seen` is how many tokens of each choice had come before the last hold.
+    """A call that vLLM may still be sampling.
 
-    `request_id` is what was sent as `X-Request-Id`; `sent` says that it reached a server.
+    `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
+    says that it reached a server, `seen` how many tokens of each choice had come before the last hold.
     """
 
     request_id: str
     choices: int
+    n: int
     base: int
     capture: Capture
     runs: dict[int, list[VersionRun]] = field(default_factory=dict)
@@ -43,9 +45,12 @@ class LiveCall:
             return (VersionRun(0, self.base),)
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
-    def key(self, choice: int) -> str:
-        """How `Update.in_flight` names this choice."""
-        return self.request_id if self.choices == 1 else f"{choice}_{self.request_id}"
+    def key(self, index: int) -> str:
+        """How `Update.in_flight` names a choice (the inverse of `policy_server.request_ids.client_key`)."""
+        prompt, choice = divmod(index, self.n)
+        if self.n == 1:
+            return self.request_id if prompt == 0 else f"{prompt}_{self.request_id}"
+        return f"{choice}_{self.request_id}" + (f"-{prompt}" if prompt else "")
 
     def split(self, choice: int, tokens: int, version: int) -> None:
         """From response token `tokens` on, `choice` is sampled by `version`."""
@@ -79,15 +84,14 @@ class VersionBook:
     def update(self, update: Update) -> None:
         """Split the calls in flight at the tokens the old weights had sampled.
 
-        A choice that is missing from `in_flight` although vLLM had begun it (tokens of it had been seen, or a sibling
-        is in flight, and siblings begin together) was finished before the update: all of it is the old version's.
+        A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
+        unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
         """
         self.current = update.version
         for call in self._live:
             if not call.sent:
                 continue
-            tokens = [update.in_flight.get(call.key(index)) for index in range(call.choices)]
-            begun = any(count is not None for count in tokens)
-            for index, count in enumerate(tokens):
-                if count is not None or not (begun or call.seen.get(index)):
-                    call.split(index, count or 0, update.version)
+            for index in range(call.choices):
+                tokens = update.in_flight.get(call.key(index))
+                if tokens is not None or not call.seen.get(index):
+                    call.split(index, tokens or 0, update.version)

@@ -80,13 +80,8 @@ class FakeVLLM:
         self._running.set()
 
     def in_flight(self) -> dict[str, int]:
-        """Tokens sampled so far by each unfinished choice, keyed as `Update.in_flight` is."""
-        return {
-            job.request.request_id if job.n == 1 else f"{item.index}_{job.request.request_id}": item.sampled
-            for job in self._jobs
-            for item in job.generations
-            if not item.done
-        }
+        """Tokens sampled so far by each choice of the requests not answered yet, keyed as `Update.in_flight` is."""
+        return {job.key(item.index): item.sampled for job in self._jobs for item in job.generations}
 
     async def start(self) -> None:
         """Listen on the loopback address."""

@@ -106,6 +106,12 @@ class Job:
         """How many choices it has."""
         return len(self.generations)
 
+    def key(self, index: int) -> str:
+        """How a policy server names this choice in `Update.in_flight` (one prompt, or one choice for each)."""
+        request_id = self.request.request_id
+        several = self.n > 1 if len(self.prompts) == 1 else index > 0
+        return f"{index}_{request_id}" if several else request_id
+
 
 class Shape:
     """What differs between chat and completions."""

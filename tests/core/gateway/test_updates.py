@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning.gateway.dialects import Capture
 from lightning.gateway.versions import LiveCall, VersionBook
 from lightning.policy_server.protocol import Update
+from lightning.policy_server.request_ids import client_key
 from lightning.testing.fake_vllm import Reply
 from lightning.types import VersionRun
 
@@ -113,12 +114,49 @@ async def test_choices_are_split_each_by_itself(house):
     house.fake.queue(Reply("a"), TEN)
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI, n=2))
-    await house.until(lambda: len(house.fake.in_flight()) == 1 and max(house.fake.in_flight().values()) >= 3)
+    await house.until(lambda: max([0, *house.fake.in_flight().values()]) >= 3)
     done = await update(house, 1)
     await asking
     short, long = await house.transitions()
+    frozen = {key[:2]: tokens for key, tokens in done.in_flight.items()}
+    assert frozen["0_"] == len(short.response_ids)
     assert short.versions == (VersionRun(0, 0),)
-    assert long.versions == (VersionRun(0, 0), VersionRun(next(iter(done.in_flight.values())), 1))
+    assert long.versions == (VersionRun(0, 0), VersionRun(frozen["1_"], 1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_ends_between_resume_and_the_account_is_split_too(house, stream):
+    """The server probes after resuming; a call may end meanwhile, and its last tokens are the new version's."""
+    house.fake.queue(TEN)
+    http = await house.http()
+    asking = asyncio.create_task(http.post("/chat/completions", json={"messages": HI, "stream": stream}))
+    await house.until(lambda: max([0, *house.fake.in_flight().values()]) >= 3)
+    async with house.gateway.hold():
+        house.fake.pause()
+        await asyncio.sleep(0.02)
+        done = Update(1, house.fake.in_flight())
+        house.fake.resume()
+        await house.until(lambda: not house.fake.in_flight())
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        house.gateway.policy_updated(done)
+    assert (await asking).status_code == 200
+    (step,) = await house.transitions()
+    assert step.versions == (VersionRun(0, 0), VersionRun(next(iter(done.in_flight.values())), 1))
+
+
+@pytest.mark.parametrize(("n", "prompts"), [(1, 1), (3, 1), (1, 3), (2, 3)])
+def test_choices_are_named_as_the_policy_server_names_them(n, prompts):
+    """Round trip through the policy server's own reading of vLLM's engine ids."""
+    call = LiveCall("abc123", n * prompts, n, 0, Capture("x"))
+    for prefix, with_prompt in (("chatcmpl-", False), ("cmpl-", True)):
+        if prompts > 1 and not with_prompt:
+            continue
+        for index in range(n * prompts):
+            prompt, choice = divmod(index, n)
+            name = f"{prefix}abc123" + (f"-{prompt}" if with_prompt else "") + "-0a1b2c3d"
+            engine_id = f"{choice}_{name}" if n > 1 else name
+            assert client_key(engine_id) == call.key(index)
 
 
 async def test_finished_calls_keep_their_version(house):
@@ -137,7 +175,7 @@ def test_runs_say_for_each_token_who_sampled_it(length, cuts):
     """Against the plain definition: update k, frozen at n tokens, owns every token from n on until a later one does."""
     cuts = sorted(cuts)
     book = VersionBook(0)
-    call = LiveCall("x", 1, 0, Capture("chatcmpl-x"))
+    call = LiveCall("x", 1, 1, 0, Capture("chatcmpl-x"))
     with book.track(call):
         call.dispatch(0)
         for number, tokens in enumerate(cuts, 1):

@@ -19,13 +19,14 @@ from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 class Plan:
     """A request as it goes to vLLM, and what of the answer is the agent's.
 
-    `choices` is how many completions the answer has (`n` times the prompts). `keep_ids` and `keep_logprobs` say that
+    `choices` is how many completions the answer has: `n` for each prompt. `keep_ids` and `keep_logprobs` say that
     the agent asked for these itself.
     """
 
     body: Body
     stream: bool
     choices: int
+    n: int
     keep_ids: bool
     keep_logprobs: bool
     temperature: float = 1.0

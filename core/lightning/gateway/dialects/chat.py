@@ -31,7 +31,7 @@ class Chat:
         if not isinstance(messages, list) or not messages:
             raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
         stream, n = check_common(body)
-        plan = Plan(body, stream, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
+        plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
         body["return_token_ids"] = True
         if not plan.keep_logprobs and not body.get("top_logprobs"):
             body["logprobs"], body["top_logprobs"] = True, 0

@@ -34,7 +34,7 @@ class Completions:
         stream, n = check_common(body)
         prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
         keep_logprobs = body.get("logprobs") is not None
-        plan = Plan(body, stream, n * prompts, bool(body.get("return_token_ids")), keep_logprobs)
+        plan = Plan(body, stream, n * prompts, n, bool(body.get("return_token_ids")), keep_logprobs)
         if not body.get("echo"):
             body["return_token_ids"] = True
             if not keep_logprobs and not body.get("logprob_token_ids"):
