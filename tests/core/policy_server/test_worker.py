@@ -1,0 +1,101 @@
+"""The worker extension against small stand-ins for vLLM's worker; the real one is in test_vllm.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.policy_server.worker import WorkerExtension
+
+
+class Worker:
+    """As vLLM makes it: the extension is appended behind the worker's own class."""
+
+    def __init__(self, runner: Any) -> None:
+        self.model_runner = runner
+        self.executed: list[object] = []
+
+    def execute_model(self, scheduler_output: object) -> str:
+        self.executed.append(scheduler_output)
+        for request_id in getattr(scheduler_output, "finished_req_ids", ()):
+            self.model_runner.requests.pop(request_id, None)
+        return "output"
+
+
+class Extended(Worker, WorkerExtension):
+    pass
+
+
+def v1(**counts: int) -> SimpleNamespace:
+    return SimpleNamespace(requests={rid: SimpleNamespace(output_token_ids=[0] * n) for rid, n in counts.items()})
+
+
+def step(finished: set[str] = frozenset(), preempted: set[str] | None = None) -> Any:  # type: ignore[assignment]
+    return SimpleNamespace(finished_req_ids=finished, preempted_req_ids=preempted)
+
+
+def test_attach_starts_at_version_zero_and_keeps_what_it_has() -> None:
+    worker = Extended(v1())
+    assert worker.lightning_attach()["version"] == 0
+    assert worker.lightning_set_version("5") == {"version": 5}
+    assert worker.lightning_attach()["version"] == 5
+
+
+def test_in_flight_counts_what_runs_and_what_has_left() -> None:
+    worker = Extended(v1(a=3, b=0, c=9))
+    worker.lightning_attach()
+    worker.lightning_attach()
+    assert worker.execute_model(step({"c"})) == "output"
+    assert len(worker.executed) == 1
+    assert worker.lightning_in_flight()["counts"] == {"a": 3, "b": 0, "c": 9}
+    worker.lightning_set_version("1")
+    assert worker.lightning_in_flight()["counts"] == {"a": 3, "b": 0}
+
+
+def test_a_preempted_request_that_goes_on_counts_what_it_has_now() -> None:
+    worker = Extended(v1(a=3))
+    worker.lightning_attach()
+    worker.execute_model(step(preempted={"a"}))
+    worker.model_runner.requests["a"].output_token_ids.append(0)
+    assert worker.lightning_in_flight()["counts"] == {"a": 4}
+
+
+def test_only_the_last_departures_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerExtension, "_LIGHTNING_REMEMBERED", 2)
+    worker = Extended(v1(a=1, b=2, c=3))
+    worker.lightning_attach()
+    for name in "abc":
+        worker.execute_model(step({name}))
+    assert worker.lightning_in_flight()["counts"] == {"b": 2, "c": 3}
+
+
+def test_the_v2_runners_rows_are_read() -> None:
+    states = SimpleNamespace(
+        req_id_to_index={"a": 1}, total_len=SimpleNamespace(gpu=[0, 25]), prompt_len=SimpleNamespace(np=[0, 20])
+    )
+    worker = Extended(SimpleNamespace(req_states=states))
+    worker.lightning_attach()
+    assert worker.lightning_in_flight()["counts"] == {"a": 5}
+
+
+def test_errors_are_answers_not_exceptions() -> None:
+    worker = Extended(SimpleNamespace())
+    worker.lightning_attach()
+    assert "does not know the request states" in str(worker.lightning_in_flight()["error"])
+    assert "error" in worker.lightning_load("/nowhere")
+    assert worker.lightning_attach()["version"] is None
+
+
+@pytest.mark.parametrize(("setting", "randomized"), [(None, True), ("0", True), ("1", False)])
+def test_whether_ids_carry_vllms_digits(monkeypatch: pytest.MonkeyPatch, setting: str | None, randomized: bool) -> None:
+    monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", setting)
+    worker = Extended(v1())
+    worker.lightning_attach()
+    assert worker.lightning_in_flight()["randomized"] is randomized
+
+
+def test_every_public_name_has_the_prefix() -> None:
+    assert all(name.lstrip("_").lower().startswith("lightning_") for name in dir(WorkerExtension) if name[:2] != "__")
