@@ -24,7 +24,7 @@ def audit(
     """Prove what was trained: exit code 1 when an id, logprob, reward, version or the order is not as it was."""
     url, run_id = locate(run, runs)
     report = asyncio.run(_audit(url, run_id))
-    console = Console()
+    console = Console(soft_wrap=True)
     if as_json:
         console.print_json(json.dumps(dataclasses.asdict(report)))
     else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import orjson
@@ -48,6 +49,16 @@ def fail(text: str) -> None:
     from rich.text import Text
 
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (text, "red")))
+
+
+@contextmanager
+def stoppable(how_to_go_on: str) -> Iterator[None]:
+    """Turn Ctrl-C into one line that says how to go on, and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(f"stopped; nothing that was recorded is lost. Go on with: {how_to_go_on}")
+        raise typer.Exit(130) from None
 
 
 def escape(text: str) -> str:

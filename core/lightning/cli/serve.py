@@ -44,4 +44,7 @@ def serve(
             console.print(f"model: {llm.model}", highlight=False)
             await serve_until(serving, seconds)
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        console.print("stopped", highlight=False)

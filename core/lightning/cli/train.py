@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lightning.cli.output import stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.runner.protocol import Agent
@@ -54,7 +55,8 @@ def train(
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
     from lightning.cli.report import show_summary, write_report
 
-    summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
+    with stoppable(f"the same command with --out {trainer.out} --resume"):
+        summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
     console.print(f"Report: {trainer.out / 'report.json'}   Model: {trainer.out / 'model'}", highlight=False)
