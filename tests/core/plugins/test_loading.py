@@ -1,0 +1,173 @@
+"""Plugins are found by entry point; a broken one is named and costs the others nothing."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from lightning.errors import PluginError
+from lightning.plugins import KINDS, Plugins
+
+CREDIT = """
+from lightning import hookimpl
+
+def zero(*args):
+    return []
+
+@hookimpl
+def register_credits(register):
+    register({name!r}, zero)
+"""
+
+
+def info(plugins: Plugins, name: str):
+    return next(item for item in plugins.plugins() if item.name == name)
+
+
+def test_a_strangers_plugin_is_ten_lines(install) -> None:
+    install("stranger", {"stranger": "stranger_plugin"}, {"stranger_plugin": CREDIT.format(name="zero")})
+    plugins = Plugins()
+    assert plugins.credit("zero") is sys.modules["stranger_plugin"].zero
+    found = info(plugins, "stranger")
+    assert (found.distribution, found.version, found.state) == ("stranger", "1.0", "loaded")
+    assert found.hooks == ("register_credits",)
+
+
+def test_first_party_plugins_load_by_entry_point() -> None:
+    plugins = Plugins()
+    assert {"memory", "sqlite"} <= set(plugins.names("stores"))
+    assert {"jsonl", "tensorboard"} <= set(plugins.names("trackers"))
+    assert {"inline", "process"} <= set(plugins.names("runners"))
+    assert {item.distribution for item in plugins.plugins()} >= {"lightning"}
+
+
+def test_nothing_is_looked_for_before_the_first_question(install) -> None:
+    plugins = Plugins()
+    install("late", {"late": "late_plugin"}, {"late_plugin": CREDIT.format(name="late")})
+    assert "late" in plugins.names("credits")
+
+
+def test_an_object_can_be_a_plugin(install) -> None:
+    source = "from lightning import hookimpl\nclass P:\n    @hookimpl\n    def register_credits(self, register): register('of', len)\np = P()"
+    install("objects", {"objects": "objects_plugin:p"}, {"objects_plugin": source})
+    assert Plugins().credit("of") is len
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import no_such_module_xyz", "ModuleNotFoundError: No module named 'no_such_module_xyz'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def (:", "SyntaxError"),
+        (
+            "from lightning import hookimpl\n@hookimpl\ndef register_credit(register): pass",
+            "it implements 'register_credit', which is no hook; did you mean 'register_credits'?",
+        ),
+        (
+            "from lightning import hookimpl\n@hookimpl\ndef register_credits(registrar): pass",
+            "its register_credits takes 'registrar'; the hook is register_credits(register)",
+        ),
+        (
+            "from lightning import hookimpl\n@hookimpl(wrapper=True)\ndef lightning_identify(): return (yield)",
+            "its lightning_identify is a wrapper",
+        ),
+        ("def lightning_identify(): return None", "put @lightning.hookimpl above it"),
+        (
+            "from lightning import hookimpl\n@hookimpl\ndef register_credits(register): register('x', 3)",
+            "register_credits wants register(name, function), not register('x', 3)",
+        ),
+        (
+            "from lightning import hookimpl\n@hookimpl\ndef register_credits(register): raise OSError('no disk')",
+            "OSError: no disk",
+        ),
+        (
+            "from lightning import MissingExtraError\nraise MissingExtraError('torch', 'torch')",
+            "pip install 'lightning[torch]<1'",
+        ),
+    ],
+)
+def test_a_broken_plugin_is_named_and_costs_the_others_nothing(install, warnings_of, source: str, said: str) -> None:
+    install("broken", {"broken": "broken_plugin"}, {"broken_plugin": source})
+    install("sound", {"sound": "sound_plugin"}, {"sound_plugin": CREDIT.format(name="sound")})
+    plugins = Plugins()
+    assert "sound" in plugins.names("credits")
+    found = info(plugins, "broken")
+    assert found.state == "broken"
+    assert said in found.error
+    assert any("'broken' (broken 1.0)" in line and said in line for line in warnings_of())
+    with pytest.raises(PluginError, match="which might have it, is broken") as caught:
+        plugins.credit("wanted")
+    assert said in str(caught.value)
+
+
+def test_a_broken_plugin_leaves_nothing_registered(install) -> None:
+    source = "from lightning import hookimpl\n@hookimpl\ndef register_credits(register):\n    register('half', len)\n    1 / 0\n@hookimpl\ndef step_finished(record): raise AssertionError('called')"
+    install("half", {"half": "half_plugin"}, {"half_plugin": source})
+    plugins = Plugins()
+    assert "half" not in plugins.names("credits")
+    assert plugins.hook.step_finished(record=None) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_name_says_what_is_known(install, kind: str) -> None:
+    source = f"from lightning import hookimpl\n@hookimpl\ndef register_{kind}(register): register('quibble', len)"
+    install("known", {"known": "known_plugin"}, {"known_plugin": source})
+    with pytest.raises(PluginError, match=r"did you mean 'quibble'\? Known: .*quibble"):
+        Plugins().get(kind, "quibbel")
+
+
+def test_two_plugins_with_one_name_are_both_named(install) -> None:
+    install("first", {"first": "first_plugin"}, {"first_plugin": CREDIT.format(name="twin")})
+    install("second", {"second": "second_plugin"}, {"second_plugin": CREDIT.format(name="twin")})
+    plugins = Plugins()
+    with pytest.raises(PluginError, match=r"two plugins register the credit 'twin': 'first' \(first 1.0\) and 'second'"):
+        plugins.credit("twin")
+
+
+def test_disabling_one_of_two_settles_the_quarrel(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("first", {"first": "first_plugin"}, {"first_plugin": CREDIT.format(name="twin")})
+    install("second", {"second": "second_plugin"}, {"second_plugin": CREDIT.format(name="twin")})
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "other, first")
+    plugins = Plugins()
+    assert plugins.credit("twin") is sys.modules["second_plugin"].zero
+    assert info(plugins, "first").state == "disabled"
+    assert "first_plugin" not in sys.modules
+
+
+def test_two_distributions_with_one_plugin_name_are_both_named(install) -> None:
+    install("one", {"same": "one_plugin"}, {"one_plugin": CREDIT.format(name="one")})
+    install("two", {"same": "two_plugin"}, {"two_plugin": CREDIT.format(name="two")})
+    plugins = Plugins()
+    (broken,) = [item for item in plugins.plugins() if item.state == "broken"]
+    assert "has the same name" in broken.error
+    assert {"one", "two"} == {broken.distribution, info(plugins, "same").distribution}
+    assert len({"one", "two"} & set(plugins.names("credits"))) == 1
+
+
+def test_a_misspelt_name_in_the_list_of_disabled_ones_is_said(install, monkeypatch, warnings_of) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "trakers")
+    assert "jsonl" in Plugins().names("trackers")
+    assert any("'trakers', which is not installed; did you mean 'trackers'?" in line for line in warnings_of())
+
+
+def test_an_observer_that_raises_does_not_hide_the_event_from_others(install, warnings_of) -> None:
+    install(
+        "bad", {"bad": "bad_plugin"}, {"bad_plugin": "from lightning import hookimpl\n@hookimpl\ndef step_finished(record): 1 / 0"}
+    )
+    good = "from lightning import hookimpl\nseen = []\n@hookimpl\ndef step_finished(record): seen.append(record)"
+    install("good", {"good": "good_plugin"}, {"good_plugin": good})
+    plugins = Plugins()
+    plugins.hook.step_finished(record="a record")
+    plugins.hook.step_finished(record="another")
+    assert sys.modules["good_plugin"].seen == ["a record", "another"]
+    assert "the plugin 'bad' failed in step_finished" in warnings_of()
+
+
+def test_stores_are_found_by_scheme(tmp_path) -> None:
+    plugins = Plugins()
+    assert type(plugins.store("memory://")).__name__ == "MemoryStore"
+    assert type(plugins.store(f"SQLITE:///{tmp_path / 'a.db'}")).__name__ == "SqliteStore"
+    with pytest.raises(PluginError, match=r"there is no store 'sqlit'; did you mean 'sqlite'\?"):
+        plugins.store("sqlit:///a.db")
+    with pytest.raises(PluginError, match=r"not a store's URL: it begins with memory://"):
+        plugins.store("runs/a.db")
