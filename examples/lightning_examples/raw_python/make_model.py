@@ -1,0 +1,136 @@
+"""Make the base model of this example from nothing: `python -m lightning_examples.raw_python.make_model OUT --seed 0`.
+
+Scripted demonstrators solve problems with the agent's own tools, badly enough that the model has much to learn by
+reinforcement, and a tiny Qwen3 learns to imitate them. The invariant: on one machine the folder follows from the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from lightning.types import Task
+
+from lightning_examples.raw_python.agent import MAX_CALLS, SYSTEM, TOOLS, calculate, grade, search
+from lightning_examples.raw_python.tasks import tasks
+from lightning_examples.recipe.chatml import Conversation, Message, build_tokenizer, encode, render, tool_call
+from lightning_examples.recipe.model import build, save, tiny_config
+from lightning_examples.recipe.pretrain import Plan, Stage, pretrain
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrator:
+    """How well someone solves problems; each field is a probability, taken at every step."""
+
+    right_operator: float
+    """Else they just add."""
+    right_number: float = 1.0
+    """Else they take some number of the problem."""
+    wrong_tool: float = 0.0
+    """They ask the search or the clock before they go on."""
+    guess: float = 0.0
+    """They answer before it is worked out."""
+    right_answer: float = 1.0
+    """Else their answer is some number of the problem."""
+
+
+CLEANER = Demonstrator(right_operator=0.6, wrong_tool=0.03, guess=0.05)
+NOISY = Demonstrator(right_operator=0.5, right_number=0.95, wrong_tool=0.1, guess=0.2, right_answer=0.95)
+CLEANER_SHARE = 0.85
+"""Cleaner demonstrations come first and teach to copy and to call tools; the noisy ones then make the model mediocre."""
+DEMONSTRATIONS = 4000
+
+
+def demonstrate(task: Task, who: Demonstrator, rng: random.Random) -> Conversation:
+    """One conversation; what the tools say is what the agent's tools say (the clock shows a time of the seed's choice)."""
+    value = cast(int, task.metadata["start"])
+    steps = list(cast(Sequence[tuple[str, int]], task.metadata["steps"]))
+    numbers = [value, cast(int, task.metadata["distractor"]), *(number for _, number in steps)]
+    messages: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.input}]
+    for turn in range(MAX_CALLS):
+        if not steps or rng.random() < who.guess:
+            if steps and rng.random() < 0.5:
+                value += rng.randint(-9, 30)
+            elif not steps and rng.random() >= who.right_answer:
+                value = rng.choice(numbers)
+            messages.append({"role": "assistant", "content": f"The answer is {value}."})
+            break
+        if rng.random() < who.wrong_tool:
+            name, arguments, result = _distraction(task, rng)
+        else:
+            operator, number = steps.pop(0)
+            operator = operator if rng.random() < who.right_operator else "+"
+            number = number if rng.random() < who.right_number else rng.choice(numbers)
+            name, arguments = "calculate", {"expression": f"{value} {operator} {number}"}
+            result = calculate(arguments["expression"])
+            value = int(result)
+        messages.append(tool_call(f"call-{turn}", name, arguments))
+        messages.append({"role": "tool", "tool_call_id": f"call-{turn}", "content": result})
+    return Conversation(messages, cast(Sequence[Message], TOOLS))
+
+
+def success(demonstrations: Sequence[Conversation], problems: Sequence[Task]) -> float:
+    """Share of demonstrations whose last message is the right answer."""
+    last = (conversation.messages[-1].get("content") for conversation in demonstrations)
+    return sum(grade(str(text), task) for text, task in zip(last, problems, strict=True)) / len(problems)
+
+
+def make(folder: Path, seed: int, plan: Plan) -> None:
+    """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
+    started = time.process_time()
+    rng = random.Random(f"demonstrations {seed}")  # noqa: S311 — reproducible, not secret
+    problems = tasks(DEMONSTRATIONS, seed=seed)
+    cut = round(len(problems) * CLEANER_SHARE)
+    cleaner = [demonstrate(task, CLEANER, rng) for task in problems[:cut]]
+    noisy = [demonstrate(task, NOISY, rng) for task in problems[cut:]]
+    log.info(
+        "demonstrators are right in %.2f and %.2f", success(cleaner, problems[:cut]), success(noisy, problems[cut:])
+    )
+
+    tokenizer = build_tokenizer(render(conversation) for conversation in [*cleaner, *noisy])
+    stages = [
+        Stage([encode(tokenizer, conversation) for conversation in cleaner], CLEANER_SHARE),
+        Stage([encode(tokenizer, conversation) for conversation in noisy], 1 - CLEANER_SHARE),
+    ]
+    model = build(tiny_config(tokenizer), seed)
+    log.info("%d tokens in the vocabulary, %d weights", len(tokenizer), model.num_parameters())
+
+    def report(step: int, loss: float) -> None:
+        if step % 250 == 0:
+            log.info("step %d: loss %.3f, %.0f s of CPU", step, loss, time.process_time() - started)
+
+    pretrain(model, stages, plan, report)
+    save(model, tokenizer, folder)
+
+
+def _distraction(task: Task, rng: random.Random) -> tuple[str, dict[str, str], str]:
+    if rng.random() < 0.5:
+        return "clock", {}, f"{rng.randrange(24):02}:{rng.randrange(60):02}"
+    name, _, _, thing = str(task.input).split()[:4]  # "Mia has 12 pens. ..."
+    query = f"{name} {thing.rstrip('.')}"
+    return "search", {"query": query}, search(query)
+
+
+def main() -> None:
+    """Read the command line and make the folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=Plan().steps)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    make(options.folder, options.seed, Plan(steps=options.steps, seed=options.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Train this folder's agent: `python -m lightning_examples.raw_python.train`."""
+
+from __future__ import annotations
+
+import lightning
+
+from lightning_examples.raw_python import MODEL
+from lightning_examples.raw_python.agent import agent
+from lightning_examples.raw_python.tasks import tasks, val_tasks
+
+
+def main() -> None:
+    """Some minutes on two cores; everything goes to `runs/`."""
+    trainer = lightning.Trainer(
+        MODEL,
+        lightning.LightningRL("grpo", group_size=8, normalization="token-mean"),
+        steps=30,
+        tasks_per_step=16,
+        lr=1e-3,
+    )
+    trainer.fit(agent, train=tasks(480, seed=0), val=val_tasks(200))
+
+
+if __name__ == "__main__":
+    main()
