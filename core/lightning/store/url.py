@@ -29,7 +29,7 @@ class StoreURL:
         for option in self.options:
             if option not in known:
                 near = difflib.get_close_matches(option, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ConfigError(
                     f"unknown option {option!r} in the {self.scheme} store URL{hint} Known: {', '.join(known) or 'none'}"
                 )

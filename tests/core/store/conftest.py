@@ -52,7 +52,13 @@ async def sqlite(tmp_path: Path) -> AsyncIterator[SqliteStore]:
 @pytest.fixture
 def rollout() -> Callable[..., Rollout]:
     def make(name: str = "a", **changes: object) -> Rollout:
-        fields: dict[str, object] = {"id": name, "run": "run", "task": Task({"question": name}), "group": "g", **changes}
+        fields: dict[str, object] = {
+            "id": name,
+            "run": "run",
+            "task": Task({"question": name}),
+            "group": "g",
+            **changes,
+        }
         return Rollout(**fields)  # type: ignore[arg-type]
 
     return make

@@ -20,7 +20,11 @@ TOKENS = st.builds(codec.Tokens, IDS, IDS, LOGPROBS)
 
 def same(left: codec.Tokens, right: codec.Tokens) -> bool:
     """Bit for bit: NaN equals itself, 0.0 does not equal -0.0."""
-    parts = ((left.prompt_ids, right.prompt_ids), (left.response_ids, right.response_ids), (left.logprobs, right.logprobs))
+    parts = (
+        (left.prompt_ids, right.prompt_ids),
+        (left.response_ids, right.response_ids),
+        (left.logprobs, right.logprobs),
+    )
     return all(a.typecode == b.typecode and a.tobytes() == b.tobytes() for a, b in parts)
 
 

@@ -186,7 +186,11 @@ async def test_leases_come_in_creation_order_and_once(store: Store, rollout: Rol
     await store.create_rollouts([rollout(name) for name in "cab"])
     first = await store.lease("run", "w1", limit=2, ttl=60)
     second = await store.lease("run", "w2", limit=5, ttl=60)
-    assert [(x.rollout.id, x.worker, x.attempt) for x in first + second] == [("c", "w1", 1), ("a", "w1", 1), ("b", "w2", 1)]
+    assert [(x.rollout.id, x.worker, x.attempt) for x in first + second] == [
+        ("c", "w1", 1),
+        ("a", "w1", 1),
+        ("b", "w2", 1),
+    ]
     assert await store.lease("run", "w3", limit=5) == []
     assert await store.lease("other", "w3") == []
     stored = await store.get_rollout("c")
@@ -203,7 +207,9 @@ async def test_lease_times_are_the_databases(store: Store, rollout: RolloutOf) -
     assert replace(longer, expires_at=lease.expires_at) == lease
 
 
-async def test_an_expired_lease_is_taken_over_and_its_holder_fenced(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+async def test_an_expired_lease_is_taken_over_and_its_holder_fenced(
+    store: Store, rollout: RolloutOf, call: CallOf
+) -> None:
     await store.create_rollouts([rollout(max_attempts=2)])
     (lost,) = await store.lease("run", "w1", ttl=0)
     await store.append([call(0)])  # nobody has taken over yet
@@ -276,7 +282,9 @@ async def test_impossible_leases_are_refused(store: Store, asked: dict[str, obje
 
 async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
     events = (
-        ToolEvent("search", "ok", "c1", {"q": ["\ud800", 1]}, "out\0", "", Caller("a", ("r", "a"), "s", "p", "raw"), 2.5),
+        ToolEvent(
+            "search", "ok", "c1", {"q": ["\ud800", 1]}, "out\0", "", Caller("a", ("r", "a"), "s", "p", "raw"), 2.5
+        ),
         ToolEvent("run", "error", error="boom"),
     )
     steps = (StepReward(0.25, "format", "call-0", 3.0), StepReward(-1.0))
@@ -384,7 +392,9 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
     assert await leased.append(given) == 3
     found = await leased.transitions("a")
     assert found == given
-    assert [(t.prompt_ids.typecode, t.response_ids.typecode, t.logprobs.typecode) for t in found] == [("i", "i", "f")] * 3
+    assert [(t.prompt_ids.typecode, t.response_ids.typecode, t.logprobs.typecode) for t in found] == [
+        ("i", "i", "f")
+    ] * 3
 
 
 async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: Store, call: CallOf) -> None:
@@ -473,8 +483,8 @@ async def test_groups_and_interleaved_agents_come_back_exactly(store: Store, rol
             for offset, context in ((0, a), (1, b), (2, b)):  # the third is another choice of the second's prompt
                 answer = [i * 1000 + seq * 10 + offset] * 20
                 calls.append(call(seq + offset, list(context), answer, rollout=name))
-            a += list(calls[-3].response_ids) + [7, 7]
-            b += list(calls[-1].response_ids) + [8, 8]
+            a += [*calls[-3].response_ids, 7, 7]
+            b += [*calls[-1].response_ids, 8, 8]
         written[name] = calls
     await asyncio.gather(*(store.append([c]) for calls in written.values() for c in calls))
     found = await store.transitions_of([(name, 1) for name in written])
@@ -495,7 +505,9 @@ async def trained(store: Store, rollout: RolloutOf) -> Store:
     return store
 
 
-def record(step: int = 0, rollouts: tuple[tuple[str, int], ...] = (("a", 1), ("b", 1)), **changes: object) -> StepRecord:
+def record(
+    step: int = 0, rollouts: tuple[tuple[str, int], ...] = (("a", 1), ("b", 1)), **changes: object
+) -> StepRecord:
     fields: dict[str, object] = {
         "run": "run",
         "step": step,

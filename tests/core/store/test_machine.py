@@ -1,0 +1,244 @@
+"""A store against a model of it: any order of leases, expiries, retries, duplicates, late writers, appends and commits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from lightning.errors import ConflictError, StaleAttemptError
+from lightning.store import Store
+from lightning.types import (
+    Fault,
+    Lease,
+    Outcome,
+    Rollout,
+    Run,
+    Status,
+    StepRecord,
+    StepReward,
+    Task,
+    Transition,
+    logprobs,
+    token_ids,
+)
+
+OUTCOMES = (
+    Outcome(reward=1.0),
+    Outcome(reward=0.0, step_rewards=(StepReward(0.5),)),
+    Outcome(fault=Fault.AGENT, error="raised"),
+    Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
+)
+WORKERS = ("w1", "w2")
+PROMPTS = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (1, 2, 9), tuple(range(50)))
+
+
+@dataclass
+class Model:
+    """What a rollout should be."""
+
+    id: str
+    group: str
+    max_attempts: int
+    status: Status = Status.PENDING
+    attempt: int = 0
+    spent: int = 0
+    worker: str = ""
+    expired: bool = False
+    reward: float | None = None
+    trained: int | None = None
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    calls: dict[tuple[int, int], Transition] = field(default_factory=dict)
+
+    def may_write(self, attempt: int) -> bool:
+        return self.status is Status.RUNNING and self.attempt == attempt
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`make_store` is set by the test that runs the machine."""
+
+    make_store: Callable[[], Store]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.store = type(self).make_store()
+        self.models: dict[str, Model] = {}
+        self.leases: list[Lease] = []
+        self.steps: list[StepRecord] = []
+
+    @initialize()
+    def begin(self) -> None:
+        self.runner.run(self.store.open())
+        self.runner.run(self.store.put_run(Run("run", "machine")))
+
+    def teardown(self) -> None:
+        self.runner.run(self.store.close())
+        self.runner.close()
+
+    def pick(self, data: st.DataObject) -> Model:
+        return self.models[data.draw(st.sampled_from(sorted(self.models)))]
+
+    @rule(count=st.integers(1, 3), max_attempts=st.integers(1, 2), group=st.sampled_from("gh"), again=st.booleans())
+    def create(self, count: int, max_attempts: int, group: str, again: bool) -> None:
+        first = 0 if again else len(self.models)
+        names = [f"r{first + i:03}" for i in range(count)]
+        rollouts = [Rollout(n, "run", Task(n), group, max_attempts=max_attempts) for n in names]
+        new = [r for r in rollouts if r.id not in self.models]
+        assert self.runner.run(self.store.create_rollouts(rollouts)) == len(new)
+        self.models |= {r.id: Model(r.id, group, max_attempts) for r in new}
+
+    @rule(worker=st.sampled_from(WORKERS), limit=st.integers(0, 3), short=st.booleans())
+    def lease(self, worker: str, limit: int, short: bool) -> None:
+        for model in self.models.values():
+            if model.status is Status.RUNNING and model.expired and model.spent >= model.max_attempts:
+                model.status = Status.FAILED
+        ready = [
+            m for m in self.models.values() if m.status is Status.PENDING or (m.status is Status.RUNNING and m.expired)
+        ]
+        found = self.runner.run(self.store.lease("run", worker, limit=limit, ttl=0 if short else 3600))
+        assert [x.rollout.id for x in found] == [m.id for m in ready[:limit]]
+        for held in found:
+            model = self.models[held.rollout.id]
+            model.status, model.worker, model.expired = Status.RUNNING, worker, short
+            model.attempt += 1
+            model.spent += 1
+            assert held.attempt == model.attempt
+        self.leases += found
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), short=st.booleans())
+    def renew(self, data: st.DataObject, short: bool) -> None:
+        held = data.draw(st.sampled_from(self.leases))
+        model = self.models[held.rollout.id]
+        try:
+            self.runner.run(self.store.renew(held, ttl=0 if short else 3600))
+        except StaleAttemptError:
+            assert not model.may_write(held.attempt)
+        else:
+            assert model.may_write(held.attempt)
+            model.expired = short
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), back=st.integers(-1, 1))
+    def complete(self, data: st.DataObject, outcome: Outcome, back: int) -> None:
+        model = self.pick(data)
+        attempt = model.attempt - back
+        try:
+            found = self.runner.run(self.store.complete(model.id, attempt, outcome))
+        except StaleAttemptError:
+            assert not model.may_write(attempt)
+            assert model.outcomes.get(attempt) != outcome
+            return
+        if model.outcomes.get(attempt) != outcome:
+            assert model.may_write(attempt)
+            model.outcomes[attempt] = outcome
+            model.reward = outcome.reward
+            retry = outcome.fault is Fault.INFRASTRUCTURE and model.spent < model.max_attempts
+            ended = Status.FAILED if outcome.reward is None else Status.SUCCEEDED
+            model.status = Status.PENDING if retry else ended
+        assert (found.status, found.reward) == (model.status, model.reward)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def release(self, worker: str) -> None:
+        held = [m for m in self.models.values() if m.status is Status.RUNNING and m.worker == worker]
+        assert self.runner.run(self.store.release(worker)) == len(held)
+        for model in held:
+            model.status = Status.PENDING
+            model.spent -= 1
+
+    @precondition(lambda self: self.models)
+    @rule(
+        data=st.data(),
+        back=st.integers(-1, 1),
+        calls=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(PROMPTS), st.integers(0, 1)), max_size=3),
+    )
+    def append(self, data: st.DataObject, back: int, calls: list[tuple[int, tuple[int, ...], int]]) -> None:
+        model = self.pick(data)
+        attempt = model.attempt - back
+        given = [
+            Transition(
+                model.id,
+                attempt,
+                seq,
+                f"c{seq}",
+                token_ids(prompt),
+                token_ids([choice, 8]),
+                logprobs([-0.5, float("-inf")]),
+            )
+            for seq, prompt, choice in calls
+        ]
+        stored, expected = dict(model.calls), None
+        for call in given:
+            known = stored.get((attempt, call.seq))
+            if known is None and not model.may_write(attempt):
+                expected = StaleAttemptError
+            elif known is not None and known != call:
+                expected = ConflictError
+            else:
+                stored[attempt, call.seq] = call
+                continue
+            break
+        if expected is not None:
+            with pytest.raises(expected):
+                self.runner.run(self.store.append(given))
+            return
+        assert self.runner.run(self.store.append(given)) == len(stored) - len(model.calls)
+        model.calls = stored
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), again=st.booleans())
+    def commit(self, data: st.DataObject, again: bool) -> None:
+        if again and self.steps:
+            self.runner.run(self.store.commit_step(data.draw(st.sampled_from(self.steps))))
+            return
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.models)), min_size=1, max_size=2, unique=True))
+        models = [self.models[name] for name in chosen]
+        step = len(self.steps)
+        rollouts = tuple((m.id, m.attempt) for m in models)
+        made = StepRecord("run", step, step, rollouts, ("d",) * len(models), f"digest {step}", at=1.0)
+        if all(m.status is Status.SUCCEEDED and m.trained is None for m in models):
+            self.runner.run(self.store.commit_step(made))
+            self.steps.append(made)
+            for model in models:
+                model.trained = step
+        else:
+            with pytest.raises((StaleAttemptError, ConflictError)):
+                self.runner.run(self.store.commit_step(made))
+
+    @invariant()
+    def the_store_is_the_model(self) -> None:
+        found = self.runner.run(self.store.list_rollouts("run")).rollouts if self.models else ()
+        assert [(r.id, r.status, r.attempt, r.reward, r.trained_at_step, r.max_attempts, r.group) for r in found] == [
+            (m.id, m.status, m.attempt, m.reward, m.trained, m.max_attempts, m.group) for m in self.models.values()
+        ]
+
+    @precondition(lambda self: self.models)
+    @invariant()
+    def every_call_is_there(self) -> None:
+        attempts = [(m.id, attempt) for m in self.models.values() for attempt in range(m.attempt + 1)]
+        found = self.runner.run(self.store.transitions_of(attempts))
+        for (name, attempt), calls in zip(attempts, found, strict=True):
+            mine = self.models[name].calls
+            assert calls == [mine[key] for key in sorted(mine) if key[0] == attempt]
+
+    @precondition(lambda self: self.steps)
+    @invariant()
+    def every_step_is_there(self) -> None:
+        assert self.runner.run(self.store.list_steps("run")) == self.steps
+
+
+def test_any_order_of_operations(make_store: Callable[[], Store]) -> None:
+    machine = type("Machine", (StoreMachine,), {"make_store": staticmethod(make_store)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

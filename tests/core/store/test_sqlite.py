@@ -1,0 +1,253 @@
+"""What is particular to SQLite: group commit, readers, how little space prompts take."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Self
+
+import pytest
+from lightning.errors import StoreError
+from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite import transitions as transition_ops
+from lightning.store.sqlite.connection import Transaction
+from lightning.store.sqlite.parents import Known, ParentCache, choose
+from lightning.types import Rollout, Run, Transition, token_ids
+
+CallOf = Callable[..., Transition]
+RolloutOf = Callable[..., Rollout]
+
+
+class Held:
+    """Keeps the writer busy, so that what is submitted meanwhile lands in one group."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        writer = store._writer
+        assert writer is not None
+        self.writer = writer
+        self.statements: list[str] = []
+
+    def __enter__(self) -> Self:
+        self.go, started = threading.Event(), threading.Event()
+
+        def wait(_: Transaction) -> None:
+            started.set()
+            assert self.go.wait(30)
+
+        self.first = self.writer.submit(wait)
+        assert started.wait(30)
+        self.writer._connection.set_trace_callback(self.statements.append)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+
+    def submit(self, operation: Callable[[Transaction], object]) -> Future[object]:
+        return self.writer.submit(operation)
+
+    @property
+    def commits(self) -> int:
+        return self.statements.count("COMMIT")
+
+
+def state(name: str) -> Callable[[Transaction], object]:
+    return lambda tx: tx.run("INSERT INTO state (run, name, value) VALUES ('run', ?, '1')", (name,))
+
+
+def fail(tx: Transaction) -> object:
+    state("never")(tx)
+    raise KeyError("mine")
+
+
+# group commit ---------------------------------------------------------------------------------------------------
+
+
+async def test_operations_that_wait_together_are_committed_together(sqlite: SqliteStore) -> None:
+    with Held(sqlite) as held:
+        futures = [held.submit(state(f"k{i}")) for i in range(100)]
+    assert [future.result(30) for future in futures] == [1] * 100
+    assert held.commits == 1
+
+
+async def test_one_failing_operation_fails_only_its_caller(sqlite: SqliteStore) -> None:
+    with Held(sqlite) as held:
+        before, bad, again, after = (held.submit(op) for op in (state("a"), fail, state("a"), state("b")))
+    assert before.result(30) == 1
+    assert isinstance(bad.exception(30), KeyError)
+    assert isinstance(again.exception(30), StoreError)
+    assert after.result(30) == 1
+    assert held.commits == 1
+    assert [await sqlite.get_state("run", name) for name in ("a", "b", "never")] == [1, 1, None]
+
+
+async def test_a_lost_transaction_is_done_again_one_by_one(sqlite: SqliteStore) -> None:
+    def lose(tx: Transaction) -> object:
+        tx.run("ROLLBACK")  # as SQLite itself does when it runs out of space or memory
+        raise sqlite3.OperationalError("lost")
+
+    with Held(sqlite) as held:
+        before, bad, after = (held.submit(op) for op in (state("a"), lose, state("b")))
+    assert before.result(30) == 1
+    assert isinstance(bad.exception(30), StoreError)
+    assert after.result(30) == 1
+    assert [await sqlite.get_state("run", name) for name in ("a", "b")] == [1, 1]
+
+
+async def test_a_connection_that_cannot_roll_back_is_replaced(sqlite: SqliteStore) -> None:
+    class Broken:
+        in_transaction = True
+
+        def __init__(self, inner: sqlite3.Connection) -> None:
+            self.inner = inner
+
+        def execute(self, sql: str) -> object:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        def close(self) -> None:
+            self.inner.close()
+
+    writer = sqlite._writer
+    assert writer is not None
+    writer._connection = Broken(writer._connection)  # type: ignore[assignment]
+    with pytest.raises(StoreError, match="disk I/O error"):
+        await sqlite.put_state("run", "k", 1)
+    await sqlite.put_state("run", "k", 2)
+    assert await sqlite.get_state("run", "k") == 2
+
+
+async def test_a_caller_that_left_before_its_turn_is_skipped(sqlite: SqliteStore) -> None:
+    with Held(sqlite) as held:
+        gone, stays = held.submit(state("gone")), held.submit(state("stays"))
+        assert gone.cancel()
+    assert stays.result(30) == 1
+    assert await sqlite.get_state("run", "gone") is None
+
+
+async def test_a_failed_append_leaves_no_parent_behind(sqlite: SqliteStore, rollout: RolloutOf, call: CallOf) -> None:
+    """A rolled-back call must not become the parent of one that is committed."""
+    await sqlite.create_rollouts([rollout()])
+    await sqlite.lease("run", "w", ttl=3600)
+    with pytest.raises(Exception, match="mine"):
+        await sqlite._write(lambda tx: (_append(tx, call(0, range(100))), fail(tx)))
+    later = call(1, range(200))
+    await sqlite.append([later])
+    assert await sqlite.transitions("a") == [later]
+
+
+def _append(tx: Transaction, transition: Transition) -> int:
+    return transition_ops.append(tx, [transition])
+
+
+async def test_readers_do_not_wait_for_the_writer(sqlite: SqliteStore) -> None:
+    with Held(sqlite):
+        assert await asyncio.wait_for(sqlite.get_state("run", "k"), 30) is None
+
+
+async def test_a_fork_is_told_to_open_its_own(sqlite: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -7)
+        with pytest.raises(StoreError, match="open a store of its own in each process"):
+            await sqlite.list_runs()
+
+
+@pytest.mark.parametrize(("sync", "level"), [("normal", 1), ("full", 2)])
+async def test_sync_is_what_the_url_says(tmp_path: Path, sync: str, level: int) -> None:
+    store = SqliteStore.from_url(f"sqlite:///{tmp_path}/s.db?sync={sync}")
+    await store.open()
+    assert await store._write(lambda tx: tx.one("PRAGMA synchronous")) == (level,)
+    assert await store._write(lambda tx: tx.one("PRAGMA journal_mode")) == ("wal",)
+    await store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["s.db"]  # the log is folded in
+
+
+# parents --------------------------------------------------------------------------------------------------------
+
+
+async def stored_bytes(store: SqliteStore) -> list[int]:
+    found = await store._write(lambda tx: tx.all("SELECT length(tokens) FROM transitions ORDER BY n"))
+    return [row[0] for row in found]
+
+
+async def test_shared_prefixes_are_stored_once(sqlite: SqliteStore, rollout: RolloutOf, call: CallOf) -> None:
+    """Turns of one agent, interleaved sub-agents, parallel choices, siblings of a group, a retried attempt."""
+    await sqlite.create_rollouts([rollout("a"), rollout("b"), rollout("far", group="other")])
+    await sqlite.lease("run", "w", limit=3, ttl=3600)
+    rng = random.Random(0)
+    first, second = ([rng.randrange(150_000) for _ in range(1000)] for _ in range(2))
+    await sqlite.append(
+        [
+            call(0, first),
+            call(1, second),
+            call(2, [*first, 4, 5, 9]),
+            call(3, [*second, 4, 5, 9]),
+            call(4, second),
+            call(0, first, rollout="b"),
+            call(1, second, rollout="b"),
+            call(0, first, rollout="far"),
+        ]
+    )
+    sizes = await stored_bytes(sqlite)
+    assert [size > 1000 for size in sizes] == [True, True, False, False, False, False, False, True]
+    assert max(size for size in sizes if size <= 1000) < 60
+
+
+async def test_parents_are_found_after_a_restart(tmp_path: Path, rollout: RolloutOf, call: CallOf) -> None:
+    path = tmp_path / "s.db"
+    first = SqliteStore(path)
+    await first.open()
+    await first.put_run(Run("run", "run"))
+    await first.create_rollouts([rollout("a"), rollout("b")])
+    await first.lease("run", "w", limit=2, ttl=3600)
+    await first.append([call(0, range(0, 50_000, 50))])
+    await first.close()
+    second = SqliteStore(path)
+    await second.open()
+    calls = [call(1, [*range(0, 50_000, 50), 4, 5]), call(2, range(0, 50_000, 50))]
+    await second.append([*calls, call(0, range(0, 50_000, 50), rollout="b")])
+    assert max((await stored_bytes(second))[1:]) < 60
+    assert (await second.transitions("a"))[1:] == calls
+    await second.close()
+
+
+def known(n: int, ids: object) -> Known:
+    return Known(n, token_ids(list(ids)).tobytes())  # type: ignore[call-overload]
+
+
+def test_the_longest_prefix_is_chosen_if_it_is_worth_it() -> None:
+    prompt = token_ids(range(100)).tobytes()
+    short, long, other = known(1, range(60)), known(2, [*range(80), 7, 7]), known(3, [9] * 100)
+    assert choose(prompt, [short, long, other]) is long
+    assert choose(prompt, [known(4, range(40)), other]) is None
+    assert choose(b"", [short]) is None
+    assert choose(prompt, []) is None
+
+
+def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None:
+    cache = ParentCache(limit=1000)
+    cache.add("new", known(1, [1]))  # nobody asked for it: it will be loaded when somebody does
+    assert cache.get("new", lambda: [known(2, [1, 2])]) == [known(2, [1, 2])]
+    cache.add("new", known(3, [1, 2, 3]))
+    cache.add("new", known(4, [1, 9]))
+    assert [k.n for k in cache.get("new", list)] == [3, 4]
+    cache.keep()
+    cache.add("new", known(5, [1, 9, 9]))
+    cache.forget()
+    assert [k.n for k in cache.get("new", lambda: [known(6, [])])] == [6]
+
+
+def test_the_cache_drops_what_was_not_used_for_longest() -> None:
+    cache = ParentCache(limit=1000)
+    for key in "abc":
+        cache.get(key, lambda: [known(1, range(100))])
+    cache.get("a", list)
+    cache.keep()
+    assert [k.n for k in cache.get("a", list)] == [1]
+    assert cache.get("b", list) == []
+    cache.forget()
+    assert cache._bytes <= 1000

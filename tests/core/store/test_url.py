@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pluggy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning import hooks
+from lightning.errors import ConfigError
+from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
+from lightning.store.memory import MemoryStore
+from lightning.store.sqlite import SqliteStore
+
+
+@pytest.fixture
+def factories() -> dict[str, Callable[[str], Store]]:
+    """What the plugin registers, through the real hooks."""
+    manager = pluggy.PluginManager("lightning")
+    manager.add_hookspecs(hooks)
+    manager.register(plugin)
+    manager.check_pending()
+    found: dict[str, Callable[[str], Store]] = {}
+    manager.hook.register_stores(register=found.__setitem__)
+    return found
+
+
+def test_the_plugin_makes_stores_from_urls(factories: dict[str, Callable[[str], Store]]) -> None:
+    assert set(factories) == {"memory", "sqlite"}
+    assert isinstance(factories["memory"]("memory://"), MemoryStore)
+    assert repr(factories["sqlite"]("sqlite:////data/x.db?sync=full")) == "SqliteStore('/data/x.db')"
+    assert repr(factories["sqlite"]("sqlite:///runs/x.db")) == "SqliteStore('runs/x.db')"
+
+
+def test_the_room_imports_no_database() -> None:
+    script = (
+        "import sys, lightning.store, lightning.store.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(lambda p: p != ":memory:"))
+def test_any_path_survives_its_url(path: str) -> None:
+    assert parse(sqlite_url(path)).path == path
+    assert repr(SqliteStore.from_url(sqlite_url(path, sync="full"))) == f"SqliteStore({path!r})"
+
+
+def test_urls_are_taken_apart() -> None:
+    assert parse("postgres://user@host:5432/db?pool=4&ssl=on") == StoreURL(
+        "postgres", "user@host:5432", "db", {"pool": "4", "ssl": "on"}
+    )
+    assert parse("memory://") == StoreURL("memory")
+    assert sqlite_url(Path("/tmp/a b?.db")) == "sqlite:////tmp/a%20b%3F.db"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("store.db", "not a store URL"),
+        ("://x", "not a store URL"),
+        ("sqlite:///x.db?sync", "malformed"),
+        ("sqlite:///x.db?sync=full&sync=normal", "twice"),
+        ("sqlite:///x.db?synk=full", "did you mean 'sync'"),
+        ("sqlite:///x.db?sync=never", "normal or full"),
+        ("sqlite:///x.db?busy_timeout=soon", "number of seconds"),
+        ("sqlite:///x.db?busy_timeout=nan", "between 0 and 3600"),
+        ("sqlite://", "names no file"),
+        ("sqlite://x.db", "three slashes"),
+        ("sqlite:///:memory:", "memory://"),
+        ("memory://name", "cannot be shared"),
+        ("memory://?sync=full", "unknown option"),
+    ],
+)
+def test_urls_that_cannot_be_meant_are_refused(url: str, words: str) -> None:
+    make = MemoryStore.from_url if url.startswith("memory") else SqliteStore.from_url
+    with pytest.raises(ConfigError, match=words):
+        make(url)
