@@ -36,7 +36,9 @@ class DemoRun:
             "--held-out", "8", "--set", "trainer.tasks_per_step=4", "--set", "runner.concurrency=8", *more,
         ]  # fmt: skip
         log = (self.folder.parent / "output.txt").open("ab")
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
 
     @property
     def output(self) -> str:

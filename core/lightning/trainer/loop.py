@@ -108,13 +108,13 @@ class Loop:
         await self.stack.execute(planned, self.reporter.rollout)
         rollouts = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+        first = _last_line(failed[0].error) if failed else ""
         if failed:
-            logger.warning(
-                "step %d: %d of %d rollouts failed; the first: %s", step, len(failed), len(rollouts), failed[0].error
-            )
+            logger.warning("step %d: %d of %d rollouts failed; the first: %s", step, len(failed), len(rollouts), first)
         if len(failed) == len(rollouts):
             raise RunnerError(
-                f"all {len(rollouts)} rollouts of step {step} failed, nothing to train on. The first: {failed[0].error}"
+                f"all {len(rollouts)} rollouts of step {step} failed, nothing to train on. The first: {first} "
+                f"(whole traceback: lightning runs show {self.stack.run.id})"
             )
         return rollouts
 
@@ -258,3 +258,8 @@ def _sampled_tokens(groups: Sequence[Group]) -> int:
     return sum(
         len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
     )
+
+
+def _last_line(error: str) -> str:
+    lines = error.strip().splitlines()
+    return lines[-1] if lines else "no reason was given"

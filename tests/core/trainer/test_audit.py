@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import StoreError

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from lightning.errors import ConfigError
 from lightning.trainer.model import resolve_model
 

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.errors import DataError
 from lightning.trainer.plan import as_tasks, tasks_of_step, train_rollouts, val_rollouts
 from lightning.types import Task
