@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.policy_server.vllm_server import AttachedVLLM, OwnedVLLM, make_policy_server
+    from lightning.policy_server.vllm_server import AttachedVLLM, OwnedVLLM, make_policy_server, served_version
 
-__all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server"]
+__all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server", "served_version"]
 
 
 def __getattr__(name: str) -> object:

