@@ -13,6 +13,7 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
@@ -114,25 +115,30 @@ async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Rewa
     Not in a pool: threads of hung agents would use it up, and the interpreter waits for a pool's threads when it ends.
     """
     loop = asyncio.get_running_loop()
-    finished: asyncio.Future[Reward | Awaitable[Reward]] = loop.create_future()
+    finished: asyncio.Future[_Ended] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Reward | Awaitable[Reward] | None, error: BaseException | None) -> None:
-        if finished.done():
-            return
-        if error is not None:
-            finished.set_exception(error)
-        elif result is not None:
-            finished.set_result(result)
+    def settle(ended: _Ended) -> None:
+        if not finished.done():
+            finished.set_result(ended)
 
     def call() -> None:
-        result, error = None, None
         try:
-            result = context.run(function)
-        except BaseException as raised_error:  # noqa: BLE001 — carried over to the loop
-            error = raised_error
+            ended = _Ended(context.run(function))
+        except BaseException as error:  # noqa: BLE001 — carried over to the loop
+            ended = _Ended(error=error)
         with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            loop.call_soon_threadsafe(settle, ended)
 
     threading.Thread(target=call, name="lightning-agent", daemon=True).start()
-    return await finished
+    ended = await finished
+    if ended.error is not None:
+        raise ended.error
+    return ended.result
+
+
+class _Ended(NamedTuple):
+    """How a sync agent ended. A future cannot carry every exception (not `StopIteration`), so it carries this."""
+
+    result: Reward | Awaitable[Reward] = 0.0
+    error: BaseException | None = None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
@@ -64,7 +65,8 @@ class _Work:
         self._store, self._runner, self._run, self._llm_for = store, runner, run, llm_for
         self._worker, self._config, self._on_finished = worker, config, on_finished
         self._concurrency = min(runner.concurrency, config.concurrency)
-        self._attempts: dict[asyncio.Task[None], Lease] = {}
+        self._attempts: set[asyncio.Task[None]] = set()
+        self._held: dict[asyncio.Task[None], Lease] = {}  # what the heartbeat renews: until the outcome is reported
         self._superseded: set[asyncio.Task[None]] = set()
         self._stale = 0
 
@@ -89,7 +91,9 @@ class _Work:
         if free:
             leases = await self._store.lease(self._run, self._worker, limit=free, ttl=self._config.lease_ttl)
             for lease in leases:
-                self._attempts[asyncio.create_task(self._attempt(lease))] = lease
+                task = asyncio.create_task(self._attempt(lease))
+                self._attempts.add(task)
+                self._held[task] = lease
         return bool(self._attempts) or await self._unfinished()
 
     async def _unfinished(self) -> bool:
@@ -101,7 +105,8 @@ class _Work:
 
     def _collect(self) -> None:
         for task in [task for task in self._attempts if task.done()]:
-            del self._attempts[task]
+            self._attempts.discard(task)
+            self._held.pop(task, None)
             if task in self._superseded:
                 self._superseded.discard(task)
             else:
@@ -111,11 +116,11 @@ class _Work:
         outcome = await self._runner.run(lease, self._llm_for(lease))
         if outcome.fault in (None, Fault.AGENT):
             outcome = judge(outcome, await self._store.transitions(lease.rollout.id, lease.attempt))
+        self._held.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
         try:
             rollout = await self._store.complete(lease.rollout.id, lease.attempt, outcome)
         except StaleAttemptError as error:
-            self._stale += 1
-            logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
+            self._too_late(lease, error)
             return
         if rollout.status is Status.PENDING:
             logger.info(
@@ -130,15 +135,18 @@ class _Work:
         """Renew every lease; end the agent of one that another worker has taken over."""
         while True:
             await asyncio.sleep(self._config.lease_ttl / 3)
-            for task, lease in list(self._attempts.items()):
+            for task, lease in list(self._held.items()):
                 try:
                     await self._store.renew(lease, ttl=self._config.lease_ttl)
                 except StaleAttemptError as error:
-                    if not task.done():  # else it has just been completed
-                        self._stale += 1
+                    if self._held.pop(task, None) is not None:  # else it has been reported meanwhile
                         self._superseded.add(task)
                         task.cancel()
-                        logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
+                        self._too_late(lease, error)
+
+    def _too_late(self, lease: Lease, error: StaleAttemptError) -> None:
+        self._stale += 1
+        logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
 
 
 def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:

@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import lightning
 import openai
 import pytest
-
-import lightning
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.testing.chat_server import ChatServer
@@ -60,7 +59,9 @@ SYNC = [say, say_httpx]
 
 
 @pytest.mark.parametrize("ask", SYNC)
-def test_an_explicit_component_wins_over_frames(ask: Callable[[Session], str], server: ChatServer, session: Session) -> None:
+def test_an_explicit_component_wins_over_frames(
+    ask: Callable[[Session], str], server: ChatServer, session: Session
+) -> None:
     with lightning.component("boss"), lightning.component("writer"):
         assert ask(session) == "you said hi"
     assert server.calls[0].caller == lightning.Caller("writer", ("boss", "writer"), framework="raw")

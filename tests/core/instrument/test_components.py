@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.errors import DataError
 from lightning.instrument import Session, activate, component, component_path, tool
 from lightning.types import LLM
@@ -237,7 +236,11 @@ def test_methods_do_not_report_self(session: Session) -> None:
     Box().put({1, 2})
     Box().put(float("nan"))
     Box().put("\ud800")
-    assert [event.arguments for event in session.tool_events] == [{"item": "{1, 2}"}, {"item": "nan"}, {"item": "\ud800"}]
+    assert [event.arguments for event in session.tool_events] == [
+        {"item": "{1, 2}"},
+        {"item": "nan"},
+        {"item": "\ud800"},
+    ]
 
 
 def test_a_tool_may_change_its_arguments_afterwards(session: Session) -> None:
@@ -275,7 +278,9 @@ def test_outside_a_rollout_a_tool_just_runs() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda function: tool(function), lambda function: component("c")(function)])
-def test_wrong_arguments_are_still_the_functions_own_error(session: Session, wrong: Callable[..., Callable[..., int]]) -> None:
+def test_wrong_arguments_are_still_the_functions_own_error(
+    session: Session, wrong: Callable[..., Callable[..., int]]
+) -> None:
     def one(a: int) -> int:
         return a
 

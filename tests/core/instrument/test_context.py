@@ -8,7 +8,6 @@ import math
 import threading
 
 import pytest
-
 from lightning.errors import DataError
 from lightning.instrument import activate, context, current_session, emit, reward
 from lightning.types import LLM, ToolEvent
@@ -106,7 +105,9 @@ def test_a_rollout_that_has_ended_takes_no_more(caplog: pytest.LogCaptureFixture
     assert "after their rollout had ended" in caplog.text
 
 
-def test_an_endless_loop_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endless_loop_does_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(context, "MAX_REPORTS", 3)
     with activate(ONE) as session:
         for _ in range(5):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import httpx
 import httpx2
 import pytest
-
 from lightning.instrument import activate, context, emit, install_tap, tap
 from lightning.plugins import Plugins, plugins
 from lightning.testing.chat_server import ChatServer

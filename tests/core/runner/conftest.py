@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-
 from lightning.testing.chat_server import ChatServer
 from lightning.types import Lease, Rollout, Task
 
@@ -16,8 +15,8 @@ from lightning.types import Lease, Rollout, Task
 def lease() -> Callable[..., Lease]:
     """`lease(input)`: the right to run an agent on it."""
 
-    def make(value: object = None, id: str = "rollout-1") -> Lease:
-        return Lease(Rollout(id, "run", Task(value), "group", attempt=1), "worker", 0.0)  # type: ignore[arg-type]
+    def make(value: object = None, name: str = "rollout-1") -> Lease:
+        return Lease(Rollout(name, "run", Task(value), "group", attempt=1), "worker", 0.0)  # type: ignore[arg-type]
 
     return make
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.errors import DataError
 from lightning.instrument import Session
 from lightning.runner import outcomes
@@ -34,9 +33,9 @@ reports = {
     "tool_events": st.lists(events, max_size=2).map(tuple),
     "step_rewards": st.lists(st.builds(StepReward, finite, text, text, finite), max_size=2).map(tuple),
 }
-any_outcome = st.builds(Outcome, reward=finite, rewards=st.dictionaries(text, finite, max_size=3), **reports) | st.builds(
-    Outcome, fault=st.sampled_from(Fault), error=text, **reports
-)
+any_outcome = st.builds(
+    Outcome, reward=finite, rewards=st.dictionaries(text, finite, max_size=3), **reports
+) | st.builds(Outcome, fault=st.sampled_from(Fault), error=text, **reports)
 
 
 @given(any_outcome)
@@ -101,8 +100,11 @@ def test_rewards(value: object, reward: float, parts: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1.0", b"1", math.nan, math.inf, -math.inf, 1e39, [1.0], {}, {"a": None}, {"a": math.nan}, 10**400, 1j]
-    + [np.array([1.0, 2.0]), {"a": 3e38, "b": 3e38}],
+    [
+        *(None, "1.0", b"1", [1.0], 1j, np.array([1.0, 2.0])),
+        *(math.nan, math.inf, -math.inf, 1e39, 10**400),
+        *({}, {"a": None}, {"a": math.nan}, {"a": 3e38, "b": 3e38}),
+    ],
 )
 def test_what_is_no_reward_is_the_agents_fault_and_says_the_cure(value: object) -> None:
     with pytest.raises(DataError, match="return the reward as a finite number"):

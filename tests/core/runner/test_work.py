@@ -1,0 +1,415 @@
+"""The worker loop: leases, heartbeats, verdicts, retries; nothing is lost and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lightning
+import pytest
+from lightning.config import RunnerConfig
+from lightning.errors import RunnerError, StoreError
+from lightning.hooks import hookimpl
+from lightning.plugins import plugins
+from lightning.runner.inline import InlineRunner
+from lightning.runner.process import ProcessRunner
+from lightning.runner.protocol import Runner
+from lightning.runner.work import judge, work
+from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Store
+from lightning.types import (
+    LLM,
+    CallStatus,
+    Fault,
+    Lease,
+    Outcome,
+    Rollout,
+    Run,
+    Status,
+    Task,
+    Transition,
+    logprobs,
+    token_ids,
+)
+
+RUN = "run-1"
+
+
+def llm_for(lease: Lease) -> LLM:
+    return LLM("http://127.0.0.1:1/v1", f"key-{lease.rollout.id}-{lease.attempt}", "policy")
+
+
+def call(lease: Lease, seq: int = 0, status: CallStatus = CallStatus.OK) -> Transition:
+    rollout = lease.rollout.id
+    return Transition(
+        rollout, lease.attempt, seq, f"{rollout}-{seq}", token_ids([1]), token_ids([2]), logprobs([-0.5]), status=status
+    )
+
+
+@dataclass
+class WithCalls:
+    """A runner in front of another: it stores the model calls that a gateway would have stored."""
+
+    inner: Runner
+    store: Store
+    statuses: Callable[[Lease], list[CallStatus]] = lambda lease: [CallStatus.OK]
+    running: int = 0
+    most: int = 0
+    leases: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def concurrency(self) -> int:
+        return self.inner.concurrency
+
+    async def start(self) -> None:
+        await self.inner.start()
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        self.leases.append((lease.rollout.id, lease.attempt))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.store.append([call(lease, seq, status) for seq, status in enumerate(self.statuses(lease))])
+            return await self.inner.run(lease, llm)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run(RUN, "test"))
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def finished() -> Iterator[list[str]]:
+    """The ids of rollouts that the hook `rollout_finished` heard of."""
+    heard: list[str] = []
+
+    class Listener:
+        @hookimpl
+        def rollout_finished(self, rollout: Rollout) -> None:
+            heard.append(rollout.id)
+
+    manager = plugins().hook.rollout_finished  # loads the plugins
+    assert manager is not None
+    listener = Listener()
+    plugins()._manager.register(listener)
+    yield heard
+    plugins()._manager.unregister(listener)
+
+
+def rollouts(count: int, **fields: object) -> list[Rollout]:
+    return [Rollout(f"r{index}", RUN, Task(index), "g", index=index, **fields) for index in range(count)]  # type: ignore[arg-type]
+
+
+async def everything(store: Store) -> dict[str, Rollout]:
+    return {rollout.id: rollout for rollout in (await store.list_rollouts(RUN)).rollouts}
+
+
+CONFIG = RunnerConfig(concurrency=3, timeout=30)
+
+
+async def test_it_runs_everything_a_few_at_once_and_tells(store: MemoryStore, finished: list[str]) -> None:
+    async def agent(task: Task, llm: LLM) -> dict[str, float]:
+        lightning.reward(0.5)
+        await asyncio.sleep(0.01)
+        return {"reward": float(str(task.input)), "format": 1.0}
+
+    await store.create_rollouts(rollouts(8))
+    runner = WithCalls(InlineRunner(agent, CONFIG), store)
+    heard: list[Rollout] = []
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG, on_finished=heard.append)
+    await runner.close()
+    found = await everything(store)
+    assert {name: rollout.reward for name, rollout in found.items()} == {
+        f"r{index}": float(index) for index in range(8)
+    }
+    assert found["r3"].rewards == {"reward": 3.0, "format": 1.0}
+    assert [step.value for step in await store.step_rewards("r3")] == [0.5]
+    assert runner.most == 3
+    assert sorted(rollout.id for rollout in heard) == sorted(finished) == sorted(found)
+    assert all(rollout.status is Status.SUCCEEDED for rollout in heard)
+
+
+async def test_agents_that_fail_are_failed_rollouts_and_the_rest_goes_on(
+    store: MemoryStore, finished: list[str]
+) -> None:
+    def agent(task: Task, llm: LLM) -> object:
+        return {0: lambda: 1 / 0, 1: lambda: "1.0", 2: lambda: float("nan")}.get(int(str(task.input)), lambda: 1.0)()
+
+    await store.create_rollouts(rollouts(4))
+    runner = WithCalls(InlineRunner(agent, CONFIG), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    found = await everything(store)
+    assert [found[f"r{index}"].status for index in range(4)] == [Status.FAILED] * 3 + [Status.SUCCEEDED]
+    assert all(found[f"r{index}"].fault is Fault.AGENT and found[f"r{index}"].reward is None for index in range(3))
+    assert [found[f"r{index}"].attempt for index in range(3)] == [1, 1, 1], "an agent's fault is not retried"
+    assert len(finished) == 4
+
+
+async def test_an_agent_that_never_calls_the_model_has_failed(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(lambda task, llm: 1.0, CONFIG), store, statuses=lambda lease: [])
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    (found,) = (await everything(store)).values()
+    assert (found.status, found.reward, found.fault) == (Status.FAILED, None, Fault.AGENT)
+    assert "never called the model: use llm.base_url and llm.api_key" in found.error
+
+
+async def test_an_agent_that_failed_because_the_policy_server_did_is_retried(store: MemoryStore) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        if llm.api_key.endswith("-1"):
+            raise ConnectionError("500 from the gateway")
+        return 1.0
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(
+        InlineRunner(agent, CONFIG),
+        store,
+        statuses=lambda lease: [CallStatus.OK, CallStatus.ERROR] if lease.attempt == 1 else [CallStatus.OK],
+    )
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    (found,) = (await everything(store)).values()
+    assert (found.status, found.attempt, found.reward) == (Status.SUCCEEDED, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "statuses", "fault", "says"),
+    [
+        (Outcome(reward=1.0), [CallStatus.OK, CallStatus.ERROR], None, ""),
+        (Outcome(reward=1.0), [], Fault.AGENT, "never called the model"),
+        (Outcome(reward=1.0), [CallStatus.ABORTED], Fault.AGENT, "none of its model calls came to an end"),
+        (Outcome(reward=1.0), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "failed at the policy server"),
+        (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.OK], Fault.AGENT, "boom"),
+        (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "then the agent: boom"),
+        (Outcome(fault=Fault.TIMEOUT, error="slow"), [CallStatus.ERROR], Fault.TIMEOUT, "slow"),
+    ],
+)
+def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | None, says: str) -> None:
+    lease = Lease(Rollout("r", RUN, Task(1), "g", attempt=1), "w", 0.0)
+    verdict = judge(outcome, [call(lease, seq, status) for seq, status in enumerate(statuses)])
+    assert verdict.fault is fault
+    assert (verdict.reward is None) == (fault is not None)
+    assert says in verdict.error
+
+
+async def test_kill_9_of_a_worker_costs_an_attempt_and_nothing_else(store: MemoryStore, tmp_path: Path) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        marker = tmp_path / llm.api_key
+        marker.write_text(str(os.getpid()))
+        if llm.api_key == "key-r1-1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    await store.create_rollouts(rollouts(4))
+    runner = WithCalls(ProcessRunner(agent, CONFIG), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    found = await everything(store)
+    assert {name: (rollout.status, rollout.attempt) for name, rollout in found.items()} == {
+        "r0": (Status.SUCCEEDED, 1),
+        "r1": (Status.SUCCEEDED, 2),
+        "r2": (Status.SUCCEEDED, 1),
+        "r3": (Status.SUCCEEDED, 1),
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["key-r0-1", "key-r1-1", "key-r1-2", "key-r2-1", "key-r3-1"]
+    )
+
+
+async def test_an_agent_that_always_dies_fails_after_its_attempts(store: MemoryStore, finished: list[str]) -> None:
+    await store.create_rollouts(rollouts(1, max_attempts=2))
+    runner = WithCalls(ProcessRunner(lambda task, llm: os._exit(7), CONFIG), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    (found,) = (await everything(store)).values()
+    assert (found.status, found.attempt, found.fault) == (Status.FAILED, 2, Fault.INFRASTRUCTURE)
+    assert "exited with code 7" in found.error
+    assert finished == ["r0"]
+
+
+async def test_long_rollouts_keep_their_lease(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunnerConfig(concurrency=1, timeout=60, lease_ttl=0.3)
+    expiries: list[float] = []
+    enough = asyncio.Event()
+    renew = store.renew
+
+    async def counted(lease: Lease, *, ttl: float = 60.0) -> Lease:
+        renewed = await renew(lease, ttl=ttl)
+        expiries.append(renewed.expires_at)
+        if len(expiries) == 3:
+            enough.set()
+        return renewed
+
+    async def agent(task: Task, llm: LLM) -> float:
+        await enough.wait()
+        return 1.0
+
+    monkeypatch.setattr(store, "renew", counted)
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=config)
+    await runner.close()
+    assert expiries == sorted(set(expiries)), "each renewal prolongs it"
+    assert (await everything(store))["r0"].attempt == 1
+
+
+async def test_an_agent_whose_lease_was_taken_is_ended(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    config = RunnerConfig(concurrency=1, timeout=30, lease_ttl=0.3)
+    began, ended = asyncio.Event(), []
+
+    async def agent(task: Task, llm: LLM) -> float:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return 1.0
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    working = asyncio.create_task(work(store, runner, RUN, llm_for, worker="w", config=config))
+    await began.wait()
+    assert await store.release("w") == 1
+    (stolen,) = await store.lease(RUN, "thief")
+    while not ended:
+        await asyncio.sleep(0.02)
+    assert not working.done(), "the other one may still fail, so this one stays ready"
+    await store.append([call(stolen)])
+    await store.complete("r0", stolen.attempt, Outcome(reward=0.25))
+    await working
+    await runner.close()
+    assert (await everything(store))["r0"].reward == 0.25
+    assert "1 outcomes came too late" in caplog.text
+
+
+async def test_a_late_outcome_is_counted_not_fatal(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    began, go = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        began.set()
+        await go.wait()
+        return 1.0
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(agent, CONFIG), store)
+    await runner.start()
+    working = asyncio.create_task(work(store, runner, RUN, llm_for, worker="w", config=CONFIG))
+    await began.wait()
+    await store.release("w")
+    (stolen,) = await store.lease(RUN, "thief")
+    go.set()
+    await asyncio.sleep(0.05)
+    await store.append([call(stolen)])
+    await store.complete("r0", stolen.attempt, Outcome(reward=0.25))
+    await working
+    await runner.close()
+    assert (await everything(store))["r0"].reward == 0.25
+    assert "came too late" in caplog.text
+
+
+async def test_cancelling_ends_the_agents_and_gives_the_leases_back(store: MemoryStore) -> None:
+    ended = []
+    began = asyncio.Semaphore(0)
+
+    async def agent(task: Task, llm: LLM) -> float:
+        began.release()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(task.input)
+        return 1.0
+
+    await store.create_rollouts(rollouts(5))
+    runner = WithCalls(InlineRunner(agent, CONFIG), store)
+    await runner.start()
+    working = asyncio.create_task(work(store, runner, RUN, llm_for, worker="w", config=CONFIG))
+    for _ in range(3):
+        await began.acquire()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await runner.close()
+    assert sorted(ended) == [0, 1, 2]
+    assert {rollout.status for rollout in (await everything(store)).values()} == {Status.PENDING}
+
+
+async def test_what_it_held_before_a_restart_is_done_again(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(2))
+    (left,) = await store.lease(RUN, "w", ttl=1000.0)
+    runner = WithCalls(InlineRunner(lambda task, llm: 1.0, CONFIG), store)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+    await runner.close()
+    found = await everything(store)
+    assert all(rollout.status is Status.SUCCEEDED for rollout in found.values())
+    assert found[left.rollout.id].attempt == 2
+
+
+async def test_an_empty_run_is_done_at_once(store: MemoryStore) -> None:
+    runner = InlineRunner(lambda task, llm: 1.0, CONFIG)
+    await work(store, runner, RUN, llm_for, worker="w", config=CONFIG)
+
+
+@pytest.mark.parametrize("where", ["complete", "renew", "lease"])
+async def test_errors_of_the_store_propagate_and_end_the_agents(
+    where: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunnerConfig(concurrency=2, timeout=30, lease_ttl=0.2)
+    ended = []
+
+    async def agent(task: Task, llm: LLM) -> float:
+        try:
+            await asyncio.sleep(0 if where == "complete" and task.input == 0 else 30)
+        finally:
+            ended.append(task.input)
+        return 1.0
+
+    async def fail(*args: object, **kwargs: object) -> None:
+        raise StoreError("the disk is full")
+
+    await store.create_rollouts(rollouts(2))
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    monkeypatch.setattr(store, where, fail)
+    with pytest.raises(StoreError, match="the disk is full"):
+        await work(store, runner, RUN, llm_for, worker="w", config=config)
+    await runner.close()
+    assert sorted(ended) == ([] if where == "lease" else [0, 1])
+    assert runner.running == 0
+
+
+async def test_no_agent_at_all_is_an_error(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1))
+    with pytest.raises(RunnerError, match="has not been started"):
+        await work(store, InlineRunner(lambda task, llm: 1.0, CONFIG), RUN, llm_for, worker="w", config=CONFIG)
+    assert (await everything(store))["r0"].status is Status.PENDING
+
+
+def test_the_runners_are_found_by_name() -> None:
+    from lightning.config import Config
+
+    assert isinstance(plugins().runner("process")(lambda task, llm: 1.0, Config()), ProcessRunner)
+    assert isinstance(plugins().runner("inline")(lambda task, llm: 1.0, Config()), InlineRunner)
