@@ -79,16 +79,19 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
     asyncio.run(story())
     try:
         draw_rewards(summary, chosen.title, folder / "reward.png")
-        console.print(f"\nPicture: {folder / 'reward.png'}   Report: {folder / 'report.json'}", highlight=False)
+        console.print(
+            f"\nPicture: {folder / 'reward.png'}   Report: {folder / 'report.json'}", highlight=False, soft_wrap=True
+        )
     except MissingExtraError as error:
-        console.print(f"\nReport: {folder / 'report.json'}   No picture: {error}", highlight=False)
+        console.print(f"\nReport: {folder / 'report.json'}   No picture: {error}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
-        console.print(f"The agent, untouched: {chosen.source}", highlight=False)
+        console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
     console.print(
         f"Next: [bold]lightning audit {folder}[/bold] proves what was trained; "
         f"[bold]lightning serve {folder}[/bold] serves the better model; "
         "[bold]lightning train --help[/bold] trains your own agent.",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -123,6 +123,7 @@ def show_summary(summary: Summary, title: str, console: Console) -> None:
         f"{summary.trained_tokens} trained tokens, of which {summary.drift_tokens} are not exactly what vLLM sampled; "
         f"largest logprob gap between vLLM and the trainer {summary.max_logprob_gap:.1e}",
         highlight=False,
+        soft_wrap=True,
     )
     total = sum(summary.time.values()) or 1.0
     times = Table("where the time went", "seconds", "share")
@@ -135,10 +136,10 @@ def show_summary(summary: Summary, title: str, console: Console) -> None:
 
 def show_story(story: Story, console: Console) -> None:
     """One rollout before and after."""
-    console.print(f"\n[bold]One held-out task:[/bold] {escape(story.task)}", highlight=False)
+    console.print(f"\n[bold]One held-out task:[/bold] {escape(story.task)}", highlight=False, soft_wrap=True)
     for when, words, reward in (
         ("before training", story.before, story.before_reward),
         ("after training", story.after, story.after_reward),
     ):
-        console.print(f"\n[bold]{when}[/bold] (reward {reward:g})", highlight=False)
-        console.print(escape(words), highlight=False)
+        console.print(f"\n[bold]{when}[/bold] (reward {reward:g})", highlight=False, soft_wrap=True)
+        console.print(escape(words), highlight=False, soft_wrap=True)

@@ -59,7 +59,9 @@ def train(
         summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
-    console.print(f"Report: {trainer.out / 'report.json'}   Model: {trainer.out / 'model'}", highlight=False)
+    console.print(
+        f"Report: {trainer.out / 'report.json'}   Model: {trainer.out / 'model'}", highlight=False, soft_wrap=True
+    )
 
 
 def load_agent(name: str) -> Agent:

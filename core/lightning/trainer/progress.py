@@ -71,7 +71,7 @@ class Reporter:
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
             f"{seconds:.1f} s, {_clock(left)} left"
         )
-        self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
         if self._steps is not None:
             self._bars.update(self._steps, completed=step + 1, note=f"{_clock(left)} left")
 
@@ -85,7 +85,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """One line for the person who watches."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:
