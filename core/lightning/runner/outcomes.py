@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from lightning.errors import DataError
@@ -96,8 +96,12 @@ def decode_request(data: bytes) -> tuple[Task, LLM]:
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """An outcome as JSON. Text that is not Unicode and arguments that are not JSON are made so."""
-    return _dump(asdict(outcome))
+    """An outcome as JSON. Text that is not Unicode is made so; tool arguments that JSON cannot say are left out."""
+    try:
+        return _dump(asdict(outcome))
+    except (TypeError, ValueError, RecursionError):
+        bare = tuple(replace(event, arguments=None) for event in outcome.tool_events)
+        return _dump(asdict(replace(outcome, tool_events=bare)))
 
 
 def decode_outcome(data: bytes) -> Outcome:

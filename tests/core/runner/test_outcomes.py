@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import string
+import threading
 
 import numpy as np
 import pytest
@@ -80,6 +81,15 @@ def test_text_and_arguments_of_any_kind_become_json() -> None:
     (clean,) = outcomes.decode_outcome(outcomes.encode_outcome(Outcome(reward=1.0, tool_events=(event,)))).tool_events
     assert clean.output == "lone ?"
     assert clean.arguments == {"a": "{1, 2}"}
+
+
+def test_arguments_that_json_cannot_say_cost_only_themselves() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    for arguments in (endless, {(1, 2): 3}, threading.Lock()):
+        event = ToolEvent("t", "ok", arguments=arguments)  # type: ignore[arg-type]
+        outcome = outcomes.decode_outcome(outcomes.encode_outcome(Outcome(reward=1.0, tool_events=(event,))))
+        assert outcome == Outcome(reward=1.0, tool_events=(ToolEvent("t", "ok"),))
 
 
 @pytest.mark.parametrize(
