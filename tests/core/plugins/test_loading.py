@@ -48,7 +48,10 @@ def test_nothing_is_looked_for_before_the_first_question(install) -> None:
 
 
 def test_an_object_can_be_a_plugin(install) -> None:
-    source = "from lightning import hookimpl\nclass P:\n    @hookimpl\n    def register_credits(self, register): register('of', len)\np = P()"
+    source = (
+        "from lightning import hookimpl\nclass P:\n    @hookimpl\n"
+        "    def register_credits(self, register): register('of', len)\np = P()"
+    )
     install("objects", {"objects": "objects_plugin:p"}, {"objects_plugin": source})
     assert Plugins().credit("of") is len
 
@@ -101,7 +104,10 @@ def test_a_broken_plugin_is_named_and_costs_the_others_nothing(install, warnings
 
 
 def test_a_broken_plugin_leaves_nothing_registered(install) -> None:
-    source = "from lightning import hookimpl\n@hookimpl\ndef register_credits(register):\n    register('half', len)\n    1 / 0\n@hookimpl\ndef step_finished(record): raise AssertionError('called')"
+    source = (
+        "from lightning import hookimpl\n@hookimpl\ndef register_credits(register):\n    register('half', len)\n    1 / 0\n"
+        "@hookimpl\ndef step_finished(record): return 'called'"
+    )
     install("half", {"half": "half_plugin"}, {"half_plugin": source})
     plugins = Plugins()
     assert "half" not in plugins.names("credits")
@@ -120,7 +126,9 @@ def test_two_plugins_with_one_name_are_both_named(install) -> None:
     install("first", {"first": "first_plugin"}, {"first_plugin": CREDIT.format(name="twin")})
     install("second", {"second": "second_plugin"}, {"second_plugin": CREDIT.format(name="twin")})
     plugins = Plugins()
-    with pytest.raises(PluginError, match=r"two plugins register the credit 'twin': 'first' \(first 1.0\) and 'second'"):
+    with pytest.raises(
+        PluginError, match=r"two plugins register the credit 'twin': 'first' \(first 1.0\) and 'second'"
+    ):
         plugins.credit("twin")
 
 
@@ -152,7 +160,9 @@ def test_a_misspelt_name_in_the_list_of_disabled_ones_is_said(install, monkeypat
 
 def test_an_observer_that_raises_does_not_hide_the_event_from_others(install, warnings_of) -> None:
     install(
-        "bad", {"bad": "bad_plugin"}, {"bad_plugin": "from lightning import hookimpl\n@hookimpl\ndef step_finished(record): 1 / 0"}
+        "bad",
+        {"bad": "bad_plugin"},
+        {"bad_plugin": "from lightning import hookimpl\n@hookimpl\ndef step_finished(record): 1 / 0"},
     )
     good = "from lightning import hookimpl\nseen = []\n@hookimpl\ndef step_finished(record): seen.append(record)"
     install("good", {"good": "good_plugin"}, {"good_plugin": good})

@@ -1,0 +1,128 @@
+"""The documentation names everything that there is, in sections written by `make golden` from the code itself."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lightning
+import pytest
+import typer
+from lightning import errors, hooks
+from lightning.cli.app import COMMANDS, build
+from lightning.config import Config, settings
+from lightning.config.load import NOT_SETTINGS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+UPDATE = os.environ.get("UPDATE_GOLDEN") == "1"
+
+
+def names() -> Iterator[str]:
+    for name in lightning.__all__:
+        value = getattr(lightning, name)
+        doc = "The version of lightning." if name == "__version__" else (inspect.getdoc(value) or "")
+        if name == "hookimpl":
+            doc = "Marks a function as the implementation of a hook (see [Hooks](hooks.md))."
+        call = f"{name}{_signature(value)}" if inspect.isfunction(value) else name
+        yield f"### `{call}`\n\n{doc}\n"
+
+
+def _signature(function: Callable[..., object]) -> str:
+    parts = [str(part) for part in inspect.signature(function).parameters.values()]
+    return f"({', '.join(re.sub(r':.*?(?= =|$)', '', part) for part in parts)})"
+
+
+def hook_list() -> Iterator[str]:
+    for name, function in vars(hooks).items():
+        if hasattr(function, "lightning_spec"):
+            yield f"### `{name}({', '.join(inspect.signature(function).parameters)})`\n\n{inspect.getdoc(function)}\n"
+
+
+def settings_tables() -> Iterator[str]:
+    for section, field in Config.model_fields.items():
+        yield f"### `[{section}]`\n\n{inspect.getdoc(field.annotation)}\n"
+        yield "| key | accepts | default | |\n|---|---|---|---|"
+        for setting in settings():
+            if setting.key.startswith(f"{section}."):
+                yield f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {' '.join(setting.help.split())} |"
+        yield ""
+
+
+def commands() -> Iterator[str]:
+    for name in COMMANDS:
+        command = typer.main.get_command(build(name)).commands[name]  # type: ignore[attr-defined]
+        yield from command_section(f"lightning {name}", command)
+        for inner, below in getattr(command, "commands", {}).items():
+            yield from command_section(f"lightning {name} {inner}", below)
+
+
+def command_section(title: str, command) -> Iterator[str]:
+    arguments = [item for item in command.params if item.param_type_name == "argument"]
+    shown = " ".join([title, *(item.name.upper() if item.required else f"[{item.name.upper()}]" for item in arguments)])
+    yield f"### `{shown}`\n\n{inspect.cleandoc(command.help or '')}\n"
+    for item in command.params:
+        if item.name != "help":
+            label = item.name.upper() if item.param_type_name == "argument" else ", ".join(item.opts)
+            yield f"- `{label}` {item.help or ''}"
+    yield ""
+
+
+def error_list() -> Iterator[str]:
+    yield "```text"
+    yield from (line[4:] for line in (errors.__doc__ or "").splitlines() if re.match(r"    .*Error", line))
+    yield "```\n"
+    for name, cls in vars(errors).items():
+        if inspect.isclass(cls) and cls.__module__ == errors.__name__:
+            yield f"- `{name}`: {' '.join((inspect.getdoc(cls) or '').split())}"
+
+
+SECTIONS = {
+    "api.md": names,
+    "hooks.md": hook_list,
+    "configuration.md": settings_tables,
+    "cli.md": commands,
+    "errors.md": error_list,
+}
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS))
+def test_a_page_says_what_the_code_says(name: str) -> None:
+    file = DOCS / name
+    text = file.read_text()
+    begin, end = "<!-- from the code: begin -->\n", "<!-- from the code: end -->"
+    before, _, rest = text.partition(begin)
+    old, _, after = rest.partition(end)
+    new = "\n" + "\n".join(SECTIONS[name]()).strip() + "\n\n"
+    if UPDATE:
+        file.write_text(before + begin + new + end + after)
+        old = new
+    assert old == new, f"docs/{name} is not what the code says: run `make golden` and commit it"
+
+
+def test_variables_that_are_not_settings_are_documented() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    for name in NOT_SETTINGS:
+        assert f"`{name}`" in page
+
+
+def test_global_options_are_documented() -> None:
+    page = (DOCS / "cli.md").read_text()
+    for option in typer.main.get_command(build()).params:
+        assert f"`{option.opts[0]}`" in page
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for file in DOCS.glob("**/*.md"):
+        assert str(file.relative_to(DOCS)) in navigation, file
+
+
+def test_requirements_are_shown_with_the_bound_that_keeps_the_other_lightning_out() -> None:
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("**/*.md")):
+        for line in file.read_text().splitlines():
+            if "pip install" in line and re.search(r"\blightning\b(?!_)", line.partition("pip install")[2]):
+                assert "<1" in line or "-e" in line, f"{file.name}: {line}"

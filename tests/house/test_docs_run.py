@@ -1,0 +1,85 @@
+"""The Python blocks of the documentation run.
+
+The blocks of a file are one program, run as a script in an empty folder. An HTML comment on the line before a block
+changes that:
+`<!-- test: skip (reason) -->` leaves it out, `<!-- test: slow -->` runs it (with all before it) among the slow tests only,
+`<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").glob("**/*.md")),
+]
+BLOCK = re.compile(r"^(?:<!-- test: (?P<mark>.+?) -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"skip \(.+\)|slow|file [\w./-]+")
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    code: str
+    mark: str
+
+
+def blocks(name: str) -> list[Block]:
+    text = (ROOT / name).read_text()
+    return [
+        Block(text[: match.start("code")].count("\n") + 1, match["code"], match["mark"] or "")
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def program(name: str, folder: Path, *, slow: bool) -> str:
+    """The script of a file; blocks that are files are written into the folder."""
+    parts = []
+    for block in blocks(name):
+        if block.mark.startswith("file "):
+            (folder / block.mark.removeprefix("file ")).write_text(block.code)
+        elif not block.mark or (slow and block.mark == "slow"):
+            parts.append(f"# {name}, line {block.line}\n{block.code}")
+    return "\n".join(parts)
+
+
+def has(name: str, *, slow: bool) -> bool:
+    return any(block.mark == "slow" if slow else not block.mark for block in blocks(name))
+
+
+def run(name: str, folder: Path, *, slow: bool) -> None:
+    script = folder / "blocks.py"
+    script.write_text(program(name, folder, slow=slow))
+    ran = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{script.read_text()}\n{ran.stdout}\n{ran.stderr}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if has(name, slow=False)])
+def test_blocks_run(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [name for name in FILES if has(name, slow=True)])
+def test_slow_blocks_run(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path, slow=True)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_marks_are_known(name: str) -> None:
+    for block in blocks(name):
+        assert not block.mark or MARK.fullmatch(block.mark), f"{name}, line {block.line}: {block.mark}"
+    comments = (ROOT / name).read_text().count("<!-- test:")
+    assert comments == sum(bool(block.mark) for block in blocks(name)), (
+        f"{name}: a test comment is not right before a block"
+    )
