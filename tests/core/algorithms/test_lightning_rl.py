@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
 from lightning.credit import GroupAdvantage
@@ -117,7 +116,9 @@ def test_a_reward_that_is_no_number_is_refused_by_name(reward: float) -> None:
 
 
 def test_loss_has_the_algorithms_bounds() -> None:
-    assert LightningRL(clip_low=0.1, clip_high=0.3, entropy_coefficient=0.5).loss == ClippedPolicyGradient(0.1, 0.3, 0.5)
+    assert LightningRL(clip_low=0.1, clip_high=0.3, entropy_coefficient=0.5).loss == ClippedPolicyGradient(
+        0.1, 0.3, 0.5
+    )
 
 
 def test_it_is_made_again_from_its_name_and_fields() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from lightning.batch import build_samples
 from lightning.batch.trajectory import Trajectory
 from lightning.errors import DataError
@@ -42,12 +41,12 @@ def test_a_broken_call_is_named(call: Transition, problem: str) -> None:
 
 @pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
 def test_an_advantage_that_is_no_number_points_at_reward_and_credit(advantage: float) -> None:
-    with pytest.raises(DataError, match="call 5 .* check the reward and the credit function"):
+    with pytest.raises(DataError, match=r"call 5 .* check the reward and the credit function"):
         build_samples([with_call(CALL)], [[advantage]])
 
 
 def test_a_call_of_another_rollout_is_refused() -> None:
-    with pytest.raises(DataError, match="rollout r8 attempt 1 call 5 .* rollout r7"):
+    with pytest.raises(DataError, match=r"rollout r8 attempt 1 call 5 .* rollout r7"):
         build_samples([with_call(replace(CALL, rollout="r8"))], [[1.0]])
 
 

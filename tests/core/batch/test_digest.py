@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.batch import sampler_logprobs, span_digest, transition_digest
 from lightning.testing.trajectories import make_call
 from lightning.types import logprobs, token_ids

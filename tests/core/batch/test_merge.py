@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.batch import Sample, build_samples, sampler_logprobs
 from lightning.batch.trajectory import Trajectory
 from lightning.testing.trajectories import make_call, make_trajectory
@@ -75,7 +74,9 @@ def test_greedy_calls_count_as_temperature_one() -> None:
 @pytest.mark.parametrize("status", [CallStatus.ABORTED, CallStatus.ERROR])
 def test_calls_that_did_not_end_well_never_appear(status: CallStatus) -> None:
     trajectory = make_trajectory([(SYSTEM_A, (7,)), (SYSTEM_B, (8,))])
-    broken = replace(trajectory, transitions=(trajectory.transitions[0], replace(trajectory.transitions[1], status=status)))
+    broken = replace(
+        trajectory, transitions=(trajectory.transitions[0], replace(trajectory.transitions[1], status=status))
+    )
     rows = rows_of(broken)
     assert [spans(row) for row in rows] == [[(0, 3, 4)]]
     assert rows[0].weights.sum() == 1.0
@@ -100,7 +101,10 @@ def test_zero_advantages_are_dropped_only_when_asked_and_still_count() -> None:
 
 
 def test_one_call_without_logprobs_is_nan_there_only() -> None:
-    calls = (make_call(SYSTEM_A, (7, 8), seq=0, logprob=None), make_call((*SYSTEM_A, 7, 8, 9), (10,), seq=1, logprob=-2.0))
+    calls = (
+        make_call(SYSTEM_A, (7, 8), seq=0, logprob=None),
+        make_call((*SYSTEM_A, 7, 8, 9), (10,), seq=1, logprob=-2.0),
+    )
     (row,) = rows_of(replace(make_trajectory([(SYSTEM_A, (7,))] * 2), transitions=calls))
     np.testing.assert_array_equal(row.logprobs[3:], np.array([np.nan, np.nan, np.nan, -2.0], np.float32))
 

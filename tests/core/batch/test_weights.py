@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.batch import Sample, build_samples
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Trajectory

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.credit import all_equal, centre, grpo, rloo
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from lightning.batch.trajectory import Group
 from lightning.credit import Discounted, centre, grpo, identical, rollout_return
 from lightning.errors import ConfigError
@@ -50,7 +49,7 @@ def test_discount_one_is_identical() -> None:
 
 
 def test_a_discount_outside_its_range_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gamma=1.5"):
+    with pytest.raises(ConfigError, match=r"gamma=1\.5"):
         Discounted(1.5)
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
 from lightning.batch.sample import Sample, Span
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.testing.tiny_models import make_tiny_model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 VOCAB = 320
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from lightning.batch import Sample, build_samples
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Trajectory

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from lightning.batch.sample import Sample
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.logprobs import _LogprobEntropy, token_logprobs
 from lightning.engines.torch.rows import plan
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def slow_logprobs(folder: Path, sample: Sample) -> np.ndarray:
@@ -31,7 +30,12 @@ def slow_logprobs(folder: Path, sample: Sample) -> np.ndarray:
 def test_padded_rows_have_the_models_own_logprobs(
     model: Path, open_engine: Callable[..., TorchEngine], make_row: Callable[..., Sample]
 ) -> None:
-    rows = [make_row(5, [], seed=1), make_row(17, [], seed=2, temperature=0.7), make_row(1, []), make_row(9, [], seed=3)]
+    rows = [
+        make_row(5, [], seed=1),
+        make_row(17, [], seed=2, temperature=0.7),
+        make_row(1, []),
+        make_row(9, [], seed=3),
+    ]
     for engine in (open_engine(), open_engine(tokens_per_microbatch=1)):
         for row, values in zip(rows, engine.logprobs(rows), strict=True):
             assert values.dtype == np.float32
@@ -121,7 +125,14 @@ def test_other_families_and_their_output_layers(
     if architecture == "gpt2":
         sizes = {}
     config = AutoConfig.for_model(
-        architecture, vocab_size=320, initializer_range=0.5, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **extra
+        architecture,
+        vocab_size=320,
+        initializer_range=0.5,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
+        **extra,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lightning.errors import ConfigError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TokenBatch
 
 number = st.floats(-3, 3, allow_nan=False)
-token = st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01), number, st.floats(0.01, 1), st.floats(0, 3), st.booleans())
+token = st.tuples(
+    st.floats(-6, -0.01), st.floats(-6, -0.01), number, st.floats(0.01, 1), st.floats(0, 3), st.booleans()
+)
 LOSS = ClippedPolicyGradient(0.2, 0.28, 0.01)
 
 
@@ -111,7 +112,11 @@ def test_on_policy_gradient_is_reinforce() -> None:
     output = ClippedPolicyGradient()(batch)
     (grad,) = torch.autograd.grad(output.loss, batch.logprobs)
     assert grad.tolist() == [-0.5, 0.75]
-    assert (output.metrics["ratio_max"], output.metrics["approx_kl"], output.metrics["clip_fraction"]) == (1.0, 0.0, 0.0)
+    assert (output.metrics["ratio_max"], output.metrics["approx_kl"], output.metrics["clip_fraction"]) == (
+        1.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_absurd_ratios_stay_finite() -> None:

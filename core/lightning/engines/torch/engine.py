@@ -78,7 +78,7 @@ class TorchEngine:
             rows.check(sample, lm.vocab_size)
         results = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
         longer = [index for index, sample in enumerate(samples) if len(sample) > 1]
-        with torch.no_grad():
+        with lm.evaluating():
             for places in rows.plan([len(samples[index]) for index in longer], self._budget):
                 part = [samples[longer[place]] for place in places]
                 lengths = [len(sample) for sample in part]

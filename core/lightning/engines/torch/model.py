@@ -50,6 +50,17 @@ class CausalLM:
         """The context forward passes run in."""
         return _autocast(self.device, self.dtype)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without gradients and without the adapters' dropout."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(training)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Parameters with a gradient, by name."""
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
@@ -66,10 +77,10 @@ def load_model(
         _add_lora(model, lora)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.no_grad(), _autocast(device, kind):
+        logits = _find_output(model.eval(), device, folder)
     # Checkpointing and adapter dropout only work in training mode; the model's own dropout is silenced above.
     model.train(gradient_checkpointing or (lora is not None and lora.dropout > 0))
-    with torch.no_grad(), _autocast(device, kind):
-        logits = _find_output(model, device, folder)
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     return CausalLM(model, folder, device, kind, vocab_size, logits)
 

@@ -1,0 +1,129 @@
+"""What leaves the engine: folders and files that others load, with the weights the engine computes with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.batch.sample import Sample
+from lightning.config import LoraConfig
+from lightning.engines.torch import weights
+from lightning.engines.torch.engine import TorchEngine
+from lightning.errors import EngineError
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+Open = Callable[..., TorchEngine]
+Make = Callable[..., Sample]
+
+
+def trained(engine: TorchEngine, make_row: Make) -> Sample:
+    row = make_row(16, [(4, 16, 1.0, 0.1)])
+    for _ in range(3):
+        engine.step([row], ClippedPolicyGradient())
+    return row
+
+
+def logprobs_of(folder: Path, row: Sample) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.from_numpy(row.ids.astype(np.int64))[None]
+    with torch.no_grad():
+        table = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+    return table[:-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("which", ["model", "tied_model"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+def test_transformers_computes_the_engines_logprobs_from_an_export(
+    open_engine: Open,
+    make_row: Make,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    which: str,
+    lora: LoraConfig | None,
+) -> None:
+    source: Path = request.getfixturevalue(which)
+    engine = open_engine(source, lora=lora)
+    untrained = engine.logprobs([make_row(16, [(4, 16, 1.0, 0.1)])])[0][1:]
+    row = trained(engine, make_row)
+    folder = engine.export(tmp_path / "model")
+    ours = engine.logprobs([row])[0][1:]
+    np.testing.assert_allclose(logprobs_of(folder, row), ours, atol=2e-5)
+    assert np.abs(ours - untrained).max() > 1e-2
+    assert AutoTokenizer.from_pretrained(folder).encode("a b") == AutoTokenizer.from_pretrained(source).encode("a b")
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (which == "model")
+
+
+@pytest.mark.parametrize("which", ["model", "tied_model"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+def test_weights_have_the_names_shapes_and_dtype_of_the_source(
+    open_engine: Open, tmp_path: Path, request: pytest.FixtureRequest, which: str, lora: LoraConfig | None
+) -> None:
+    source: Path = request.getfixturevalue(which)
+    file = open_engine(source, lora=lora).weights(tmp_path / "new" / "w.safetensors")
+    ours, theirs = load_file(file), load_file(source / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0)
+    assert [path.name for path in file.parent.iterdir()] == ["w.safetensors"]
+
+
+def test_a_bfloat16_engine_exports_bfloat16(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    engine = open_engine(dtype="bfloat16")
+    trained(engine, make_row)
+    folder = engine.export(tmp_path / "model")
+    assert {value.dtype for value in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_lora_trains_adapters_only_and_merges_without_touching_the_base(
+    open_engine: Open, make_row: Make, tmp_path: Path, model: Path
+) -> None:
+    engine = open_engine(lora=LoraConfig(rank=4, alpha=8))
+    base = {name: value.clone() for name, value in engine._opened().model.state_dict().items() if ".lora_" not in name}
+    assert all(".lora_" in name for name in engine._parameters)
+    trained(engine, make_row)
+    merged = load_file(engine.weights(tmp_path / "w.safetensors"))
+    source = load_file(model / "model.safetensors")
+    changed = {name for name in merged if not torch.equal(merged[name], source[name])}
+    assert changed == {name for name in merged if name.endswith("_proj.weight")}
+    after = engine._opened().model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in base.items())
+
+
+def test_lora_under_bfloat16_has_float32_adapters(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    engine = open_engine(lora=LoraConfig(rank=4), dtype="bfloat16")
+    assert {value.dtype for value in engine._parameters.values()} == {torch.float32}
+    row = trained(engine, make_row)
+    np.testing.assert_allclose(
+        logprobs_of(engine.export(tmp_path / "model"), row), engine.logprobs([row])[0][1:], atol=0.3
+    )
+
+
+def test_lora_that_fits_no_module_is_refused(open_engine: Open) -> None:
+    with pytest.raises(EngineError, match=r"engine\.lora does not fit this model: .*no_such_layer"):
+        open_engine(lora=LoraConfig(target_modules=("no_such_layer",)))
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(
+    open_engine: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    file = engine.weights(tmp_path / "w.safetensors")
+    before = file.read_bytes()
+
+    def full(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    for write in (lambda: engine.weights(file), lambda: engine.export(tmp_path / "model")):
+        with pytest.raises(EngineError, match="No space left on device"):
+            write()
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]

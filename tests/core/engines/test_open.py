@@ -1,0 +1,103 @@
+"""Opening a model: what is wrong with the folder, the device or the installation is said at once."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.config import Config, EngineConfig, LoraConfig
+from lightning.engines.plugin import torch_engine
+from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.engines.torch.engine import TorchEngine
+from lightning.errors import EngineError, MissingExtraError
+from lightning.plugins import plugins
+from safetensors.torch import load_file, save_file
+
+Open = Callable[..., TorchEngine]
+
+
+def copy_of(model: Path, target: Path) -> Path:
+    return Path(shutil.copytree(model, target))
+
+
+def test_a_folder_that_is_no_model_is_named(open_engine: Open, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"nothing-here is not a model folder: it has no config\.json"):
+        open_engine(tmp_path / "nothing-here")
+
+
+def test_broken_weights_are_named(open_engine: Open, model: Path, tmp_path: Path) -> None:
+    folder = copy_of(model, tmp_path / "broken")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(EngineError, match=r"cannot load a causal language model from .*broken"):
+        open_engine(folder)
+
+
+def test_missing_weights_are_never_made_up(open_engine: Open, model: Path, tmp_path: Path) -> None:
+    folder = copy_of(model, tmp_path / "holes")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"1 tensors are missing .*model\.layers\.0\.mlp\.up_proj\.weight"):
+        open_engine(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_where_there_is_none(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"engine\.device = 'cuda:1', but torch sees 0 CUDA devices"):
+        TorchEngine(device="cuda:1").open(model, OptimizerConfig(), seed=0)
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "is not a device"), ("meta", "trains on cpu or cuda")])
+def test_an_impossible_device(model: Path, device: str, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        TorchEngine(device=device).open(model, OptimizerConfig(), seed=0)
+
+
+def test_an_unknown_dtype(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"engine\.dtype = 'float8' is unknown"):
+        TorchEngine(device="cpu", dtype="float8").open(model, OptimizerConfig(), seed=0)
+
+
+def test_methods_before_open_say_what_to_do(tmp_path: Path) -> None:
+    engine = TorchEngine()
+    for call in (
+        lambda: engine.logprobs([]),
+        lambda: engine.save(tmp_path / "x"),
+        lambda: engine.weights(tmp_path / "x"),
+    ):
+        with pytest.raises(EngineError, match=r"call open\(\) first"):
+            call()
+    engine.close()
+
+
+def test_the_plugin_passes_every_setting() -> None:
+    section = EngineConfig(
+        dtype="bfloat16",
+        device="cpu",
+        threads=3,
+        tokens_per_microbatch=7,
+        gradient_checkpointing=True,
+        lora=LoraConfig(),
+    )
+    engine = plugins().engine("torch")(Config(engine=section))
+    assert isinstance(engine, TorchEngine)
+    assert (engine._dtype, engine._device_name, engine._threads, engine._budget) == ("bfloat16", "cpu", 3, 7)
+    assert (engine._gradient_checkpointing, engine._lora) == (True, LoraConfig())
+    as_protocol: Engine = engine
+    as_protocol.close()
+
+
+def test_a_missing_transformers_is_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"'transformers' is not installed.*pip install 'lightning\[torch\]<1'"):
+        torch_engine(Config())
+
+
+def test_a_missing_peft_is_a_missing_extra(open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match="'peft' is not installed"):
+        open_engine(lora=LoraConfig())

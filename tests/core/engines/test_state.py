@@ -1,0 +1,146 @@
+"""Saving and resuming: bit for bit, atomically, and only into the model it belongs to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.batch.sample import Sample
+from lightning.config import LoraConfig
+from lightning.engines.torch import files, state
+from lightning.engines.torch.engine import TorchEngine
+from lightning.errors import EngineError
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+
+Open = Callable[..., TorchEngine]
+Make = Callable[..., Sample]
+LOSS = ClippedPolicyGradient(entropy_coefficient=0.01)
+
+
+def train(engine: TorchEngine, make_row: Make, seeds: range) -> list[dict[str, float]]:
+    history = []
+    for seed in seeds:
+        rows = [make_row(10 + 3 * i, [(4, 10, 1.0 - i, 0.1)], seed=100 * seed + i, name=f"r{i}") for i in range(3)]
+        history.append(dict(engine.step(rows, LOSS).metrics))
+    return history
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"lora": LoraConfig(rank=4)}, {"dtype": "bfloat16"}, {"lora": LoraConfig(rank=4, dropout=0.1)}],
+    ids=["full", "lora", "bfloat16", "dropout"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    open_engine: Open, make_row: Make, tmp_path: Path, arguments: dict[str, object]
+) -> None:
+    first = open_engine(**arguments)
+    train(first, make_row, range(3))
+    first.save(tmp_path / "state")
+    went_on = train(first, make_row, range(3, 6))
+    second = open_engine(seed=99, **arguments)
+    second.load(tmp_path / "state")
+    assert train(second, make_row, range(3, 6)) == went_on
+    for name, value in first._parameters.items():
+        assert torch.equal(value, second._parameters[name])
+
+
+def test_a_fresh_state_can_be_saved_and_loaded(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    first, second = open_engine(), open_engine()
+    first.save(tmp_path / "state")
+    train(second, make_row, range(2))
+    second.load(tmp_path / "state")
+    assert train(first, make_row, range(2)) == train(second, make_row, range(2))
+
+
+def test_the_microbatch_size_that_memory_allowed_is_kept(open_engine: Open, tmp_path: Path) -> None:
+    first, second = open_engine(tokens_per_microbatch=77), open_engine()
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    assert second._budget == 77
+
+
+def test_there_is_no_pickle_in_it(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    engine = open_engine()
+    train(engine, make_row, range(1))
+    engine.save(tmp_path / "state")
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == ["optimizer.safetensors", "random.safetensors", "state.json", "weights.safetensors"]
+    assert json.loads((tmp_path / "state" / "state.json").read_text())["steps"] == 1
+
+
+def test_a_failed_save_leaves_the_old_state(
+    open_engine: Open, make_row: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    folder = tmp_path / "state"
+    engine.save(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    train(engine, make_row, range(1))
+
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "save_file", full)
+    with pytest.raises(EngineError, match=r"cannot write .*state.*No space left on device"):
+        engine.save(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_an_older_state_is_replaced(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.save(tmp_path / "state")
+    train(engine, make_row, range(1))
+    engine.save(tmp_path / "state")
+    assert json.loads((tmp_path / "state" / "state.json").read_text())["steps"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_crash_between_the_renames_is_recovered(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
+    engine = open_engine()
+    train(engine, make_row, range(1))
+    engine.save(tmp_path / "state")
+    (tmp_path / "state").rename(files._beside(tmp_path / "state", "old"))
+    engine.load(tmp_path / "state")
+    assert engine._steps == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "weights.safetensors").write_bytes(b"\x00" * 8), "not a whole training state"),
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "not a whole training state"),
+        (lambda folder: (folder / "state.json").write_text("{"), "not a whole training state"),
+        (
+            lambda folder: (folder / "state.json").write_text('{"format": 2}'),
+            "written in format 2; this release reads 1",
+        ),
+    ],
+)
+def test_a_broken_state_is_refused_and_nothing_changed(
+    open_engine: Open, make_row: Make, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    engine = open_engine()
+    engine.save(tmp_path / "state")
+    train(engine, make_row, range(1))
+    before = {name: value.detach().clone() for name, value in engine._parameters.items()}
+    damage(tmp_path / "state")
+    with pytest.raises(EngineError, match=message):
+        engine.load(tmp_path / "state")
+    assert all(torch.equal(value, before[name]) for name, value in engine._parameters.items())
+
+
+def test_a_missing_state_is_named(open_engine: Open, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"nowhere is not a whole training state"):
+        open_engine().load(tmp_path / "nowhere")
+
+
+def test_another_models_state_is_refused(open_engine: Open, tied_model: Path, tmp_path: Path) -> None:
+    open_engine().save(tmp_path / "state")
+    for other in (open_engine(tied_model), open_engine(lora=LoraConfig(rank=4))):
+        with pytest.raises(EngineError, match="belongs to another model, dtype or LoRA setting"):
+            other.load(tmp_path / "state")
