@@ -7,8 +7,9 @@ to a call that reached vLLM (the client hangs up, vLLM dies) is recorded as what
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import uuid
+import secrets
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -33,6 +34,8 @@ from lightning.types import CallStatus
 
 log = logging.getLogger(__name__)
 
+PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
+"""Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
 SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
@@ -108,15 +111,16 @@ class CallEndpoint:
         temperature, constrained = temperature_of(body), is_constrained(body)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature, constrained
-        request_id = uuid.uuid4().hex
+        request_id = f"{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
         live = LiveCall(request_id, plan.choices, plan.n, self._book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
         return Call(self._dialect, plan, ticket, live, forwarded_headers(scope))
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
+        self._book.follow(call.live)
         try:
-            with Watch(receive), self._book.track(call.live):
+            with Watch(receive):
                 answer = await self._ask(call, send)
                 await self._forwarder.settle()
         except UpstreamError as error:
@@ -124,21 +128,25 @@ class CallEndpoint:
             await self._record_failure(call, CallStatus.ERROR)
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
+        finally:
+            self._book.forget(call.live)
         await self._finish(call, answer, send)
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         path, plan = call.dialect.path, call.plan
-        async with self._forwarder.send(call.ticket.rollout, path, plan.body, call.headers, call.live) as response:
-            try:
-                if response.status == 200 and plan.stream:
-                    return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
-                return self._whole(call, response, await response.read())
-            except TimeoutError:
-                seconds = self._config.upstream_timeout
-                raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise UpstreamError(f"its connection was lost in the middle of the answer ({error!r})") from error
+        response = await self._forwarder.send(call.ticket.rollout, path, plan.body, call.headers, call.live)
+        try:
+            if response.status == 200 and plan.stream:
+                return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
+            return self._whole(call, response, await response.read())
+        except TimeoutError:
+            seconds = self._config.upstream_timeout
+            raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(f"its connection was lost in the middle of the answer ({error!r})") from error
+        finally:
+            response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
 
     def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
         if response.status != 200:

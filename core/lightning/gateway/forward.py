@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import aiohttp
 
@@ -50,32 +48,20 @@ class Forwarder:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=self._timeout,
-                skip_auto_headers=("User-Agent", "Accept-Encoding"),
                 headers={"Content-Type": "application/json"},
             )
             self._health = asyncio.create_task(self.pool.watch(self._session), name="lightning-gateway-health")
         return self._session
 
-    @asynccontextmanager
     async def send(
         self, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, from its headers on. Raises `UpstreamError` when a server broke off before them.
+    ) -> aiohttp.ClientResponse:
+        """The answer, from its headers on; the caller closes it. Raises `UpstreamError` when a server broke off before.
 
         Raises `RefusalError` (503) when a hold lasts too long or no server is up.
         """
-        response = await self._first_answer(rollout, path, body, [*headers, ("X-Request-Id", live.request_id)], live)
-        try:
-            yield response
-        except BaseException:
-            response.close()  # not released for reuse: vLLM must see at once that nobody listens any more
-            raise
-        response.release()
-
-    async def _first_answer(
-        self, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
-    ) -> aiohttp.ClientResponse:
         tried: list[Slot] = []
+        headers = [*headers, ("X-Request-Id", live.request_id)]
         while len(tried) < MAX_TRIES:
             await self._gate.wait()
             slot = await self.pool.pick(rollout, tried=tried)

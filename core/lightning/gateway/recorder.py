@@ -80,7 +80,8 @@ class Recorder:
 
     async def append(self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
-        first = await asyncio.shield(ticket.counter.base) + ticket.offset
+        base = ticket.counter.base
+        first = ticket.offset + (base.result() if base.done() else await asyncio.shield(base))
         transitions = build(ticket, first, plan, live, status)
         for _ in range(CONFLICT_RETRIES):
             try:

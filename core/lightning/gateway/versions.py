@@ -6,8 +6,6 @@ current when it was sent; each update splits it at the number of tokens the old 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning.gateway.dialects import Capture
@@ -67,14 +65,13 @@ class VersionBook:
         self.current = version
         self._live: set[LiveCall] = set()
 
-    @contextmanager
-    def track(self, call: LiveCall) -> Iterator[None]:
-        """Follow a call until its answer has been read."""
+    def follow(self, call: LiveCall) -> None:
+        """From now on updates concern this call."""
         self._live.add(call)
-        try:
-            yield
-        finally:
-            self._live.discard(call)
+
+    def forget(self, call: LiveCall) -> None:
+        """The call's answer has been read, and no update is under way."""
+        self._live.discard(call)
 
     def freeze(self) -> None:
         """Note how far every call has come, before an update begins."""

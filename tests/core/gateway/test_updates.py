@@ -176,10 +176,10 @@ def test_runs_say_for_each_token_who_sampled_it(length, cuts):
     cuts = sorted(cuts)
     book = VersionBook(0)
     call = LiveCall("x", 1, 1, 0, Capture("chatcmpl-x"))
-    with book.track(call):
-        call.dispatch(0)
-        for number, tokens in enumerate(cuts, 1):
-            book.update(Update(number, {"x": tokens}))
+    book.follow(call)
+    call.dispatch(0)
+    for number, tokens in enumerate(cuts, 1):
+        book.update(Update(number, {"x": tokens}))
     runs = call.versions(0, length)
     owner = [max([0, *(number for number, tokens in enumerate(cuts, 1) if tokens <= place)]) for place in range(length)]
     said = [[run.version for run in runs if run.start <= place][-1] for place in range(length)]
