@@ -123,7 +123,11 @@ class TorchEngine:
         save_state(folder, self._parameters, optimizer, progress, lm.device)
 
     def load(self, folder: Path) -> None:
-        """Restore a saved state into the opened model; the optimizer's settings stay those given to `open`."""
+        """Restore a saved state into the opened model; the optimizer's settings stay those given to `open`.
+
+        The next step is then bit for bit the one that would have followed on a CPU; on CUDA the attention kernels' own
+        order of summation may differ between any two runs.
+        """
         lm, optimizer = self._opened(), self._opened_optimizer()
         progress = load_state(folder, self._parameters, optimizer, lm.device)
         self._steps, self._budget = progress.steps, progress.tokens_per_microbatch
