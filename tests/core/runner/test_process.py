@@ -43,36 +43,43 @@ async def runner_of(agent: Agent, **settings: object) -> AsyncIterator[ProcessRu
         await runner.close()
 
 
-def misbehave(task: Task, llm: LLM) -> object:
-    """An agent that does what its task says."""
-    match task.input:
-        case "raise":
-            raise LookupError("the agent's own error")
-        case "hang":
-            time.sleep(600)
-        case "spin":
-            while True:
-                pass
-        case "os._exit":
-            os._exit(3)
-        case "sys.exit":
-            sys.exit(4)
-        case "interrupt":
-            raise KeyboardInterrupt
-        case "segfault":
-            ctypes.string_at(0)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "nan":
-            return math.nan
-        case "string":
-            return "1.0"
-        case "none":
-            return None
-        case "pid":
-            return float(os.getpid())
-    return 1.0
+def make_misbehave() -> Agent:
+    """Local functions travel by value, so the fork server need not import this module, pytest and all."""
 
+    def misbehave(task: Task, llm: LLM) -> object:
+        """An agent that does what its task says."""
+        match task.input:
+            case "raise":
+                raise LookupError("the agent's own error")
+            case "hang":
+                time.sleep(600)
+            case "spin":
+                while True:
+                    pass
+            case "os._exit":
+                os._exit(3)
+            case "sys.exit":
+                sys.exit(4)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "segfault":
+                ctypes.string_at(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "nan":
+                return math.nan
+            case "string":
+                return "1.0"
+            case "none":
+                return None
+            case "pid":
+                return float(os.getpid())
+        return 1.0
+
+    return misbehave
+
+
+misbehave = make_misbehave()
 
 MISDEEDS = [
     ("raise", Fault.AGENT, "LookupError: the agent's own error"),
@@ -229,21 +236,20 @@ async def test_an_async_agent_keeps_its_client_across_rollouts(lease: Leases, se
     assert server.connections == 1, "the event loop, and so the client's connection, outlives a rollout"
 
 
-class CountingAgent:
-    """An object with an async `__call__` and state of its own."""
-
-    def __init__(self, bonus: float) -> None:
-        self.bonus, self.calls = bonus, 0
-
-    async def __call__(self, task: Task, llm: LLM) -> dict[str, float]:
-        self.calls += 1
-        return {"reward": self.bonus, "calls": self.calls}
-
-    def method(self, task: Task, llm: LLM) -> float:
-        return self.bonus
-
-
 async def test_objects_and_bound_methods_are_agents(lease: Leases) -> None:
+    class CountingAgent:
+        """An object with an async `__call__` and state of its own."""
+
+        def __init__(self, bonus: float) -> None:
+            self.bonus, self.calls = bonus, 0
+
+        async def __call__(self, task: Task, llm: LLM) -> dict[str, float]:
+            self.calls += 1
+            return {"reward": self.bonus, "calls": self.calls}
+
+        def method(self, task: Task, llm: LLM) -> float:
+            return self.bonus
+
     async with runner_of(CountingAgent(0.5), concurrency=1) as runner:
         found = [await runner.run(lease(), NOWHERE) for _ in range(2)]
     assert [(outcome.reward, outcome.rewards["calls"]) for outcome in found] == [(0.5, 1.0), (0.5, 2.0)]
