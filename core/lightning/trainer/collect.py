@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.digest import span_digest
+from lightning.batch.digest import transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.store.protocol import Store
 from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
@@ -138,7 +138,7 @@ def count_drift(batch: Batch, calls: Sequence[Transition], seen: Mapping[tuple[s
         for span in sample.spans:
             key = (span.rollout, span.attempt, span.seq)
             call = recorded.get(key)
-            if call is None or seen.get(key) != span_digest(call.response_ids, call.logprobs):
+            if call is None or seen.get(key) != transition_digest(call):
                 drift += span.stop - span.start
     return drift
 
