@@ -1,4 +1,4 @@
-"""What every test may use: throw-away distributions, and a clean table of plugins."""
+"""What every test may use: throw-away distributions, and the warnings that were logged."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 Install = Callable[..., Path]
+
+# No test has a deadline: a busy machine is not a fault.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 @pytest.fixture
