@@ -271,6 +271,18 @@ async def test_release_gives_back_without_spending_the_retry(store: Store, rollo
     assert (await store.complete("a", 2, INFRASTRUCTURE)).status is Status.FAILED
 
 
+@pytest.mark.parametrize("expires", [False, True])
+async def test_a_released_attempt_leaves_all_retries(store: Store, rollout: RolloutOf, expires: bool) -> None:
+    await store.create_rollouts([rollout(max_attempts=2)])
+    await store.lease("run", "w")
+    await store.release("w")
+    await store.lease("run", "w", ttl=0 if expires else 60)
+    if not expires:
+        assert (await store.complete("a", 2, INFRASTRUCTURE)).status is Status.PENDING
+    assert [lease.attempt for lease in await store.lease("run", "w")] == [3]
+    assert (await store.complete("a", 3, INFRASTRUCTURE)).status is Status.FAILED
+
+
 @pytest.mark.parametrize("asked", [{"ttl": math.nan}, {"ttl": -1.0}, {"limit": -1}, {"worker": ""}], ids=str)
 async def test_impossible_leases_are_refused(store: Store, asked: dict[str, object]) -> None:
     with pytest.raises(DataError):

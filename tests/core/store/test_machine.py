@@ -41,6 +41,8 @@ OUTCOMES = (
     Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
 )
 WORKERS = ("w1", "w2")
+BACK = st.sampled_from((0, 0, 0, 1, -1))
+"""How far behind the current attempt a writer is: mostly not at all."""
 PROMPTS = ((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6), (1, 2, 9), tuple(range(50)))
 
 
@@ -131,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
             model.expired = short
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), back=st.integers(-1, 1))
+    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), back=BACK)
     def complete(self, data: st.DataObject, outcome: Outcome, back: int) -> None:
         model = self.pick(data)
         attempt = model.attempt - back
@@ -161,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(
         data=st.data(),
-        back=st.integers(-1, 1),
+        back=BACK,
         calls=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(PROMPTS), st.integers(0, 1)), max_size=3),
     )
     def append(self, data: st.DataObject, back: int, calls: list[tuple[int, tuple[int, ...], int]]) -> None:
@@ -198,12 +200,13 @@ class StoreMachine(RuleBasedStateMachine):
         model.calls = stored
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), again=st.booleans())
-    def commit(self, data: st.DataObject, again: bool) -> None:
+    @rule(data=st.data(), again=st.booleans(), ready=st.booleans())
+    def commit(self, data: st.DataObject, again: bool, ready: bool) -> None:
         if again and self.steps:
             self.runner.run(self.store.commit_step(data.draw(st.sampled_from(self.steps))))
             return
-        chosen = data.draw(st.lists(st.sampled_from(sorted(self.models)), min_size=1, max_size=2, unique=True))
+        names = [m.id for m in self.models.values() if m.status is Status.SUCCEEDED or not ready] or list(self.models)
+        chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
         models = [self.models[name] for name in chosen]
         step = len(self.steps)
         rollouts = tuple((m.id, m.attempt) for m in models)
@@ -241,4 +244,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 def test_any_order_of_operations(make_store: Callable[[], Store]) -> None:
     machine = type("Machine", (StoreMachine,), {"make_store": staticmethod(make_store)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

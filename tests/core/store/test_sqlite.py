@@ -18,7 +18,7 @@ from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite import transitions as transition_ops
 from lightning.store.sqlite.connection import Transaction
 from lightning.store.sqlite.parents import Known, ParentCache, choose
-from lightning.types import Rollout, Run, Transition, token_ids
+from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
 
 CallOf = Callable[..., Transition]
 RolloutOf = Callable[..., Rollout]
@@ -164,6 +164,24 @@ async def test_sync_is_what_the_url_says(tmp_path: Path, sync: str, level: int) 
     assert await store._write(lambda tx: tx.one("PRAGMA journal_mode")) == ("wal",)
     await store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["s.db"]  # the log is folded in
+
+
+async def test_how_every_attempt_ended_is_on_record(sqlite: SqliteStore, rollout: RolloutOf) -> None:
+    await sqlite.create_rollouts([rollout(max_attempts=3)])
+    await sqlite.lease("run", "w1", ttl=0)
+    await sqlite.lease("run", "w2")
+    await sqlite.release("w2")
+    await sqlite.lease("run", "w3")
+    await sqlite.complete("a", 3, Outcome(fault=Fault.INFRASTRUCTURE))
+    await sqlite.lease("run", "w4", ttl=0)
+    assert await sqlite.lease("run", "w5") == []
+    found = await sqlite._read(lambda tx: tx.all("SELECT attempt, worker, ending, ended_at >= leased_at FROM attempts"))
+    assert found == [
+        (1, "w1", "expired", 1),
+        (2, "w2", "released", 1),
+        (3, "w3", "infrastructure", 1),
+        (4, "w4", "expired", 1),
+    ]
 
 
 # parents --------------------------------------------------------------------------------------------------------

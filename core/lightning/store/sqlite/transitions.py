@@ -134,9 +134,7 @@ def read_many(transaction: Transaction, attempts: Sequence[tuple[str, int]]) -> 
         stored = transaction.all(sql.SELECT_TRANSITIONS, (rollout, attempt))
         if not stored:
             standing(transaction, rollout)  # raises for a rollout nobody created
-        # parents have smaller n, though not always smaller seq: decode in the order of n, answer in the order of seq
-        calls = [_decode(decoder, rollout, attempt, row) for row in sorted(stored)]
-        found.append(sorted(calls, key=lambda call: call.seq))
+        found.append([_decode(decoder, rollout, attempt, row) for row in stored])
     return found
 
 
