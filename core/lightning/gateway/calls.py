@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import struct
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
-SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
 

@@ -55,13 +55,13 @@ class House:
         return await self.store.transitions(self.leases[number].rollout.id)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.005)
 
     async def recorded(self, count: int = 1) -> list[Transition]:
         """The first rollout's transitions, once there are `count`."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(found := await self.transitions()) < count:
                 await asyncio.sleep(0.01)
         return found

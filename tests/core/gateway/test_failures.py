@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import aiohttp
 import openai
 import pytest
 from lightning.config.models import GatewayConfig
@@ -262,3 +263,27 @@ async def test_nothing_is_kept_for_finished_calls(house):
     await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for _ in range(20)))
     await house.until(lambda: not house.gateway.stats().in_flight)
     assert not house.gateway._book._live
+
+
+async def test_a_thousand_calls_at_once(build):
+    """No cap anywhere: a thousand wait out a hold, a thousand are at vLLM together, a thousand are recorded."""
+    house = await build()
+    llm = await house.llm()
+    headers = {"authorization": f"Bearer {llm.api_key}"}
+    url = f"{llm.base_url}/chat/completions"
+
+    async def ask(http: aiohttp.ClientSession) -> int:
+        async with http.post(url, json={"messages": HI}, headers=headers) as answer:
+            await answer.read()
+            return answer.status
+
+    house.fake.pause()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        async with house.gateway.hold():
+            calls = [asyncio.create_task(ask(http)) for _ in range(1000)]
+            await house.until(lambda: house.gateway.stats().held == 1000)
+        await house.until(lambda: len(house.fake.in_flight()) == 1000)
+        assert house.gateway.stats().in_flight == 1000
+        house.fake.resume()
+        assert set(await asyncio.gather(*calls)) == {200}
+    assert [step.seq for step in await house.transitions()] == list(range(1000))

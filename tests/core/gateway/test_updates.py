@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -188,16 +187,3 @@ def test_runs_say_for_each_token_who_sampled_it(length, cuts):
     assert starts[0] == 0
     assert starts == sorted(set(starts))
     assert all(start < max(length, 1) for start in starts)
-
-
-async def test_any_number_of_requests_may_wait(house):
-    llm = await house.llm()
-    headers = {"authorization": f"Bearer {llm.api_key}"}
-    url = f"{llm.base_url}/chat/completions"
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=60) as http:
-        async with house.gateway.hold():
-            calls = [asyncio.create_task(http.post(url, json={"messages": HI}, headers=headers)) for _ in range(200)]
-            await house.until(lambda: house.gateway.stats().held == 200)
-        answers = await asyncio.gather(*calls)
-    assert {answer.status_code for answer in answers} == {200}
-    assert sorted(step.seq for step in await house.transitions()) == list(range(200))

@@ -1,0 +1,249 @@
+"""The gateway before a real vLLM on a CPU; and the fake held against it, so that it stays true."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from lightning.config.models import PolicyServerConfig
+from lightning.gateway import Upstream
+from lightning.gateway.sse import EventCutter, data_of
+from lightning.policy_server import OwnedVLLM
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.testing.tiny_models import make_tiny_model
+from lightning.types import CallStatus, VersionRun
+
+pytestmark = pytest.mark.slow
+
+HI = [{"role": "user", "content": "Write a long story about the number 42."}]
+FEW = {"seed": 3, "max_tokens": 12}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnedVLLM]:
+    root = tmp_path_factory.mktemp("vllm")
+    model = make_tiny_model(root / "model")
+    server = OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=root / "vllm.log")
+    asyncio.run(server.start())
+    yield server
+    asyncio.run(server.close())
+
+
+@pytest.fixture
+async def real(build, vllm):
+    return await build(upstreams=[Upstream(vllm.url, vllm.model)], version=vllm.version)
+
+
+def chunks_of(payload: bytes) -> list[dict]:
+    """A stream's chunks without what differs between two calls."""
+    found = []
+    for event in EventCutter().feed(payload):
+        if (data := data_of(event)) not in (None, b"[DONE]"):
+            chunk = json.loads(data)
+            del chunk["id"], chunk["created"]
+            found.append(chunk)
+    return found
+
+
+async def test_streamed_ids_are_the_plain_ones_and_vllms(real, vllm):
+    client = await real.client()
+    plain = await client.chat.completions.create(model="policy", messages=HI, **FEW)
+    stream = await client.chat.completions.create(model="policy", messages=HI, stream=True, **FEW)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    first, second = await real.transitions()
+    assert first.response_ids == second.response_ids
+    assert first.prompt_ids == second.prompt_ids
+    assert list(first.logprobs) == pytest.approx(list(second.logprobs), abs=1e-4)
+    assert len(first.logprobs) == len(first.response_ids) == plain.usage.completion_tokens > 0
+    assert len(first.prompt_ids) == plain.usage.prompt_tokens
+    assert text == plain.choices[0].message.content
+    assert first.id == plain.id
+    asked = {"model": vllm.model, "messages": HI, "return_token_ids": True, **FEW}
+    async with httpx.AsyncClient() as http:
+        direct = (await http.post(f"{vllm.url}/v1/chat/completions", json=asked)).json()
+    assert list(first.response_ids) == direct["choices"][0]["token_ids"]
+    assert list(first.prompt_ids) == direct["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"n": 2},
+        {"logprobs": True, "top_logprobs": 2},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+    ],
+)
+async def test_the_agent_sees_what_vllm_would_have_said(real, vllm, asked):
+    body = {"model": vllm.model, "messages": HI, **FEW, **asked, "max_tokens": 40}
+    http = await real.http()
+    ours = (await http.post("/chat/completions", json=body)).json()
+    direct = (await http.post(f"{vllm.url}/v1/chat/completions", json=body)).json()
+    for answer in (ours, direct):
+        del answer["id"], answer["created"]
+        for choice in answer["choices"]:
+            assert choice.pop("logprobs") is None or "logprobs" in asked
+            for call in choice["message"].get("tool_calls", ()):
+                del call["id"]
+    assert ours == direct
+    for step in await real.transitions():
+        assert len(step.response_ids) == len(step.logprobs) > 0
+        assert step.constrained == ("tool_choice" in asked)
+
+
+@pytest.mark.parametrize("asked", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}, {"tools": TOOLS}])
+async def test_the_agent_sees_the_stream_vllm_would_have_sent(real, vllm, asked):
+    """Chunk by chunk for one choice; for several, choice by choice, since vLLM interleaves them as it likes."""
+    body = {"model": vllm.model, "messages": HI, "stream": True, **FEW, **asked}
+    http = await real.http()
+    ours = chunks_of((await http.post("/chat/completions", json=body)).content)
+    direct = chunks_of((await http.post(f"{vllm.url}/v1/chat/completions", json=body)).content)
+
+    def told(chunks: list[dict]) -> list[object]:
+        said: dict[int, list] = {0: ["", []], 1: ["", []]}
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                said[choice["index"]][0] += choice["delta"].pop("content", None) or ""
+                rest = {**choice, "frame": {key: value for key, value in chunk.items() if key != "choices"}}
+                if choice["delta"] or choice["finish_reason"]:
+                    said[choice["index"]][1].append(rest)
+        return [*said.values(), [chunk for chunk in chunks if not chunk["choices"]]]
+
+    assert told(ours) == told(direct)
+    for step in await real.transitions():
+        assert len(step.response_ids) == len(step.logprobs) == 12
+
+
+async def test_forced_tool_call_through_the_client(real):
+    client = await real.client()
+    choice = {"type": "function", "function": {"name": "add"}}
+    asked = {"model": "policy", "messages": HI, "tools": TOOLS, "tool_choice": choice, "max_tokens": 60, "seed": 1}
+    answer = await client.chat.completions.create(**asked)
+    assert answer.choices[0].message.tool_calls[0].function.name == "add"
+    stream = await client.chat.completions.create(**asked, stream=True)
+    names = [
+        call.function.name
+        async for chunk in stream
+        for call in chunk.choices[0].delta.tool_calls or []
+        if call.function.name
+    ]
+    assert names == ["add"]
+    plain, streamed = await real.transitions()
+    assert plain.response_ids == streamed.response_ids
+    assert plain.constrained
+    assert streamed.constrained
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completions_of_several_prompts(real, stream):
+    http = await real.http()
+    prompts = [[5, 6, 7], [8, 9]]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 4, "ignore_eos": True, "stream": stream, "seed": 1}
+    assert (await http.post("/completions", json=body)).status_code == 200
+    steps = await real.transitions()
+    assert [list(step.prompt_ids) for step in steps] == [prompts[0]] * 2 + [prompts[1]] * 2
+    assert [step.choice for step in steps] == [0, 1, 2, 3]
+    assert all(len(step.response_ids) == len(step.logprobs) == 4 for step in steps)
+
+
+async def test_vllms_own_refusals_come_through(real):
+    client = await real.client()
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        await client.chat.completions.create(model="policy", messages=HI, extra_body={"top_logprobs": 2})
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        await client.chat.completions.create(model="policy", messages=HI, temperature=-1)
+    assert await real.transitions() == []
+
+
+async def test_an_update_inside_a_call_splits_its_tokens(real, vllm, tmp_path):
+    """The real thing: hold, pause, load, resume, account; the call goes on and knows which token was whose."""
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    http = await real.http()
+    asked = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "n": 2}
+    asking = asyncio.create_task(http.post("/chat/completions", json=asked))
+    await asyncio.sleep(0.7)
+    old = vllm.version
+    async with real.gateway.hold():
+        update = await vllm.update(other / "model.safetensors", old + 1)
+        real.gateway.policy_updated(update)
+    assert (await asking).status_code == 200
+    steps = await real.transitions()
+    request_id = steps[0].id.removeprefix("chatcmpl-")
+    frozen = [update.in_flight[f"{choice}_{request_id}"] for choice in range(2)]
+    assert [step.versions for step in steps] == [(VersionRun(0, old), VersionRun(n, old + 1)) for n in frozen]
+    assert all(0 < tokens < 400 for tokens in frozen)
+
+
+async def test_a_client_that_leaves_ends_vllms_work(real, vllm):
+    client = await real.client()
+    stream = await client.chat.completions.create(
+        model="policy", messages=HI, stream=True, max_tokens=1500, extra_body={"ignore_eos": True}
+    )
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    (step,) = await real.recorded()
+    assert step.status is CallStatus.ABORTED
+    assert 0 < len(step.response_ids) < 1500
+
+    async with httpx.AsyncClient() as http:
+
+        async def running() -> float:
+            lines = (await http.get(f"{vllm.url}/metrics")).text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+        async with asyncio.timeout(20):
+            while await running():
+                await asyncio.sleep(0.05)
+
+
+def shape(value: object) -> object:
+    """What kind of thing is where; lists by their first item, numbers and texts alike."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return None if value is None else "bool" if isinstance(value, bool) else "value"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("ids", [False, True])
+async def test_the_fake_has_vllms_shapes(vllm, path, ids):
+    asked = (
+        {"max_tokens": 4, "ignore_eos": True, "messages": HI} if path[0:2] == "ch" else {"max_tokens": 4, "prompt": "a"}
+    )
+    if ids:
+        asked |= {"return_token_ids": True, "logprobs": 0 if "prompt" in asked else True}
+    said_by_one = {"usage", "system_fingerprint", "top_logprobs", "tokens", "bytes"}
+
+    def same(value: object, ignored: set[str]) -> object:
+        if isinstance(value, dict):
+            return {key: same(item, ignored) for key, item in value.items() if key not in ignored | said_by_one}
+        return [same(item, ignored) for item in value] if isinstance(value, list) else value
+
+    async with FakeVLLM() as fake, httpx.AsyncClient() as http:
+        answers = []
+        for url, model in ((vllm.url, vllm.model), (fake.url, fake.model)):
+            body = {"model": model, **asked}
+            whole = (await http.post(f"{url}/v1/{path}", json=body)).json()
+            chunks = chunks_of((await http.post(f"{url}/v1/{path}", json={**body, "stream": True})).content)
+            # a busy vLLM puts several tokens in one chunk: the first may be the last as well
+            first, last = same(shape(chunks[0]), {"finish_reason"}), same(shape(chunks[-1]), {"prompt_token_ids"})
+            answers.append((same(shape(whole), set()), first, last))
+        real, ours = answers
+        assert ours == real
