@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from lightning.plugins import plugins
 from lightning.trainer.collect import all_rollouts
 from lightning.types import Rollout, Status, StepRecord
@@ -35,10 +34,10 @@ class DemoRun:
             sys.executable, "-m", "lightning", "demo", "math", "--out", str(self.folder), "--steps", str(STEPS),
             "--held-out", "8", "--set", "trainer.tasks_per_step=4", "--set", "runner.concurrency=8", *more,
         ]  # fmt: skip
-        log = (self.folder.parent / "output.txt").open("ab")
-        self.process = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        with (self.folder.parent / "output.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
 
     @property
     def output(self) -> str:
@@ -56,7 +55,7 @@ class DemoRun:
         while not what(self):
             assert self.process.poll() is None, f"the run ended early:\n{self.output}"
             assert time.monotonic() < deadline, f"waited {seconds} s:\n{self.output}"
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def steps(self) -> list[StepRecord]:
         return asyncio.run(self._read())[0]

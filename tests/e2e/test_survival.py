@@ -65,12 +65,8 @@ def test_killing_vllm(demo_run: Any, middle: Middle) -> None:
 def test_killing_agents(demo_run: Any, middle: Middle) -> None:
     demo_run.start()
     demo_run.until(middle(0))
-    workers = [
-        child
-        for parent in demo_run.descendants("forkserver")
-        for child in parent.children()
-        if "launch" not in " ".join(child.cmdline())
-    ]
+    servers = {child.pid: child for child in demo_run.descendants("lightning.runner.template")}
+    workers = [child for child in servers.values() if child.ppid() in servers]
     assert workers
     for worker in workers[:3]:
         worker.kill()
