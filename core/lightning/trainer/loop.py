@@ -194,6 +194,8 @@ class Loop:
         records = await self.stack.store.list_steps(self.stack.run.id)
         if not records:
             self.checkpoints.discard_after(0)
+            if self.stack.config.policy_server.attach or self.stack.policy.version != 0:
+                await self.publish(None)  # an attached server serves whatever it was given last
             return
         committed = records[-1].step + 1
         self.checkpoints.discard_after(committed)

@@ -17,14 +17,28 @@ from lightning.types import Json, Run
 
 MAY_CHANGE = (
     "trainer.steps",
+    "trainer.eval_every",
     "trainer.trackers",
     "trainer.keep_checkpoints",
     "trainer.checkpoint_every",
-    "policy_server",
-    "gateway",
-    "runner",
+    "trainer.max_logprob_gap",
+    "policy_server.attach",
+    "policy_server.host",
+    "policy_server.port",
+    "policy_server.start_timeout",
+    "policy_server.kv_cache_bytes",
+    "policy_server.gpu_memory_utilization",
+    "gateway.host",
+    "gateway.port",
+    "gateway.token_ttl",
+    "gateway.hold_timeout",
+    "gateway.upstream_timeout",
+    "runner.concurrency",
+    "runner.lease_ttl",
+    "runner.preload",
+    "runner.rollouts_per_process",
 )
-"""Settings that a resumed run may change: none of them alters what was trained."""
+"""Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained."""
 
 
 @contextmanager

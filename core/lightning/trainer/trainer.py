@@ -84,6 +84,7 @@ class Trainer:
             "policy_server.attach": policy_server,
         }
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
+        _check_lifetimes(self.config)
         self.model = resolve_model(model)
         self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
         self.train_agents = tuple(train_agents)
@@ -200,6 +201,14 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
         }
+
+
+def _check_lifetimes(config: Config) -> None:
+    if config.gateway.token_ttl < config.runner.timeout:
+        raise ConfigError(
+            f"gateway.token_ttl ({config.gateway.token_ttl:g} s) is shorter than runner.timeout "
+            f"({config.runner.timeout:g} s): an agent's key would expire under it. Raise gateway.token_ttl"
+        )
 
 
 def run_to_end(main: Coroutine[object, object, T]) -> T:

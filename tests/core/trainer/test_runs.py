@@ -1,0 +1,91 @@
+"""One trainer to a folder, and a resume must be the same run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError
+from lightning.store.memory import MemoryStore
+from lightning.trainer import Trainer
+from lightning.trainer.runs import claim_folder, describe_algorithm, open_run
+
+
+def test_a_second_trainer_on_a_folder_is_refused(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom lightning.trainer.runs import claim_folder\n"
+        f"with claim_folder(Path({str(tmp_path)!r})): pass"
+    )
+    with claim_folder(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "another process is training in" in other.stderr
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="cannot write to the run's folder"), claim_folder(file / "run"):
+        pass
+
+
+def _described(**settings: Any) -> dict[str, Any]:
+    config = with_settings(Config(), {key.replace("__", "."): value for key, value in settings.items()})
+    return {"model": "m", "config": config.model_dump(mode="json"), "tasks": {"train": ["a"], "val": []}}
+
+
+async def test_a_run_is_not_continued_by_accident() -> None:
+    store = MemoryStore()
+    await store.open()
+    await open_run(store, "run", _described(), resume=False)
+    with pytest.raises(ConfigError, match=r"exists already.*--resume"):
+        await open_run(store, "run", _described(), resume=False)
+
+
+async def test_a_resume_may_change_what_alters_nothing() -> None:
+    store = MemoryStore()
+    await store.open()
+    await open_run(store, "run", _described(), resume=False)
+    await open_run(store, "run", _described(trainer__steps=99, runner__concurrency=2, gateway__port=1234), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("engine.lr", 1.0), ("trainer.seed", 5), ("gateway.override_sampling", {"temperature": 0.1})]
+)
+async def test_a_resume_with_other_settings_names_them(key: str, value: object) -> None:
+    store = MemoryStore()
+    await store.open()
+    await open_run(store, "run", _described(), resume=False)
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        await open_run(store, "run", _described(**{key.replace(".", "__"): value}), resume=True)
+
+
+async def test_a_resume_with_other_tasks_is_refused() -> None:
+    store = MemoryStore()
+    await store.open()
+    await open_run(store, "run", _described(), resume=False)
+    with pytest.raises(ConfigError, match=r"tasks\.train"):
+        await open_run(store, "run", {**_described(), "tasks": {"train": ["b"], "val": []}}, resume=True)
+
+
+def test_an_algorithm_is_described_so_that_it_can_be_made_again() -> None:
+    described = describe_algorithm(LightningRL("rloo", group_size=5))
+    arguments = described["arguments"]
+    assert isinstance(arguments, dict)
+    assert LightningRL(**arguments) == LightningRL("rloo", group_size=5)  # type: ignore[arg-type]
+
+
+def test_an_algorithm_with_a_function_in_it_says_that_it_cannot_be_made_again() -> None:
+    described = describe_algorithm(LightningRL(credit=lambda group, advantage: []))
+    assert described["arguments"] is None
+
+
+def test_a_key_that_would_expire_under_its_agent_is_refused(tmp_path: Path) -> None:
+    config = with_settings(Config(), {"runner.timeout": 7200.0})
+    with pytest.raises(ConfigError, match=r"gateway\.token_ttl \(3600 s\) is shorter than runner\.timeout \(7200 s\)"):
+        Trainer(tmp_path, config=config)
