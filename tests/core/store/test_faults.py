@@ -78,9 +78,65 @@ async def test_a_damaged_version_is_refused(tmp_path: Path, version: str) -> Non
 async def test_a_database_of_another_program_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     execute(path, "CREATE TABLE bookmarks (url TEXT)")
+    before = path.read_bytes()
     error = await refused(path)
     assert isinstance(error, SchemaError)
     assert "bookmarks" in str(error)
+    assert path.read_bytes() == before  # still without a write-ahead log
+    assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
+
+
+@pytest.mark.parametrize("version", [None, 99], ids=["foreign", "newer"])
+async def test_a_refused_database_keeps_the_log_its_owner_left(tmp_path: Path, version: int | None) -> None:
+    """Its owner was killed: what is in the log belongs to whoever opens it next with the right program."""
+    killed = """
+        import os, sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("CREATE TABLE schema_version (version)" if sys.argv[2] != "None" else "CREATE TABLE t (x)")
+        if sys.argv[2] != "None":
+            connection.execute("INSERT INTO schema_version VALUES (?)", (int(sys.argv[2]),))
+        os._exit(0)
+    """
+    path = tmp_path / "store.db"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(killed), str(path), str(version)], check=True)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir() if not file.name.endswith("-shm")}
+    assert files["store.db-wal"]
+    assert isinstance(await refused(path), SchemaError)
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+
+
+async def test_a_foreign_database_with_a_journal_of_its_own_kind_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "a name?with#odd %41 letters.db"
+    execute(path, "PRAGMA journal_mode = PERSIST", "CREATE TABLE bookmarks (url TEXT)")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert isinstance(await refused(path), SchemaError)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+async def test_a_store_left_half_created_is_finished(tmp_path: Path) -> None:
+    """Killed while it created the file: the journal that is left must be rolled back, not met read-only."""
+    killed = """
+        import os, sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+        connection.execute("PRAGMA page_size = 16384")
+        connection.execute("PRAGMA cache_size = 1")
+        connection.execute("PRAGMA cache_spill = 1")
+        connection.execute("CREATE TABLE old (x)")
+        connection.execute("DROP TABLE old")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE t (x)")
+        for _ in range(50):
+            connection.execute("INSERT INTO t VALUES (zeroblob(20000))")
+        os._exit(0)
+    """
+    path = tmp_path / "store.db"
+    subprocess.run([sys.executable, "-c", textwrap.dedent(killed), str(path)], check=True)
+    assert (tmp_path / "store.db-journal").stat().st_size
+    store = await filled(path)
+    assert [run.id for run in await store.list_runs()] == ["run"]
+    assert await store._write(lambda tx: tx.one("PRAGMA page_size")) == (16384,)
+    await store.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ newer release, or of another program, is refused untouched.
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Final
 
 from lightning.errors import SchemaError
@@ -117,6 +120,28 @@ _FIRST: Final = (
 
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
+
+
+def refuse_foreign(settings: Settings) -> None:
+    """Raise `SchemaError` for a newer or a foreign database and leave it as it is: `connect` would change its journal mode.
+
+    Nothing is refused when there is no file yet, or none that can be opened: `connect` says why.
+    """
+    if settings.in_memory:
+        return
+    # A reader that may write folds a log that lies beside the file into it; one that may not would create a log.
+    mode = "ro" if os.path.exists(f"{settings.path}-wal") else "rw"
+    try:
+        connection = sqlite3.connect(
+            f"{Path(settings.path).absolute().as_uri()}?mode={mode}",
+            uri=True,
+            timeout=settings.busy_timeout,
+            isolation_level=None,
+        )
+    except sqlite3.OperationalError:
+        return
+    with closing(connection):
+        _version(connection, settings)
 
 
 def migrate(connection: sqlite3.Connection, settings: Settings) -> None:

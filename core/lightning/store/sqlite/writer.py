@@ -15,7 +15,7 @@ from typing import Final, Generic, TypeVar
 
 from lightning.errors import StoreError
 from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
-from lightning.store.sqlite.migrations import migrate
+from lightning.store.sqlite.migrations import migrate, refuse_foreign
 from lightning.store.sqlite.parents import ParentCache
 
 T = TypeVar("T")
@@ -84,9 +84,10 @@ class Writer:
 
     def _main(self) -> None:
         try:
+            refuse_foreign(self._settings)
             self._connection = connect(self._settings)
         except Exception as error:  # noqa: BLE001 — whatever it is, it belongs to whoever opens the store
-            self._refuse(error)
+            self._refuse(translate(error, self._settings))
             return
         try:
             migrate(self._connection, self._settings)
