@@ -6,7 +6,6 @@ newer release, or of another program, is refused untouched.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -118,7 +117,9 @@ _FIRST: Final = (
     )""",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
+_LABELS: Final = ("ALTER TABLE attempts ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 
@@ -129,16 +130,16 @@ def refuse_foreign(settings: Settings) -> None:
     """
     if settings.in_memory:
         return
-    # A reader that may write folds a log that lies beside the file into it; one that may not would create a log.
-    mode = "ro" if os.path.exists(f"{settings.path}-wal") else "rw"
     try:
+        # A reader that may write folds a log that lies beside the file into it; one that may not would create a log.
+        mode = "ro" if Path(f"{settings.path}-wal").exists() else "rw"
         connection = sqlite3.connect(
             f"{Path(settings.path).absolute().as_uri()}?mode={mode}",
             uri=True,
             timeout=settings.busy_timeout,
             isolation_level=None,
         )
-    except sqlite3.OperationalError:
+    except (OSError, sqlite3.OperationalError):
         return
     with closing(connection):
         _version(connection, settings)
