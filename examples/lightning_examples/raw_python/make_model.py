@@ -43,11 +43,12 @@ class Demonstrator:
     """Else their answer is some number of the problem."""
 
 
-CLEANER = Demonstrator(right_operator=0.6, wrong_tool=0.03, guess=0.05)
-NOISY = Demonstrator(right_operator=0.5, right_number=0.95, wrong_tool=0.1, guess=0.2, right_answer=0.95)
-CLEANER_SHARE = 0.85
+CLEANER = Demonstrator(right_operator=0.85, wrong_tool=0.03, guess=0.05)
+NOISY = Demonstrator(right_operator=0.5, right_number=0.98, wrong_tool=0.06, guess=0.08, right_answer=0.98)
+CLEANER_SHARE = 0.87
 """Cleaner demonstrations come first and teach to copy and to call tools; the noisy ones then make the model mediocre."""
-DEMONSTRATIONS = 4000
+DEMONSTRATIONS = 14_000
+STEPS = 7000
 
 
 def demonstrate(task: Task, who: Demonstrator, rng: random.Random) -> Conversation:
@@ -125,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=Plan().steps)
+    parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)

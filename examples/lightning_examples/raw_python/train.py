@@ -14,11 +14,11 @@ def main() -> None:
     trainer = lightning.Trainer(
         MODEL,
         lightning.LightningRL("grpo", group_size=8, normalization="token-mean"),
-        steps=30,
+        steps=15,
         tasks_per_step=16,
-        lr=1e-3,
+        lr=2e-3,
     )
-    trainer.fit(agent, train=tasks(480, seed=0), val=val_tasks(200))
+    trainer.fit(agent, train=tasks(240, seed=0), val=val_tasks(200))
 
 
 if __name__ == "__main__":
