@@ -43,8 +43,6 @@ class LoraConfig(Section):
     """Rank of the update."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale; the update is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Must stay 0 for on-policy training to be exact."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter."""
 

@@ -118,7 +118,7 @@ def test_a_config_can_be_derived() -> None:
         ("engine.dtype=float16", 'engine.dtype cannot be "float16"; it accepts "auto" or "float32" or "bfloat16"'),
         ("engine.betas=[1.0]", "engine.betas cannot be [1.0]; it accepts a list of 2 numbers"),
         ("engine.lr=nan", "engine.lr cannot be nan; it accepts a number > 0"),
-        ("engine.lora.dropout=1", "it accepts a number >= 0 and < 1"),
+        ("engine.lora.dropout=0.1", "unknown setting 'engine.lora.dropout'"),
         ("engine.lora.target_modules=[1]", 'cannot be [1]; it accepts a list of strings or "all-linear"'),
         ("engine.device=2026-01-01", "engine.device cannot be 2026-01-01; it accepts a string"),
         ("engine=fast", 'engine cannot be "fast"; it accepts a table'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,6 +109,28 @@ def test_lora_under_bfloat16_has_float32_adapters(open_engine: Open, make_row: M
 def test_lora_that_fits_no_module_is_refused(open_engine: Open) -> None:
     with pytest.raises(EngineError, match=r"engine\.lora does not fit this model: .*no_such_layer"):
         open_engine(lora=LoraConfig(target_modules=("no_such_layer",)))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_what_is_written_may_be_read_by_whom_the_umask_lets(
+    open_engine: Open, tmp_path: Path, umask: int, mode: int
+) -> None:
+    """A policy server that runs as another user reads these files."""
+    engine = open_engine()
+    before = os.umask(umask)
+    try:
+        engine.save(tmp_path / "state")
+        engine.export(tmp_path / "model")
+        for _ in range(2):  # the second replaces a file
+            engine.weights(tmp_path / "weights" / "w.safetensors")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"weights.safetensors", "state.json", "model.safetensors", "config.json", "w.safetensors"} <= {
+        path.name for path in files
+    }
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
+    assert not [path for path in files if path.name.startswith(".")]
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +199,73 @@ def test_a_single_row_that_does_not_fit_names_the_cures(
     assert_unchanged(engine, before)
 
 
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises `error` on more than `tokens` tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, tokens: int, error: Exception) -> torch.Tensor:
+        ctx.tokens, ctx.error = tokens, error
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if len(grad) > ctx.tokens:
+            raise ctx.error
+        return grad, None, None
+
+
+def failing_backward(tokens: int, error: Exception) -> Callable[[TokenBatch], LossOutput]:
+    return lambda batch: LOSS(replace(batch, logprobs=Fails.apply(batch.logprobs, tokens, error)))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+    ],
+    ids=["torch", "driver", "cublas", "cpu"],
+)
+def test_out_of_memory_in_the_backward_pass_halves_the_microbatch_too(
+    open_engine: Open, make_row: Make, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    rows = [make_row(16, [(4, 16, 1.0, 0.1)], seed=seed, name=f"r{seed}") for seed in range(8)]
+    expected = open_engine().step(rows, LOSS)
+    engine = open_engine(tokens_per_microbatch=128)
+    with caplog.at_level(logging.WARNING):
+        result = engine.step(rows, failing_backward(2 * 12, error))
+    assert caplog.text.count("out of memory: going on with") == 2
+    assert result.metrics["microbatches"] == 4
+    assert result.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4)
+    assert result.seen == expected.seen
+
+
+def test_out_of_memory_in_the_backward_pass_of_one_row_names_the_cures(open_engine: Open, make_row: Make) -> None:
+    engine = open_engine()
+    before = snapshot(engine)
+    with pytest.raises(EngineError, match=r"single row of 16 tokens: set engine\.gradient_checkpointing"):
+        engine.step([make_row(16, [(4, 16, 1.0, 0.1)])], failing_backward(0, torch.OutOfMemoryError("out of memory")))
+    assert_unchanged(engine, before)
+
+
+def test_a_backward_pass_that_fails_is_an_engine_error_and_nothing_is_trained(
+    open_engine: Open, make_row: Make
+) -> None:
+    engine = open_engine()
+    before = snapshot(engine)
+    row = make_row(16, [(4, 16, 1.0, 0.1)], name="culprit")
+    with pytest.raises(
+        EngineError, match=r"backward pass failed on 1 rows of up to 16 .*rollout culprit.* device-side"
+    ):
+        engine.step([row], failing_backward(0, RuntimeError("CUDA error: device-side assert triggered")))
+    assert_unchanged(engine, before)
+    with pytest.raises(EngineError, match=r"backward pass failed .* does not require grad"):
+        engine.step([row], lambda batch: LossOutput(batch.logprobs.detach().sum()))
+    assert engine.step([row], LOSS).metrics["stepped"] == 1.0
+
+
 ROW = Sample(
     np.array([1, 2, 3, 4], np.int32),
     np.array([0, 0, 0, 1], np.float32),
@@ -211,7 +279,10 @@ ROW = Sample(
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (replace(ROW, ids=np.array([1, 2, 3, 320], np.int32)), "token id 320 is outside the model's vocabulary of 320"),
+        (
+            replace(ROW, ids=np.array([1, 2, 3, 320], np.int32)),
+            "id 320 .*call 3, is outside the model's vocabulary of 320",
+        ),
         (replace(ROW, ids=np.array([1, -5, 3, 4], np.int32)), "token id -5"),
         (replace(ROW, weights=ROW.weights[:3]), "differ in length"),
         (replace(ROW, weights=np.array([1, 0, 0, 1], np.float32)), "first token has a weight"),
@@ -231,6 +302,13 @@ def test_a_broken_row_is_named_and_nothing_is_trained(open_engine: Open, row: Sa
     assert_unchanged(engine, before)
 
 
+def test_an_id_outside_the_vocabulary_names_the_call_that_brought_it(open_engine: Open, make_row: Make) -> None:
+    row = make_row(12, [(2, 4, 1.0, 0.1), (6, 8, 1.0, 0.1), (10, 12, 1.0, 0.1)], name="r9")
+    row.ids[5] = 999  # in the prompt of call 1
+    with pytest.raises(DataError, match=r"rollout r9 .* token id 999 at index 5, first in call 1,"):
+        open_engine().step([row], LOSS)
+
+
 def test_bfloat16_keeps_float32_masters(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
     engine, exact = open_engine(dtype="bfloat16", lr=1e-6), open_engine()
     row = make_row(12, [(4, 12, 1.0, 0.1)])
@@ -243,11 +321,13 @@ def test_bfloat16_keeps_float32_masters(open_engine: Open, make_row: Make, tmp_p
     assert max(moved.values()) > 0  # in bfloat16 a change of 1e-6 would have vanished
 
 
-def test_logprobs_are_without_the_adapters_dropout(open_engine: Open, make_row: Make) -> None:
-    engine = open_engine(lora=LoraConfig(rank=4, dropout=0.5), lr=1e-2)
-    row = make_row(12, [(4, 12, 1.0, 0.1)])
-    engine.step([row], LOSS)
-    np.testing.assert_array_equal(engine.logprobs([row])[0], engine.logprobs([row])[0])
+def test_adapters_have_no_dropout(open_engine: Open, make_row: Make) -> None:
+    """A dropped unit would make the trainer's logprobs, and so the gradient, depend on chance and on the micro-batches."""
+    assert "dropout" not in LoraConfig.model_fields
+    engine = open_engine(lora=LoraConfig(rank=4), lr=1e-2, gradient_checkpointing=True)  # which needs training mode
+    engine.step([make_row(12, [(4, 12, 1.0, 0.1)])], LOSS)
+    row = on_policy(engine, make_row(12, [(4, 12, 1.0, 0.1)]))
+    assert engine.step([row], LOSS).metrics["max_logprob_gap"] < 1e-5
 
 
 def test_the_models_own_dropout_is_silent(open_engine: Open, make_row: Make, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from lightning.config import LoraConfig
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""What errors say when memory runs out outside torch's CUDA allocator: in the driver, in a library, on a CPU."""
 
 
 class TorchEngine:
@@ -91,6 +95,9 @@ class TorchEngine:
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
 
+        Only the engine knows the vocabulary, so the engine refuses ids outside it. vLLM cannot have served one: it samples
+        from the model's own vocabulary, and its model has no embedding for more. So such a row is another model's.
+
         Raises `DataError` for a row that cannot be computed on and `EngineError` for a loss or gradient that is not finite;
         the weights are then as before.
         """
@@ -126,7 +133,8 @@ class TorchEngine:
         """Restore a saved state into the opened model; the optimizer's settings stay those given to `open`.
 
         The next step is then bit for bit the one that would have followed on a CPU; on CUDA the attention kernels' own
-        order of summation may differ between any two runs.
+        order of summation may differ between any two runs. For that the micro-batch size comes back too, as small as a
+        shortage of memory had made it, whatever `tokens_per_microbatch` says now.
         """
         lm, optimizer = self._opened(), self._opened_optimizer()
         progress = load_state(folder, self._parameters, optimizer, lm.device)
@@ -195,7 +203,8 @@ class TorchEngine:
                 f"the loss is {value} at step {self._steps} in the rows of {rows.name(samples[0])} to "
                 f"{rows.name(samples[-1])}, so the step was not taken and the weights are as before"
             )
-        output.loss.backward()  # type: ignore[no-untyped-call]
+        with _failing("backward", part):
+            output.loss.backward()  # type: ignore[no-untyped-call]
         tally.add(part, batch, value, output.metrics)
 
     def _shrink(self, longest: int, error: torch.OutOfMemoryError) -> None:
@@ -210,17 +219,28 @@ class TorchEngine:
 
 def _forward(lm: CausalLM, part: rows.Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies (N,) of the wanted tokens."""
+    with _failing("forward", part), lm.computing():
+        hidden = lm.hidden(part.ids[:, :-1])
+        before = part.rows * hidden.shape[1] + part.columns - 1
+        wanted = hidden.flatten(0, 1).index_select(0, before)
+        return token_logprobs(wanted, part.targets, part.temperatures, lm.logits, lm.vocab_size)
+
+
+@contextmanager
+def _failing(direction: str, part: rows.Microbatch) -> Iterator[None]:
+    """Whatever torch raises in a pass becomes an `EngineError`; a shortage of memory always an `OutOfMemoryError`."""
     try:
-        with lm.computing():
-            hidden = lm.hidden(part.ids[:, :-1])
-            before = part.rows * hidden.shape[1] + part.columns - 1
-            wanted = hidden.flatten(0, 1).index_select(0, before)
-            return token_logprobs(wanted, part.targets, part.temperatures, lm.logits, lm.vocab_size)
+        yield
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:
-        width = part.ids.shape[1]
-        raise EngineError(f"the model failed on {len(part.ids)} rows of up to {width} tokens: {error}") from error
+        if any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise torch.OutOfMemoryError(str(error)) from error
+        count, width = part.ids.shape
+        raise EngineError(
+            f"the {direction} pass failed on {count} rows of up to {width} tokens ({rows.name(part.samples[0])} to "
+            f"{rows.name(part.samples[-1])}): {error}"
+        ) from error
 
 
 def _adamw(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """Files that are either whole or absent: write beside the target, flush to disk, rename.
 
-The invariant: at any moment, also after a crash, a target holds nothing, its old content or its new content.
+The invariant: at any moment, also after a crash, a target holds nothing, its old content or its new content; and it may be
+read by whomever the umask lets read ordinary files, such as a policy server of another user (safetensors writes 0600).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         _remove(fresh)
         fresh.mkdir(parents=True)
+        mode = _ordinary_mode(fresh / ".mode")
         yield fresh
         for file in fresh.iterdir():
+            file.chmod(mode)
             _flush(file)
         _flush(fresh)
         if target.exists():
@@ -52,7 +55,9 @@ def whole_file(target: Path) -> Iterator[Path]:
     fresh = _beside(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        mode = _ordinary_mode(fresh)
         yield fresh
+        fresh.chmod(mode)
         _flush(fresh)
         fresh.replace(target)
         _flush(target.parent)
@@ -69,6 +74,18 @@ def _beside(target: Path, kind: str) -> Path:
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def _ordinary_mode(file: Path) -> int:
+    """The permissions that an ordinary new file gets at this place; `file` itself is gone afterwards.
+
+    Asking for the umask would mean to set it, for all threads of the process.
+    """
+    file.unlink(missing_ok=True)
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    file.unlink()
+    return mode
 
 
 def _flush(path: Path) -> None:

@@ -52,7 +52,7 @@ class CausalLM:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without gradients and without the adapters' dropout."""
+        """Without gradients and without checkpointing."""
         training = self.model.training
         self.model.eval()
         try:
@@ -72,15 +72,14 @@ def load_model(
     """Load a `transformers` causal LM folder for training. Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
     model = _read(folder, torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)).to(device)
-    _silence_dropout(model)
     if lora is not None:
         _add_lora(model, lora)
+    _silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with torch.no_grad(), _autocast(device, kind):
         logits = _find_output(model.eval(), device, folder)
-    # Checkpointing and adapter dropout only work in training mode; the model's own dropout is silenced above.
-    model.train(gradient_checkpointing or (lora is not None and lora.dropout > 0))
+    model.train(gradient_checkpointing)  # which works in training mode only; all dropout is silenced
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     return CausalLM(model, folder, device, kind, vocab_size, logits)
 
@@ -177,7 +176,6 @@ def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
             peft.LoraConfig(
                 r=lora.rank,
                 lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
                 target_modules=targets,
                 task_type="CAUSAL_LM",
             ),

@@ -117,8 +117,11 @@ def check(sample: Sample, vocab_size: int) -> None:
     elif not size:
         problem = "it has no tokens"
     elif int(sample.ids.min()) < 0 or int(sample.ids.max()) >= vocab_size:
-        wrong = int(sample.ids.min()) if int(sample.ids.min()) < 0 else int(sample.ids.max())
-        problem = f"token id {wrong} is outside the model's vocabulary of {vocab_size}"
+        place = int(np.flatnonzero((sample.ids < 0) | (sample.ids >= vocab_size))[0])
+        problem = (
+            f"token id {sample.ids[place]} at index {place}{_first_call(sample, place)} is outside the model's vocabulary "
+            f"of {vocab_size}: make the policy server serve the model that is trained"
+        )
     elif trained[0]:
         problem = "its first token has a weight, but nothing precedes it"
     elif not np.isfinite(sample.weights).all() or not np.isfinite(sample.advantages[trained]).all():
@@ -131,6 +134,12 @@ def check(sample: Sample, vocab_size: int) -> None:
         problem = "a span does not lie inside it"
     if problem:
         raise DataError(f"the training row of {name(sample)} cannot be trained on: {problem}")
+
+
+def _first_call(sample: Sample, place: int) -> str:
+    """The earliest call of a row that has the token at `place` in its prompt or response, for messages."""
+    span = min((span for span in sample.spans if place < span.stop), key=lambda span: span.stop, default=None)
+    return f", first in call {span.seq}," if span else ""
 
 
 def name(sample: Sample) -> str:
