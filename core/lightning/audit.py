@@ -30,8 +30,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit looked at and found. `rederived` is False when the algorithm's arguments are not plain values, so that
-    only recorded data, not advantages, could be compared."""
+    """What an audit looked at and found. `rederived` is False when only the user's own code can make the algorithm again,
+    so that recorded data, but not advantages, could be compared."""
 
     run: str
     steps: int
@@ -61,6 +61,12 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
     trained_in: dict[str, int] = {}
     rollouts = calls = tokens = 0
+    committed = {record.step for record in records}
+    findings.extend(
+        Finding(rollout.trained_at_step, rollout.id, "was trained in a step that has no record")
+        for rollout in await all_rollouts(store, run, split=TRAIN)
+        if rollout.trained_at_step is not None and rollout.trained_at_step not in committed
+    )
     for record in records:
         for name, _ in record.rollouts:
             if name in trained_in:
@@ -82,17 +88,19 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
 
 
 def rebuild_algorithm(run: Run) -> Algorithm | None:
-    """The algorithm a run was trained with, or None when its arguments were not plain values."""
+    """The algorithm a run was trained with, or None when only the user's own code can make it again."""
     described = run.config.get("algorithm")
     if not isinstance(described, Mapping) or not isinstance(described.get("arguments"), Mapping):
         return None
     name, arguments = described.get("name"), described.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+    if not isinstance(name, str) or not isinstance(arguments, Mapping) or name not in plugins().names("algorithms"):
         return None
     try:
-        return plugins().algorithm(name)(**arguments)
+        algorithm = plugins().algorithm(name)(**arguments)
     except TypeError as error:
         raise ConfigError(f"the algorithm {name!r} no longer takes the arguments of run {run.id!r}: {error}") from error
+    # A user's subclass may bear the name of what it extends.
+    return algorithm if type(algorithm).__qualname__ == described.get("type") else None
 
 
 def _compare(
@@ -112,7 +120,9 @@ def _compare(
         elif rollout.trained_at_step != record.step:
             findings.append(Finding(record.step, name, f"marked as trained at step {rollout.trained_at_step}"))
     if record.policy_version != record.step + 1:
-        findings.append(Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}"))
+        findings.append(
+            Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}")
+        )
     if len(record.rollouts) != len(record.digests):
         findings.append(Finding(record.step, "", "has not one digest for each rollout"))
     if algorithm is not None:

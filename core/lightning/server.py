@@ -7,6 +7,7 @@ else can be reached with it.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.config import Config
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.protocol import Store
+from lightning.store.url import sqlite_url
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import gateway_secret
 from lightning.types import LLM, Rollout, Run, Task, new_id
@@ -35,21 +37,24 @@ class Serving:
     store: Store
     policy: PolicyServer
     gateway: Gateway
+    log: Path
 
     async def open_session(self, name: str, ttl: float) -> LLM:
         """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
-        rollout = Rollout(
-            id=f"{self.run.id}/{new_id('session')}", run=self.run.id, task=Task(input=name), group=name, split="serve"
-        )
+        run = await self.store.put_run(Run(new_id("session"), name, self.run.config, time.time()))
+        rollout = Rollout(f"{run.id}/0", run.id, Task(input=name), run.id, split="serve", max_attempts=1)
         await self.store.create_rollouts([rollout])
-        leases = await self.store.lease(self.run.id, f"{self.run.id}/server", limit=1, ttl=ttl)
-        return LLM(
-            f"{self.gateway.url}/v1", self.gateway.issue(leases[0].rollout.id, leases[0].attempt, ttl=ttl), "policy"
-        )
+        # A run of its own, so that the lease is of this session and no other.
+        (lease,) = await self.store.lease(run.id, f"{self.run.id}/server", limit=1, ttl=ttl)
+        return LLM(f"{self.gateway.url}/v1", self.gateway.issue(rollout.id, lease.attempt, ttl=ttl), "policy")
 
-    async def wait(self) -> None:
-        """Return when the policy server has died."""
-        await self.policy.wait_died()
+    async def wait(self, seconds: float | None = None) -> None:
+        """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
+        try:
+            await asyncio.wait_for(self.policy.wait_died(), seconds)
+        except TimeoutError:
+            return
+        raise PolicyServerError(f"the policy server died; its log is {self.log}")
 
 
 @asynccontextmanager
@@ -60,12 +65,13 @@ async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) 
             f"gateway.host is {config.gateway.host}: this server has no transport security, so it binds loopback only; "
             "put a TLS proxy in front of it and leave gateway.host at 127.0.0.1"
         )
+    database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
-        store = plugins().store(f"sqlite:///{(folder / 'lightning.db').resolve()}")
+        store = plugins().store(sqlite_url(database))
         await store.open()
         resources.push_async_callback(store.close)
-        run = await store.put_run(Run(folder.resolve().name, "serve", {"model": str(model)}, time.time()))
+        run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
         policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", version=version)
         resources.push_async_callback(policy.close)
         await policy.start()
@@ -78,12 +84,4 @@ async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) 
         )
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        yield Serving(run, store, policy, gateway)
-
-
-async def serve_until(serving: Serving, seconds: float | None) -> None:
-    """Wait until the policy server dies, or for `seconds` when given."""
-    try:
-        await asyncio.wait_for(serving.wait(), seconds)
-    except TimeoutError:
-        return
+        yield Serving(run, store, policy, gateway, folder / "vllm.log")

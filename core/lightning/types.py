@@ -224,7 +224,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended. Exactly one of `reward` (the reward function saw a result) and `fault` is set."""
+    """How an attempt ended. Exactly one of `reward` (the reward function saw a result) and `fault` is set.
+
+    `labels` says who made which calls, by response id, as the agent said it with `lightning.label`.
+    """
 
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -233,6 +236,7 @@ class Outcome:
     seconds: float = 0.0
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
+    labels: Mapping[str, Caller] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +253,8 @@ class Run:
 class StepRecord:
     """One committed optimizer step: the proof of what was trained.
 
-    `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of each of their trained rows (ids,
-    logprobs, rewards, advantages, versions) in the same order, and `digest` covers the whole batch in order.
+    `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
+    logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
     `policy_version` is the version of the weights this step produced.
     """
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lightning.cli.output import stoppable
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import ConfigError, MissingExtraError
@@ -44,7 +45,8 @@ def demo(
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
     trainer = Trainer(chosen.model, chosen.algorithm(), out=folder, resume=resume, config=config)
-    summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
+    with stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"):
+        summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
     _report(chosen, summary, trainer, folder, console)
 
 

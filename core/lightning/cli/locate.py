@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.errors import ConfigError
+from lightning.store.url import sqlite_url
+from lightning.trainer.runs import run_id_of
 
 DATABASE = "lightning.db"
 
@@ -13,8 +15,7 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
     """The store's URL and the run's id. Raises `ConfigError` naming where it looked."""
     for folder in (Path(run), runs / run):
         if (folder / DATABASE).is_file():
-            folder = folder.resolve()
-            return f"sqlite:///{folder / DATABASE}", folder.name
+            return sqlite_url((folder / DATABASE).resolve()), run_id_of(folder)
     raise ConfigError(
         f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}. `lightning runs` lists what there is"
     )

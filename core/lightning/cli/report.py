@@ -91,8 +91,8 @@ def draw_rewards(summary: Summary, title: str, file: Path) -> None:
         range(1, len(summary.rewards) + 1), summary.rewards, alpha=0.6, label="training rollouts (mean of a step)"
     )
     axes.plot(
-        [result.step for result in summary.evaluations],
-        [result.reward for result in summary.evaluations],
+        [result.step for result in summary.evaluations if result.reward is not None],
+        [result.reward for result in summary.evaluations if result.reward is not None],
         marker="o",
         linewidth=2,
         label="held-out tasks",

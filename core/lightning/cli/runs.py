@@ -15,18 +15,19 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from lightning.cli.locate import DATABASE
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.collect import all_rollouts
+from lightning.trainer.runs import run_id_of
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Rollout, Run, Status, StepRecord
 
 T = TypeVar("T")
 
-DATABASE = "lightning.db"
 Location = Annotated[
     str,
     typer.Option(
@@ -76,7 +77,7 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
 @app.command("show")
 def show(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(help="The run's id, as `lightning runs` lists it.")],
+    run: Annotated[str, typer.Argument(help="The run's id, as `lightning runs` lists it, or its folder.")],
     where: Annotated[
         str, typer.Option("--runs", metavar="PLACE", help="Where the run is, as for `lightning runs`.")
     ] = "",
@@ -87,6 +88,8 @@ def show(
 ) -> None:
     """Show one run: its steps and its rollouts."""
     place = where or str(context.obj or "runs")
+    if (Path(run) / DATABASE).is_file():
+        place, run = run, run_id_of(Path(run))
     for url in databases(place):
         found = asyncio.run(with_store(url, _details(run, step)))
         if found is not None:

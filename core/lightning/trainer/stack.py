@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from lightning.config import Config
 from lightning.errors import PolicyServerError
@@ -26,9 +27,21 @@ from lightning.trainer.plan import VAL
 from lightning.types import LLM, Lease, Rollout, Run
 
 logger = logging.getLogger(__name__)
+A = TypeVar("A")
+B = TypeVar("B")
 
 MAX_RESTARTS = 5
 """A policy server that dies more often than this in one run has a fault of its own."""
+
+
+NOTICE_SECONDS = 5
+"""How long a failed update waits to hear that the policy server has died."""
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Stack:
     weights: Path | None = None
     restarts: int = 0
     _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
+    _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""
@@ -72,11 +86,34 @@ class Stack:
 
     async def update(self, weights: Path, version: int, probe: Probe | None) -> Update:
         """Put new weights into the policy server; requests that arrive meanwhile wait."""
+        restarts = self.restarts
+        try:
+            update = await self._update(weights, version, probe)
+        except PolicyServerError:
+            if not await self._recovered(restarts):
+                raise
+            update = await self._update(weights, version, probe)
+        self.version, self.weights = version, weights
+        return update
+
+    async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
         async with self.gateway.hold():
             update = await self.policy.update(weights, version, probe)
             self.gateway.policy_updated(update)
-        self.version, self.weights = version, weights
         return update
+
+    async def _recovered(self, restarts: int) -> bool:
+        """Whether the policy server had died and is back. Raises the supervisor's error when it gave up."""
+        for _ in range(NOTICE_SECONDS):
+            if self.restarts > restarts or (self._supervisor is not None and self._supervisor.done()):
+                break
+            await asyncio.sleep(1.0)
+        else:
+            return False
+        if self._supervisor is not None and self._supervisor.done():
+            self._supervisor.result()
+        await self._serving.wait()
+        return True
 
     async def _unless_supervisor_fails(self, doing: asyncio.Task[None]) -> None:
         watching: set[asyncio.Task[None]] = {doing}
@@ -101,10 +138,12 @@ class Stack:
                     f"the policy server died {self.restarts} times in this run; see {self.folder / 'vllm.log'}"
                 )
             logger.warning("the policy server died; restarting it with version %d", self.version)
+            self._serving.clear()
             old = Upstream(self.policy.url, self.policy.model)
             async with self.gateway.hold():
                 await self.policy.restart(self.weights, self.version)
                 self.gateway.replace_upstream(old, Upstream(self.policy.url, self.policy.model))
+            self._serving.set()
 
 
 async def gateway_secret(store: Store, run: str) -> bytes:
@@ -130,7 +169,7 @@ async def open_stack(
     policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
-    await asyncio.gather(policy.start(), runner.start())
+    await together(policy.start(), runner.start())
     gateway = Gateway(
         store,
         [Upstream(policy.url, policy.model)],
@@ -144,6 +183,17 @@ async def open_stack(
     stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
     return stack
+
+
+async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
+    """Do two things at once; when one fails the other is stopped before its error is raised."""
+    one, other = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        return await asyncio.gather(one, other)
+    finally:
+        one.cancel()
+        other.cancel()
+        await asyncio.gather(one, other, return_exceptions=True)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

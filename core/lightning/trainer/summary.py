@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts
-from lightning.trainer.plan import TRAIN, VAL
+from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.types import Json, Rollout, Status
 
 PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
@@ -17,10 +17,10 @@ PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Held-out result with the policy after `step` optimizer steps. `reward` is the mean over scored rollouts (the success
-    rate where rewards are 0 or 1); `failed` rollouts have no reward and are not in it."""
+    rate where rewards are 0 or 1), None when none was scored; `failed` rollouts have no reward and are not in it."""
 
     step: int
-    reward: float
+    reward: float | None
     rollouts: int
     failed: int
 
@@ -53,7 +53,7 @@ def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
     """Sum up one evaluation."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     failed = sum(rollout.status is Status.FAILED for rollout in rollouts)
-    return Evaluation(step, sum(rewards) / len(rewards) if rewards else 0.0, len(rollouts), failed)
+    return Evaluation(step, sum(rewards) / len(rewards) if rewards else None, len(rollouts), failed)
 
 
 async def summarize(store: Store, run: str) -> Summary:
@@ -91,8 +91,9 @@ def _evaluations(rollouts: Sequence[Rollout]) -> tuple[Evaluation, ...]:
     for rollout in rollouts:
         if rollout.split == VAL:
             by_step.setdefault(rollout.step, []).append(rollout)
+    tries = {step: of_generation(members, newest_generation(members)) for step, members in by_step.items()}
     return tuple(
         evaluate_rollouts(step, members)
-        for step, members in sorted(by_step.items())
+        for step, members in sorted(tries.items())
         if all(member.status in (Status.SUCCEEDED, Status.FAILED) for member in members)
     )

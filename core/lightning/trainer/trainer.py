@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
@@ -20,21 +21,22 @@ from typing import TypeVar
 
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, load_config, with_settings
-from lightning.engines.protocol import Engine, OptimizerConfig
-from lightning.errors import ConfigError
+from lightning.engines.protocol import OptimizerConfig
+from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.store.protocol import Store
+from lightning.store.url import sqlite_url
 from lightning.tracking import Trackers
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.progress import Reporter
-from lightning.trainer.runs import claim_folder, describe_algorithm, open_run
-from lightning.trainer.stack import open_stack
+from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
+from lightning.trainer.stack import open_stack, together
 from lightning.trainer.summary import Summary, summarize
-from lightning.types import Json, Task
+from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,7 +90,11 @@ class Trainer:
         self.model = resolve_model(model)
         self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
         self.train_agents = tuple(train_agents)
-        self.engine, self.runner, self.store_url = engine, runner, store
+        self.engine, self.runner = engine, runner
+        self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
+        for tracker in self.config.trainer.trackers:
+            plugins().tracker(tracker)
+        self._store_url = store
         self.out = (
             Path(out) if out is not None else Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         )
@@ -96,8 +102,8 @@ class Trainer:
 
     @property
     def run_id(self) -> str:
-        """The run's id: the name of its folder."""
-        return self.out.resolve().name
+        """The run's id: the name its folder had when the run was started."""
+        return run_id_of(self.out)
 
     def fit(self, agent: Agent, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
         """Train until `trainer.steps`, evaluating on `val`; returns what was achieved.
@@ -111,8 +117,11 @@ class Trainer:
     def dev(self, agent: Agent, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
         """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.
 
-        Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run.
+        Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. Nothing is
+        kept but vLLM's log, in `out`/dev.
         """
+        if not tasks:
+            raise DataError("the list of tasks is empty: give dev() at least one")
         return run_to_end(self._dev(agent, as_tasks(tasks, "tasks")[:count]))
 
     def summary(self) -> Summary:
@@ -121,7 +130,7 @@ class Trainer:
 
     async def _fit(self, agent: Agent, train: list[Task], val: list[Task]) -> Summary:
         if not train:
-            raise ConfigError("the list of training tasks is empty: give fit() at least one task in `train`")
+            raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
@@ -129,12 +138,12 @@ class Trainer:
             store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
-            run = await open_run(store, self.run_id, self._described(train, val), resume=self.resume)
+            run = await check_run(store, self.run_id, self._described(train, val), resume=self.resume)
             reporter.phase("starting the policy server and loading the model")
-            engine = self._make_engine()
+            engine = self._make_engine(self.config)
             resources.callback(engine.close)
-            runner = plugins().runner(self.runner)(agent, self.config)
-            stack, _ = await asyncio.gather(
+            runner = self._make_runner(agent, self.config)
+            stack, _ = await together(
                 open_stack(
                     resources,
                     run=run,
@@ -146,6 +155,9 @@ class Trainer:
                 ),
                 asyncio.to_thread(engine.open, self.model, self._optimizer(), seed=self.config.trainer.seed),
             )
+            # Not before everything stands: a failed start leaves no run behind that a corrected one would stumble over.
+            name_folder(self.out, run.id)
+            await store.put_run(run)
             trackers = resources.enter_context(
                 Trackers(self.config.trainer.trackers, self.config, run=run.id, folder=self.out)
             )
@@ -156,16 +168,17 @@ class Trainer:
 
     async def _dev(self, agent: Agent, tasks: list[Task]) -> DevReport:
         async with AsyncExitStack() as resources:
-            resources.enter_context(claim_folder(self.out))
+            folder = self.out / "dev"
+            resources.enter_context(claim_folder(folder))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = self.open_store()
+            store = plugins().store("memory://")
             await store.open()
             resources.push_async_callback(store.close)
-            run = await open_run(store, self.run_id, self._described(tasks, []), resume=self.resume)
-            runner = plugins().runner(self.runner)(agent, self.config)
+            run = await store.put_run(Run("dev", "dev", self._described(tasks, [])))
+            runner = self._make_runner(agent, self.config)
             reporter.phase("starting the policy server")
             stack = await open_stack(
-                resources, run=run, config=self.config, folder=self.out, model=self.model, store=store, runner=runner
+                resources, run=run, config=self.config, folder=folder, model=self.model, store=store, runner=runner
             )
             return await dry_run(stack, tasks, self.train_agents, reporter)
 
@@ -179,11 +192,7 @@ class Trainer:
 
     def open_store(self) -> Store:
         """The run's store, not yet opened."""
-        url = self.store_url or f"sqlite:///{(self.out / 'lightning.db').resolve()}"
-        return plugins().store(url)
-
-    def _make_engine(self) -> Engine:
-        return plugins().engine(self.engine)(self.config)
+        return plugins().store(self._store_url or sqlite_url((self.out / "lightning.db").resolve()))
 
     def _optimizer(self) -> OptimizerConfig:
         engine = self.config.engine
@@ -220,21 +229,34 @@ def run_to_end(main: Coroutine[object, object, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(_interruptible(main))
-    results: list[T] = []
-    errors: list[BaseException] = []
+    return _run_beside(main)
+
+
+def _run_beside(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on a loop of its own in another thread; Ctrl-C here cancels it there and waits for its end."""
+    finished: Future[T] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+
+    async def watched() -> T:
+        task = asyncio.create_task(main)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
 
     def target() -> None:
         try:
-            results.append(asyncio.run(main))
+            finished.set_result(asyncio.run(watched()))
         except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
-            errors.append(error)
+            finished.set_exception(error)
 
-    thread = threading.Thread(target=target, name="lightning-trainer")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=target, name="lightning-trainer").start()
+    try:
+        return finished.result()
+    except KeyboardInterrupt:
+        loop, task = started.result()
+        if not finished.done():
+            loop.call_soon_threadsafe(task.cancel)
+            finished.exception()
+        raise
 
 
 async def _interruptible(main: Coroutine[object, object, T]) -> T:

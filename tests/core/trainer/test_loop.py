@@ -21,7 +21,7 @@ from lightning.batch.digest import span_digest
 from lightning.batch.sample import FloatArray, Sample
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.errors import AuditError, RunnerError
+from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
 from lightning.gateway import Gateway, Upstream
 from lightning.losses.protocol import Loss
 from lightning.plugins import plugins
@@ -105,6 +105,10 @@ class LedgerPolicy:
     version: int = 0
     ledger: list[str] = field(default_factory=list)
     crash_at: int = -1
+    die_at: int = -1
+    gap: float = 0.0
+    restarted_with: int = -1
+    died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def url(self) -> str:
@@ -119,17 +123,23 @@ class LedgerPolicy:
     async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
         if version == self.crash_at:
             raise Crash(f"update:{version}")
+        if version == self.die_at:
+            self.die_at = -1
+            self.died.set()
+            raise PolicyServerError("the connection was reset")
         self.ledger = json.loads(weights.read_text())
         self.version = version
-        return Update(version, probe_gap=0.0 if probe else None)
+        return Update(version, probe_gap=self.gap if probe else None)
 
     async def healthy(self) -> bool:
         return True
 
     async def wait_died(self) -> None:
-        await asyncio.Event().wait()
+        await self.died.wait()
 
-    async def restart(self, weights: Path | None, version: int) -> None: ...
+    async def restart(self, weights: Path | None, version: int) -> None:
+        self.died.clear()
+        self.version = self.restarted_with = version
 
     async def close(self) -> None: ...
 
@@ -305,9 +315,73 @@ async def test_when_every_rollout_fails_the_first_error_is_shown(tmp_path: Path)
     def broken(task: Task, llm: Any) -> float:
         raise ValueError("no such table: pens")
 
-    async with bench(tmp_path, broken, trainer__eval_every=0) as made:
-        with pytest.raises(RunnerError, match=r"all 8 rollouts of step 0 failed.*no such table: pens"):
+    async with bench(tmp_path, broken) as made:
+        made.loop.val = []
+        with pytest.raises(RunnerError, match=r"rollouts of step 1: all 8 failed.*no such table: pens"):
             await made.loop.run({})
+
+
+async def test_a_step_that_failed_as_a_whole_is_tried_again_on_resume(tmp_path: Path) -> None:
+    def broken(task: Task, llm: Any) -> float:
+        raise ValueError("the database is down")
+
+    async with bench(tmp_path, broken) as made:
+        made.loop.val = []
+        with pytest.raises(RunnerError):
+            await made.loop.run({})
+    async with bench(tmp_path) as made:
+        await made.loop.run({})
+        await assert_finished(made)
+        summary = await summarize(made.store, "run")
+    assert summary.failed == 8, "the first try is still counted"
+    assert summary.rollouts == (STEPS + 1) * 8
+
+
+async def test_an_evaluation_that_failed_as_a_whole_is_an_error_and_is_tried_again(tmp_path: Path) -> None:
+    def broken(task: Task, llm: Any) -> float:
+        raise ValueError("the database is down")
+
+    async with bench(tmp_path, broken) as made:
+        with pytest.raises(RunnerError, match="held-out tasks after 0 steps: all 3 failed"):
+            await made.loop.run({})
+    async with bench(tmp_path) as made:
+        await made.loop.run({})
+        await assert_finished(made)
+        summary = await summarize(made.store, "run")
+    assert [result.failed for result in summary.evaluations] == [0, 0, 0, 0]
+    assert [result.rollouts for result in summary.evaluations] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("gap", [25.0, float("nan")])
+async def test_a_server_that_does_not_serve_the_trained_weights_is_an_error(tmp_path: Path, gap: float) -> None:
+    async with bench(tmp_path) as made:
+        made.policy.gap = gap
+        with pytest.raises(PolicyServerError, match="does not serve the trained weights"):
+            await made.loop.run({})
+    async with bench(tmp_path) as made:
+        await made.loop.run({})
+        await assert_finished(made)
+
+
+async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        supervisor = asyncio.create_task(made.loop.stack.supervise())
+        made.loop.stack._supervisor = supervisor
+        made.policy.die_at = 2
+        await made.loop.run({})
+        assert made.loop.stack.restarts == 1
+        assert made.policy.restarted_with == 1
+        await assert_finished(made)
+        supervisor.cancel()
+
+
+async def test_checkpoints_that_the_store_does_not_know_are_never_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-00000007"
+    folder.mkdir(parents=True)
+    async with bench(tmp_path) as made:
+        with pytest.raises(ConfigError, match="checkpoints of a run that this store does not know"):
+            await made.loop.run({})
+    assert folder.is_dir()
 
 
 async def test_only_the_named_agents_are_trained(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
 from lightning.trainer import Trainer
-from lightning.trainer.runs import claim_folder, describe_algorithm, open_run
+from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 
 
 def test_a_second_trainer_on_a_folder_is_refused(tmp_path: Path) -> None:
@@ -42,16 +42,16 @@ def _described(**settings: Any) -> dict[str, Any]:
 async def test_a_run_is_not_continued_by_accident() -> None:
     store = MemoryStore()
     await store.open()
-    await open_run(store, "run", _described(), resume=False)
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
     with pytest.raises(ConfigError, match=r"exists already.*--resume"):
-        await open_run(store, "run", _described(), resume=False)
+        await check_run(store, "run", _described(), resume=False)
 
 
 async def test_a_resume_may_change_what_alters_nothing() -> None:
     store = MemoryStore()
     await store.open()
-    await open_run(store, "run", _described(), resume=False)
-    await open_run(store, "run", _described(trainer__steps=99, runner__concurrency=2, gateway__port=1234), resume=True)
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
+    await check_run(store, "run", _described(trainer__steps=99, runner__concurrency=2, gateway__port=1234), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -60,17 +60,17 @@ async def test_a_resume_may_change_what_alters_nothing() -> None:
 async def test_a_resume_with_other_settings_names_them(key: str, value: object) -> None:
     store = MemoryStore()
     await store.open()
-    await open_run(store, "run", _described(), resume=False)
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
-        await open_run(store, "run", _described(**{key.replace(".", "__"): value}), resume=True)
+        await check_run(store, "run", _described(**{key.replace(".", "__"): value}), resume=True)
 
 
 async def test_a_resume_with_other_tasks_is_refused() -> None:
     store = MemoryStore()
     await store.open()
-    await open_run(store, "run", _described(), resume=False)
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
     with pytest.raises(ConfigError, match=r"tasks\.train"):
-        await open_run(store, "run", {**_described(), "tasks": {"train": ["b"], "val": []}}, resume=True)
+        await check_run(store, "run", {**_described(), "tasks": {"train": ["b"], "val": []}}, resume=True)
 
 
 def test_an_algorithm_is_described_so_that_it_can_be_made_again() -> None:
@@ -89,3 +89,29 @@ def test_a_key_that_would_expire_under_its_agent_is_refused(tmp_path: Path) -> N
     config = with_settings(Config(), {"runner.timeout": 7200.0})
     with pytest.raises(ConfigError, match=r"gateway\.token_ttl \(3600 s\) is shorter than runner\.timeout \(7200 s\)"):
         Trainer(tmp_path, config=config)
+
+
+async def test_a_resume_of_what_the_store_does_not_know_is_refused() -> None:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(await check_run(store, "mine", _described(), resume=False))
+    with pytest.raises(ConfigError, match=r"no run 'other' to resume in this store; it has mine"):
+        await check_run(store, "other", _described(), resume=True)
+
+
+async def test_a_check_writes_nothing() -> None:
+    store = MemoryStore()
+    await store.open()
+    await check_run(store, "run", _described(), resume=True)
+    assert await store.list_runs() == []
+
+
+def test_a_renamed_folder_keeps_its_run(tmp_path: Path) -> None:
+    folder = tmp_path / "before"
+    folder.mkdir()
+    assert run_id_of(folder) == "before"
+    name_folder(folder, "before")
+    assert run_id_of(folder.rename(tmp_path / "after")) == "before"
+    (tmp_path / "after" / "run.json").write_text("nonsense")
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+        run_id_of(tmp_path / "after")
