@@ -228,8 +228,15 @@ class OwnedVLLM(_VLLMServer):
         async with self._changing:
             await self._stop()
             await self._start(version)
-            if weights is not None:
+            if weights is None:
+                return
+            try:
                 await self._update(weights, version, None)
+            except PolicyServerError as error:
+                # What it put back are the folder's weights, and they are not those of `version`.
+                raise PolicyServerError(
+                    f"the restarted policy server refused its weights: {error}. {self._give_up()}"
+                ) from error
 
     def _give_up(self) -> str:
         if self._process is not None:
