@@ -8,6 +8,8 @@ Agent Lightning, arXiv 2508.03680. Left out of GRPO: the KL penalty to a referen
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
@@ -18,14 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization, build_samples
+from lightning.batch.build import Normalization, build_samples, name_of
+from lightning.batch.flaws import Flaw, find_flaw, is_trained
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
 from lightning.errors import ConfigError, DataError
+from lightning.types import Transition
 
 if TYPE_CHECKING:
     from lightning.losses.protocol import Loss
+
+logger = logging.getLogger(__name__)
 
 LowLevel = Literal["grpo", "dr_grpo", "rloo"]
 
@@ -40,9 +46,11 @@ class LightningRL:
     1 + `clip_high`]. `normalization` None means `rollout-mean`, for `dr_grpo` `constant`: then a rollout's sum over
     tokens is divided by `constant_tokens`. `advantage_eps` is added to GRPO's deviation.
 
-    Groups are skipped, and counted by reason, when fewer than two of their rollouts succeeded (`too_few_succeeded`), when
-    their returns do not differ (`all_rewards_equal`), or when no call of theirs belongs to the component of interest
-    (`nothing_to_train`).
+    A rollout with a recorded call that cannot be trained on (`lightning.batch.find_flaw`) is dropped from its group like
+    one that failed, counted by reason and logged. Groups are skipped, and counted by reason, when fewer than two of their
+    rollouts succeeded (`too_few_succeeded`) or were left after that (`too_few_trainable`), when their returns do not
+    differ (`all_rewards_equal`), when no call of theirs belongs to the component of interest (`nothing_to_train`), or when
+    the advantage of a trained call is not a finite float32 (`advantage_not_finite`).
     """
 
     low_level: LowLevel = "grpo"
@@ -82,18 +90,25 @@ class LightningRL:
         return ClippedPolicyGradient(self.clip_low, self.clip_high, self.entropy_coefficient)
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The step's rows. Raises `DataError` for rewards or tokens that cannot be trained on."""
+        """The step's rows. Raises `DataError` for a reward that no store accepts, and for a credit function that does not
+        give one advantage for each call."""
         credit, estimator = self._credit(), self._estimator()
-        skipped: dict[str, int] = {}
+        skipped, dropped = Counter[str](), _Dropped()
         trajectories: list[Trajectory] = []
         advantages: list[npt.NDArray[np.float64]] = []
         for group in groups:
-            reason = _reason_to_skip(group)
+            _check_rewards(group)
+            whole = dropped.without_flawed(group)
+            with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
+                reason = _reason_to_skip(group, whole)
+                values = credit(whole, estimator) if not reason else []
+                reason = reason or _reason_to_doubt(whole, values)
             if reason:
-                skipped[reason] = skipped.get(reason, 0) + 1
+                skipped[reason] += 1
                 continue
-            trajectories.extend(group.trajectories)
-            advantages.extend(credit(group, estimator))
+            trajectories.extend(whole.trajectories)
+            advantages.extend(values)
+        dropped.log()
         samples = build_samples(
             trajectories,
             advantages,
@@ -103,7 +118,7 @@ class LightningRL:
         )
         trained = {span.rollout for sample in samples for span in sample.spans}
         used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
-        return Batch(samples, used, skipped)
+        return Batch(samples, used, dict(skipped), dropped.counts())
 
     def _normalization(self) -> Normalization:
         if self.normalization is not None:
@@ -123,7 +138,49 @@ class LightningRL:
         return plugins().credit(self.credit)
 
 
-def _reason_to_skip(group: Group) -> str:
+class _Dropped:
+    """The rollouts that have a flawed call, each with the first of them, by reason."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, list[tuple[Transition, Flaw]]] = {}
+
+    def without_flawed(self, group: Group) -> Group:
+        """The group without its rollouts that cannot be trained on, which are noted."""
+        kept = []
+        for trajectory in group.trajectories:
+            found = _first_flaw(trajectory)
+            if found is None:
+                kept.append(trajectory)
+            else:
+                self._calls.setdefault(found[1].reason, []).append(found)
+        return group if len(kept) == len(group.trajectories) else Group(group.id, tuple(kept))
+
+    def counts(self) -> dict[str, int]:
+        """Rollouts by reason."""
+        return {reason: len(calls) for reason, calls in self._calls.items()}
+
+    def log(self) -> None:
+        """Name the first culprit of each reason."""
+        for reason, calls in self._calls.items():
+            call, flaw = calls[0]
+            logger.warning(
+                "%d rollouts are left out (%s); the first: %s cannot be trained on: %s",
+                len(calls),
+                reason,
+                name_of(call),
+                flaw.problem,
+            )
+
+
+def _first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
+    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
+        flaw = find_flaw(call) if is_trained(call, trainable) else None
+        if flaw is not None:
+            return call, flaw
+    return None
+
+
+def _check_rewards(group: Group) -> None:
     for trajectory in group.trajectories:
         reward = trajectory.rollout.reward
         if reward is None or not np.isfinite(reward):
@@ -131,12 +188,31 @@ def _reason_to_skip(group: Group) -> str:
                 f"rollout {trajectory.rollout.id} attempt {trajectory.rollout.attempt} has the reward {reward}: "
                 "only finite rewards can be trained on"
             )
-    if len(group.trajectories) < 2:
-        return "too_few_succeeded"
-    if all_equal(group_returns(group)):
+
+
+def _reason_to_skip(group: Group, whole: Group) -> str:
+    """Why a group teaches nothing; `whole` is what is left of it when flawed rollouts are dropped."""
+    if len(whole.trajectories) < 2:
+        return "too_few_succeeded" if len(group.trajectories) < 2 else "too_few_trainable"
+    if all_equal(group_returns(whole)):
         return "all_rewards_equal"
-    if not any(any(trajectory.trainable) for trajectory in group.trajectories):
+    if not any(any(trajectory.trainable) for trajectory in whole.trajectories):
         return "nothing_to_train"
+    return ""
+
+
+def _reason_to_doubt(group: Group, advantages: Sequence[npt.NDArray[np.float64]]) -> str:
+    """Why credited advantages cannot be trained on; rows hold them as float32."""
+    for trajectory, values in zip(group.trajectories, advantages, strict=False):
+        for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
+            if is_trained(call, trainable) and not np.isfinite(np.float32(value)):
+                logger.warning(
+                    "group %s is left out: the advantage of %s is %s; check the rewards and the credit function",
+                    group.id,
+                    name_of(call),
+                    value,
+                )
+                return "advantage_not_finite"
     return ""
 
 

@@ -5,7 +5,7 @@ The invariant: an algorithm is a pure function of transitions and rewards; it ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,12 +17,13 @@ from lightning.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts groups left out by
-    reason (for example `{"all_rewards_equal": 3}`)."""
+    """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out by
+    reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason."""
 
     samples: tuple[Sample, ...]
     used: tuple[Rollout, ...]
     skipped: dict[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Algorithm(Protocol):
@@ -37,7 +38,8 @@ class Algorithm(Protocol):
         """Rollouts per task."""
 
     def batch(self, groups: Sequence[Group]) -> Batch:
-        """The rows of one optimizer step. Raises `DataError` for rewards or tokens that cannot be trained on."""
+        """The rows of one optimizer step. A rollout that cannot be trained on is left out and counted; whatever ends in an
+        error here would end the run, and every resume of it."""
 
     @property
     def loss(self) -> Loss:

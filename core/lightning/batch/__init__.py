@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from lightning.batch.build import Normalization, build_samples
 from lightning.batch.digest import sampler_logprobs, span_digest, transition_digest
+from lightning.batch.flaws import Flaw, find_flaw, is_trained
 from lightning.batch.sample import FloatArray, IntArray, Sample, Span
 from lightning.batch.trajectory import Group, Trajectory
 
 __all__ = [
+    "Flaw",
     "FloatArray",
     "Group",
     "IntArray",
@@ -16,6 +18,8 @@ __all__ = [
     "Span",
     "Trajectory",
     "build_samples",
+    "find_flaw",
+    "is_trained",
     "sampler_logprobs",
     "span_digest",
     "transition_digest",

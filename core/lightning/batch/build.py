@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.digest import sampler_logprobs
+from lightning.batch.flaws import find_flaw, is_trained
 from lightning.batch.sample import IntArray, Sample, Span
 from lightning.batch.trajectory import Trajectory
 from lightning.errors import ConfigError, DataError
-from lightning.types import CallStatus, Transition
+from lightning.types import Transition
 
 Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant"]
 """What a token's weight is. With N trained tokens in the step, R rollouts that have any, C trained calls:
@@ -44,7 +45,6 @@ def build_samples(
     normalization: Normalization = "rollout-mean",
     constant_tokens: int | None = None,
     drop_zero_advantages: bool = False,
-    vocab_size: int | None = None,
 ) -> tuple[Sample, ...]:
     """The training rows of one optimizer step, in the order of the trajectories and of their calls.
 
@@ -53,16 +53,16 @@ def build_samples(
     merged within a rollout and at one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0
     (their policy gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
 
-    Raises `DataError`, naming rollout, attempt and call, for ids outside the vocabulary, lengths that do not match, values
-    that are not finite, a call that occurs twice or belongs to another attempt, and a trained call without a prompt.
+    Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), an advantage that
+    is not finite, and a call that occurs twice or belongs to another attempt. That an id lies inside the vocabulary is
+    checked by the engine, which knows it.
     """
     if normalization not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {normalization!r}: use one of {', '.join(get_args(Normalization))}")
     if len(trajectories) != len(advantages):
         raise DataError(f"{len(advantages)} lists of advantages were given for {len(trajectories)} trajectories")
     rollouts = [
-        list(_trained_calls(trajectory, values, vocab_size))
-        for trajectory, values in zip(trajectories, advantages, strict=True)
+        list(_trained_calls(trajectory, values)) for trajectory, values in zip(trajectories, advantages, strict=True)
     ]
     _refuse_duplicates(rollouts)
     _set_weights(rollouts, normalization, constant_tokens)
@@ -174,9 +174,7 @@ def _set_weights(rollouts: Sequence[Sequence[_Call]], normalization: Normalizati
             call.weight = 1.0 / share
 
 
-def _trained_calls(
-    trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating], vocab_size: int | None
-) -> Iterator[_Call]:
+def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating]) -> Iterator[_Call]:
     count = len(trajectory.transitions)
     if len(trajectory.trainable) != count or len(advantages) != count:
         raise DataError(
@@ -184,8 +182,8 @@ def _trained_calls(
             f"{len(advantages)} advantages: credit must give one advantage for each call"
         )
     for transition, trainable, advantage in zip(trajectory.transitions, trajectory.trainable, advantages, strict=True):
-        if trainable and transition.status is CallStatus.OK and len(transition.response_ids):
-            _check(trajectory, transition, float(advantage), vocab_size)
+        if is_trained(transition, trainable):
+            _check(trajectory, transition, float(advantage))
             yield _Call(
                 transition,
                 np.frombuffer(transition.prompt_ids, dtype=np.int32),
@@ -195,37 +193,17 @@ def _trained_calls(
             )
 
 
-def _check(trajectory: Trajectory, call: Transition, advantage: float, vocab_size: int | None) -> None:
-    rollout, tokens = trajectory.rollout, len(call.response_ids)
+def _check(trajectory: Trajectory, call: Transition, advantage: float) -> None:
+    rollout, flaw = trajectory.rollout, find_flaw(call)
     problem = ""
     if (call.rollout, call.attempt) != (rollout.id, rollout.attempt):
         problem = f"it is not part of attempt {rollout.attempt} of rollout {rollout.id}, which was accepted"
-    elif not len(call.prompt_ids):
-        problem = "it has no prompt, so its first token has no probability"
-    elif len(call.logprobs) not in (0, tokens):
-        problem = f"it has {tokens} response tokens but {len(call.logprobs)} logprobs"
-    elif len(call.logprobs) and not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
-        problem = "a logprob is not finite"
+    elif flaw is not None:
+        problem = flaw.problem
     elif not np.isfinite(advantage):
         problem = f"its advantage is {advantage}: check the reward and the credit function"
-    elif not (np.isfinite(call.temperature) and call.temperature >= 0):
-        problem = f"its temperature is {call.temperature}"
-    elif not call.versions or call.versions[0].start != 0:
-        problem = "its policy versions do not begin at response token 0"
-    else:
-        problem = _bad_id(call, vocab_size)
     if problem:
-        raise DataError(f"{_name(call)} cannot be trained on: {problem}")
-
-
-def _bad_id(call: Transition, vocab_size: int | None) -> str:
-    for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
-        ids = np.frombuffer(buffer, dtype=np.int32)
-        least, most = int(ids.min()), int(ids.max())
-        if least < 0 or (vocab_size is not None and most >= vocab_size):
-            wrong = least if least < 0 else most
-            return f"its {part} has token id {wrong}, outside the vocabulary ({vocab_size or 'ids start at 0'})"
-    return ""
+        raise DataError(f"{name_of(call)} cannot be trained on: {problem}")
 
 
 def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
@@ -233,9 +211,12 @@ def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
     for calls in rollouts:
         for call in calls:
             if call.transition.key in seen:
-                raise DataError(f"{_name(call.transition)} occurs twice in one step: each call is trained exactly once")
+                raise DataError(
+                    f"{name_of(call.transition)} occurs twice in one step: each call is trained exactly once"
+                )
             seen.add(call.transition.key)
 
 
-def _name(call: Transition) -> str:
+def name_of(call: Transition) -> str:
+    """A call's key, for messages."""
     return f"rollout {call.rollout} attempt {call.attempt} call {call.seq}"

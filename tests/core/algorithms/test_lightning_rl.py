@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from lightning.errors import ConfigError, DataError, PluginError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
-from lightning.types import StepReward
+from lightning.types import StepReward, VersionRun, logprobs, token_ids
 
 TWO_CALLS = [((1, 2), (3,)), ((1, 2, 3, 4), (5, 6))]
 
@@ -113,6 +114,105 @@ def test_an_unknown_credit_is_named() -> None:
 def test_a_reward_that_is_no_number_is_refused_by_name(reward: float) -> None:
     with pytest.raises(DataError, match="rollout group-0/1 attempt 1 has the reward"):
         LightningRL().batch([make_group([1.0, reward])])
+
+
+def with_flaw(group: Group, index: int, **changes: object) -> Group:
+    """The group with the last call of one rollout changed."""
+    members = list(group.trajectories)
+    *before, last = members[index].transitions
+    members[index] = replace(members[index], transitions=(*before, replace(last, **changes)))  # type: ignore[arg-type]
+    return Group(group.id, tuple(members))
+
+
+FLAWS = [
+    ({"response_ids": token_ids([-7, 4])}, "bad_token_id", "its response has token id -7"),
+    ({"prompt_ids": token_ids([1, -2])}, "bad_token_id", "its prompt has token id -2"),
+    ({"response_ids": token_ids([5, 6, 7])}, "lengths_differ", "it has 3 response tokens but 2 logprobs"),
+    ({"logprobs": logprobs([-1.0])}, "lengths_differ", "it has 2 response tokens but 1 logprobs"),
+    ({"logprobs": logprobs([-1.0, float("nan")])}, "logprob_not_finite", "a logprob is not finite"),
+    ({"logprobs": logprobs([-float("inf"), -1.0])}, "logprob_not_finite", "a logprob is not finite"),
+    ({"prompt_ids": token_ids()}, "no_prompt", "it has no prompt"),
+    ({"temperature": float("nan")}, "bad_temperature", "its temperature is nan"),
+    ({"versions": ()}, "bad_versions", "its policy versions do not begin"),
+    ({"versions": (VersionRun(0, 0), VersionRun(-1, 1))}, "bad_versions", "its policy versions do not begin"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "problem"), FLAWS)
+def test_one_odd_call_drops_its_rollout_and_not_the_run(
+    changes: dict[str, object], reason: str, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error here would end the run, and every resume: the recorded call stays what it is."""
+    odd = with_flaw(make_group([1.0, 0.5, 0.0], calls=TWO_CALLS, group="odd"), 1, **changes)
+    sound = make_group([1.0, 0.0], calls=TWO_CALLS, group="sound")
+    with caplog.at_level(logging.WARNING):
+        batch = LightningRL("dr_grpo").batch([odd, sound])
+    assert batch.dropped == {reason: 1}
+    assert batch.skipped == {}
+    assert [rollout.id for rollout in batch.used] == ["odd/0", "odd/2", "sound/0", "sound/1"]
+    assert [float(row.advantages[-1]) for row in batch.samples] == [0.5, -0.5, 0.5, -0.5]
+    (record,) = caplog.records
+    assert f"the first: rollout odd/1 attempt 1 call 1 cannot be trained on: {problem}" in record.getMessage()
+
+
+def test_what_is_left_of_a_group_is_what_it_would_be_without_the_dropped_rollout() -> None:
+    odd = with_flaw(make_group([1.0, 0.7, 0.0]), 1, logprobs=logprobs([float("nan")]))
+    without = Group(odd.id, (odd.trajectories[0], odd.trajectories[2]))
+    for one, other in zip(LightningRL().batch([odd]).samples, LightningRL().batch([without]).samples, strict=True):
+        assert one.advantages.tobytes() == other.advantages.tobytes()
+        assert one.weights.tobytes() == other.weights.tobytes()
+
+
+def test_dropped_rollouts_are_counted_by_reason_and_each_reason_names_one(caplog: pytest.LogCaptureFixture) -> None:
+    groups = []
+    for name in "ab":
+        group = with_flaw(make_group([1.0, 0.5, 0.0], group=name), 0, logprobs=logprobs([float("inf")]))
+        groups.append(with_flaw(group, 2, prompt_ids=token_ids()))
+    with caplog.at_level(logging.WARNING):
+        batch = LightningRL().batch(groups)
+    assert batch.dropped == {"logprob_not_finite": 2, "no_prompt": 2}
+    assert batch.skipped == {"too_few_trainable": 2}
+    assert (batch.samples, batch.used) == ((), ())
+    assert [record.getMessage().partition(" cannot")[0] for record in caplog.records] == [
+        "2 rollouts are left out (logprob_not_finite); the first: rollout a/0 attempt 1 call 0",
+        "2 rollouts are left out (no_prompt); the first: rollout a/2 attempt 1 call 0",
+    ]
+
+
+def test_an_odd_call_outside_the_component_of_interest_does_not_matter() -> None:
+    group = with_flaw(make_group([1.0, 0.0], calls=TWO_CALLS), 0, logprobs=logprobs([float("nan")]))
+    members = tuple(replace(member, trainable=(True, False)) for member in group.trajectories)
+    batch = LightningRL().batch([Group(group.id, members)])
+    assert (len(batch.used), batch.dropped) == (2, {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39], ids=["nan", "inf", "float32"])
+def test_an_advantage_that_is_not_finite_skips_its_group(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    def credit(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        last = value if group.id == "odd" else -1.0
+        return [np.array([1.0, 1.0]), np.array([1.0, last])]
+
+    groups = [make_group([1.0, 0.0], calls=TWO_CALLS, group=name) for name in ("odd", "sound")]
+    with caplog.at_level(logging.WARNING):
+        batch = LightningRL(credit=credit).batch(groups)
+    assert batch.skipped == {"advantage_not_finite": 1}
+    assert {rollout.group for rollout in batch.used} == {"sound"}
+    assert "group odd is left out: the advantage of rollout odd/1 attempt 1 call 1 is" in caplog.text
+    members = tuple(replace(member, trainable=(True, False)) for member in groups[0].trajectories)
+    assert LightningRL(credit=credit).batch([Group("odd", members)]).skipped == {}  # nobody trains on that one
+
+
+def test_returns_that_overflow_skip_their_group() -> None:
+    group = make_group([1.7e308, -1.7e308], group="odd")
+    assert LightningRL("dr_grpo").batch([group]).skipped == {"advantage_not_finite": 1}
+
+
+def test_credit_that_does_not_cover_every_call_is_refused() -> None:
+    def short(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        return [np.array([1.0]) for _ in group.trajectories]
+
+    with pytest.raises(DataError, match="credit must give one advantage for each call"):
+        LightningRL(credit=short).batch([make_group([1.0, 0.0], calls=TWO_CALLS)])
 
 
 def test_loss_has_the_algorithms_bounds() -> None:

@@ -21,7 +21,7 @@ def with_call(call: Transition) -> Trajectory:
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (replace(CALL, response_ids=token_ids([3, 99])), "response has token id 99, outside the vocabulary"),
+        (replace(CALL, response_ids=token_ids([3, -9])), "response has token id -9, but ids start at 0"),
         (replace(CALL, prompt_ids=token_ids([1, -2])), "prompt has token id -2"),
         (replace(CALL, logprobs=logprobs([-1.0])), "2 response tokens but 1 logprobs"),
         (replace(CALL, logprobs=logprobs([-1.0, float("nan")])), "logprob is not finite"),
@@ -31,11 +31,13 @@ def with_call(call: Transition) -> Trajectory:
         (replace(CALL, temperature=float("nan")), "temperature is nan"),
         (replace(CALL, versions=(VersionRun(1, 0),)), "policy versions"),
         (replace(CALL, versions=()), "policy versions"),
+        (replace(CALL, versions=(VersionRun(0, 0), VersionRun(-1, 1))), "policy versions"),
+        (replace(CALL, versions=(VersionRun(0, 0), VersionRun(2, 1), VersionRun(1, 2))), "policy versions"),
     ],
 )
 def test_a_broken_call_is_named(call: Transition, problem: str) -> None:
     with pytest.raises(DataError, match=problem) as caught:
-        build_samples([with_call(call)], [[1.0]], vocab_size=50)
+        build_samples([with_call(call)], [[1.0]])
     assert f"rollout r7 attempt {call.attempt} call 5" in str(caught.value)
 
 
@@ -63,5 +65,5 @@ def test_credit_must_cover_every_call() -> None:
 
 
 def test_what_is_not_trained_may_be_broken() -> None:
-    untrained = replace(with_call(replace(CALL, response_ids=token_ids([3, 99]))), trainable=(False,))
-    assert build_samples([untrained], [[1.0]], vocab_size=50) == ()
+    untrained = replace(with_call(replace(CALL, response_ids=token_ids([3, -9]))), trainable=(False,))
+    assert build_samples([untrained], [[1.0]]) == ()
