@@ -1,0 +1,47 @@
+"""What can be wrong with a recorded call, so that it cannot be trained on.
+
+The invariant: a flaw belongs to one call alone. It does not depend on the model, the reward or on other calls, so a rollout
+that has one can be left out before anything is computed from its group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning.types import CallStatus, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """`reason` is one of a few words to count by, `problem` says it of this very call."""
+
+    reason: str
+    problem: str
+
+
+def is_trained(call: Transition, trainable: bool) -> bool:
+    """Whether a call of the component of interest (`trainable`) gives tokens to train on: only such a call can be flawed."""
+    return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
+
+
+def find_flaw(call: Transition) -> Flaw | None:
+    """The first flaw of a call that has response tokens, or None when it can be trained on."""
+    tokens = len(call.response_ids)
+    if not len(call.prompt_ids):
+        return Flaw("no_prompt", "it has no prompt, so its first token has no probability")
+    for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
+        least = int(np.frombuffer(buffer, dtype=np.int32).min())
+        if least < 0:
+            return Flaw("bad_token_id", f"its {part} has token id {least}, but ids start at 0")
+    if len(call.logprobs) not in (0, tokens):
+        return Flaw("lengths_differ", f"it has {tokens} response tokens but {len(call.logprobs)} logprobs")
+    if not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
+        return Flaw("logprob_not_finite", "a logprob is not finite")
+    if not (np.isfinite(call.temperature) and call.temperature >= 0):
+        return Flaw("bad_temperature", f"its temperature is {call.temperature}")
+    starts = [run.start for run in call.versions]
+    if not starts or starts[0] != 0 or starts != sorted(starts):
+        return Flaw("bad_versions", "its policy versions do not begin at response token 0 and go on from there")
+    return None
