@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
-    from lightning.instrument import component, reward, tool
+    from lightning.instrument import component, label, reward, tool
     from lightning.trainer import Trainer
     from lightning.types import LLM, Caller, Rollout, Task, ToolEvent, Transition
 
@@ -32,6 +32,7 @@ __all__ = [
     "__version__",
     "component",
     "hookimpl",
+    "label",
     "reward",
     "tool",
 ]
@@ -49,6 +50,7 @@ _HOME = {
     "Transition": "lightning.types",
     "component": "lightning.instrument",
     "hookimpl": "lightning.hooks",
+    "label": "lightning.instrument",
     "reward": "lightning.instrument",
     "tool": "lightning.instrument",
 }

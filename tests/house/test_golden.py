@@ -30,7 +30,7 @@ def golden(name: str, text: str) -> None:
 
 def test_public_names() -> None:
     assert set(lightning.__all__) == {
-        *("Task", "LLM", "Transition", "Rollout", "Trainer", "LightningRL", "component", "tool", "reward"),
+        *("Task", "LLM", "Transition", "Rollout", "Trainer", "LightningRL", "component", "tool", "reward", "label"),
         *("Caller", "ToolEvent", "hookimpl", "LightningError", "MissingExtraError", "__version__"),
     }
 

@@ -6,7 +6,7 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 from __future__ import annotations
 
 from lightning.instrument.components import component, component_path, tool
-from lightning.instrument.context import Session, activate, current_session, emit, reward
+from lightning.instrument.context import Session, activate, current_session, emit, label, reward
 from lightning.instrument.tap import install_tap
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "current_session",
     "emit",
     "install_tap",
+    "label",
     "reward",
     "tool",
 ]

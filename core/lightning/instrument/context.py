@@ -11,21 +11,23 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TypeVar
 
 from lightning.errors import DataError
-from lightning.types import LLM, StepReward, ToolEvent
+from lightning.types import LLM, Caller, StepReward, ToolEvent
 
 logger = logging.getLogger(__name__)
 
 _Report = TypeVar("_Report", ToolEvent, StepReward)
 
 MAX_REPORTS = 10_000
-"""Tool events, and step rewards, kept per rollout; an agent in an endless loop must not fill the memory."""
+"""Tool events, step rewards, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
+LONGEST_LABEL = 8192
+"""Characters of a label, its response id included: the gateway reads no longer caller either."""
 
 _current: ContextVar[Session | None] = ContextVar("lightning_session", default=None)
 _active: list[Session] = []
@@ -42,6 +44,7 @@ class Session:
         """Every URL of the gateway begins with this; it ends with a slash so that port 80 is not a prefix of port 8000."""
         self._tool_events: list[ToolEvent] = []
         self._step_rewards: list[StepReward] = []
+        self._labels: dict[str, Caller] = {}
         self._open = True
 
     @property
@@ -54,6 +57,11 @@ class Session:
         """The rewards given on the way, in order."""
         return tuple(self._step_rewards)
 
+    @property
+    def labels(self) -> Mapping[str, Caller]:
+        """Who made which calls, by response id."""
+        return dict(self._labels)
+
     def add_tool_event(self, event: ToolEvent) -> None:
         """Keep a tool event, stamped with the time unless it has one."""
         self._add(self._tool_events, event if event.at else replace(event, at=time.time()), "tool events")
@@ -62,17 +70,28 @@ class Session:
         """Keep a step reward, stamped with the time unless it has one."""
         self._add(self._step_rewards, reward if reward.at else replace(reward, at=time.time()), "step rewards")
 
+    def add_label(self, response_id: str, caller: Caller) -> None:
+        """Keep the name of the caller of one model call; a later one for the same call replaces it."""
+        if self._takes("labels", 0 if response_id in self._labels else len(self._labels)):
+            self._labels[response_id] = caller
+
     def close(self) -> None:
         """Take no more reports."""
         self._open = False
 
     def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
+        if self._takes(what, len(kept)):
+            kept.append(report)
+
+    def _takes(self, what: str, count: int) -> bool:
+        """Whether there is room for one more beside the `count` that are kept."""
         if not self._open:
             log_once(f"late {what}", "%s reported after their rollout had ended were dropped", what)
-        elif len(kept) >= MAX_REPORTS:
+        elif count >= MAX_REPORTS:
             log_once(f"many {what}", "a rollout reported more than %d %s; the rest were dropped", MAX_REPORTS, what)
         else:
-            kept.append(report)
+            return True
+        return False
 
 
 @contextmanager
@@ -134,6 +153,38 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
         log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
         return
     session.add_step_reward(StepReward(number, name, response_id))
+
+
+def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:
+    """Name the agent that made a model call, after the fact: for clients that neither an adapter nor the tap sees.
+
+    `response_id` is the `id` of the model's reply (also its header `x-request-id`); all choices of the reply get the name.
+    `path` runs outermost to innermost, as `train_agents` matches it. A label wins over whatever the call was named when it
+    was made, and the last label of a call wins. An id that no call of this rollout has is ignored, with a line in the log.
+
+    Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` unless
+    all are non-empty strings, at most 8192 characters together, and the names are without slashes, which separate the names
+    of a path in `train_agents`.
+    """
+    listed = isinstance(path, Sequence) and not isinstance(path, str)
+    names = tuple(path) if listed else ()
+    texts = (response_id, agent, *names)
+    if (
+        not listed
+        or not all(isinstance(text, str) and text for text in texts)
+        or any("/" in text for text in texts[1:])
+    ):
+        raise DataError(
+            f"lightning.label({response_id!r}, agent={agent!r}, path={path!r}): give the id of the model's reply, the name "
+            "of the agent and, if you like, a list of names from the outermost to the innermost; none empty, no name with '/'"
+        )
+    if sum(map(len, texts)) > LONGEST_LABEL:
+        raise DataError(f"lightning.label(): a label of {sum(map(len, texts))} characters; {LONGEST_LABEL} are allowed")
+    session = current_session()
+    if session is None:
+        log_once("label outside", "lightning.label() was called outside a rollout and did nothing")
+        return
+    session.add_label(response_id, Caller(agent, names))
 
 
 def log_once(key: str, message: str, *arguments: object) -> None:

@@ -65,6 +65,7 @@ def returned(value: object, session: Session, seconds: float) -> Outcome:
         seconds=seconds,
         tool_events=session.tool_events,
         step_rewards=session.step_rewards,
+        labels=session.labels,
     )
 
 
@@ -78,9 +79,10 @@ def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
 def failed(fault: Fault, error: str, session: Session | None = None, seconds: float = 0.0) -> Outcome:
     """An outcome without a reward."""
     text = error if len(error) <= MAX_ERROR else "…" + error[-MAX_ERROR:]
-    events = session.tool_events if session is not None else ()
-    rewards = session.step_rewards if session is not None else ()
-    return Outcome(fault=fault, error=text, seconds=seconds, tool_events=events, step_rewards=rewards)
+    outcome = Outcome(fault=fault, error=text, seconds=seconds)
+    if session is None:
+        return outcome
+    return replace(outcome, tool_events=session.tool_events, step_rewards=session.step_rewards, labels=session.labels)
 
 
 def encode_request(task: Task, llm: LLM) -> bytes:
@@ -124,6 +126,7 @@ def decode_outcome(data: bytes) -> Outcome:
                 )
                 for step in fields["step_rewards"]
             ),
+            labels={str(response): _caller(caller) for response, caller in fields["labels"].items()},
         )
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an outcome: {error!r}") from error

@@ -114,8 +114,11 @@ class _Work:
 
     async def _attempt(self, lease: Lease) -> None:
         outcome = await self._runner.run(lease, self._llm_for(lease))
-        if outcome.fault in (None, Fault.AGENT):
-            outcome = judge(outcome, await self._store.transitions(lease.rollout.id, lease.attempt))
+        judged = outcome.fault in (None, Fault.AGENT)
+        if judged or outcome.labels:
+            calls = await self._store.transitions(lease.rollout.id, lease.attempt)
+            _check_labels(lease, outcome, calls)
+            outcome = judge(outcome, calls) if judged else outcome
         self._held.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
         try:
             rollout = await self._store.complete(lease.rollout.id, lease.attempt, outcome)
@@ -162,6 +165,20 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome
+
+
+def _check_labels(lease: Lease, outcome: Outcome, calls: Sequence[Transition]) -> None:
+    """Say which labels name no call; the store ignores them."""
+    unknown = sorted(set(outcome.labels) - {call.id for call in calls})
+    if unknown:
+        logger.warning(
+            "rollout %s, attempt %d: lightning.label() named %d responses that are not recorded, such as %.200r: "
+            "use the `id` of a reply that the gateway gave to this rollout",
+            lease.rollout.id,
+            lease.attempt,
+            len(unknown),
+            unknown[0],
+        )
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

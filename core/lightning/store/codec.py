@@ -36,6 +36,8 @@ VERSION: Final = 1
 LEVEL: Final = 3
 DIGEST_BYTES: Final = 8
 """Against accidents, not forgers: what an optimizer step trained is proven by the SHA-256 digests of its `StepRecord`."""
+HEAD_BYTES: Final = 1 + DIGEST_BYTES
+"""What `stored_digest` reads of a blob."""
 _ITEM: Final = 4
 _MAX_SHIFT: Final = 35
 
@@ -101,9 +103,9 @@ def content_digest(prompt: bytes, response: bytes, logprobs: bytes) -> bytes:
 
 
 def stored_digest(blob: bytes) -> bytes:
-    """The content digest a blob claims to have, without decoding it."""
+    """The content digest a blob claims to have, without decoding it; the first `HEAD_BYTES` of the blob are enough."""
     _check_version(blob)
-    return bytes(blob[1 : 1 + DIGEST_BYTES])
+    return bytes(blob[1:HEAD_BYTES])
 
 
 def shared_prefix(prompt: bytes, parent: bytes) -> int:

@@ -80,11 +80,13 @@ class Store(Protocol):
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
-        """End an attempt, with its tool events and step rewards, atomically.
+        """End an attempt, with its tool events, step rewards and labels, atomically.
 
         A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left,
         other faults make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
         attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`.
+
+        `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.
         """
 
     async def release(self, worker: str) -> int:
@@ -98,8 +100,9 @@ class Store(Protocol):
     async def append(self, transitions: Sequence[Transition]) -> int:
         """Store calls durably before returning; return how many were new.
 
-        The same key with the same content is a no-op; with different content `ConflictError`. An attempt that was
-        superseded or has ended raises `StaleAttemptError`; an unknown rollout raises `StoreError`.
+        The same key with the same content is a no-op; with different content `ConflictError`. The caller of a call that
+        was labelled since is not part of its content. An attempt that was superseded or has ended raises
+        `StaleAttemptError`; an unknown rollout raises `StoreError`.
         """
 
     async def next_seq(self, rollout: str, attempt: int) -> int:

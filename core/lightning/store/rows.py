@@ -15,15 +15,19 @@ from typing import Any, TypeAlias
 from lightning.errors import DataError, StoreError
 from lightning.types import (
     Caller,
+    CallStatus,
     Fault,
     Json,
+    LogProbs,
     Rollout,
     Run,
     Status,
     StepRecord,
     StepReward,
     Task,
+    TokenIds,
     ToolEvent,
+    Transition,
     VersionRun,
 )
 
@@ -64,7 +68,7 @@ def finite(value: float, what: str) -> float:
     return float(value)
 
 
-# callers, tool events, step rewards -----------------------------------------------------------------------------
+# callers, tool events, step rewards, labels, transitions ------------------------------------------------------------
 
 
 def caller_to_json(caller: Caller) -> Json:
@@ -126,6 +130,17 @@ def step_rewards_from_text(text: str) -> list[StepReward]:
     return [StepReward(*row) for row in _rows(text, "the step rewards of an attempt")]
 
 
+def labels_to_text(labels: Mapping[str, Caller]) -> str:
+    """All labels of an attempt, in the order of their response ids: who said them in which order does not matter."""
+    return dump({response: caller_to_json(labels[response]) for response in sorted(labels)}, "a label")
+
+
+def labels_from_text(text: str) -> dict[str, Caller]:
+    """What `labels_to_text` wrote."""
+    found = _mapping(text, "the labels of an attempt")
+    return {response: _caller_from_json(parts) for response, parts in found.items()}
+
+
 @lru_cache(maxsize=256)
 def versions_to_text(versions: tuple[VersionRun, ...]) -> str:
     """Which policy version sampled from which response token on."""
@@ -136,6 +151,31 @@ def versions_to_text(versions: tuple[VersionRun, ...]) -> str:
 def versions_from_text(text: str) -> tuple[VersionRun, ...]:
     """What `versions_to_text` wrote."""
     return tuple(VersionRun(*row) for row in _rows(text, "the policy versions of a transition"))
+
+
+def transition_from_row(
+    rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
+) -> Transition:
+    """From `sql.CALL_COLUMNS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
+    seq, response, caller, versions, status, finish_reason, choice, temperature, constrained, started_at, ended_at = row
+    return Transition(
+        rollout=rollout,
+        attempt=attempt,
+        seq=seq,
+        id=response,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        logprobs=logprobs,
+        caller=caller_from_text(caller),
+        versions=versions_from_text(versions),
+        status=CallStatus(status),
+        finish_reason=finish_reason,
+        choice=choice,
+        temperature=temperature,
+        constrained=bool(constrained),
+        started_at=started_at,
+        ended_at=ended_at,
+    )
 
 
 # runs, rollouts, steps ------------------------------------------------------------------------------------------

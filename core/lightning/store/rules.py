@@ -20,6 +20,7 @@ from lightning.store.rows import (
     caller_to_json,
     dump,
     finite,
+    labels_to_text,
     plain_text,
     step_rewards_to_text,
     tool_events_to_text,
@@ -39,6 +40,7 @@ class Ending:
     seconds: float
     tool_events: str
     step_rewards: str
+    labels: str
     digest: str
 
 
@@ -70,6 +72,7 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         finite(outcome.seconds, f"the duration of rollout {rollout!r}"),
         tool_events_to_text(outcome.tool_events),
         step_rewards_to_text(outcome.step_rewards),
+        labels_to_text(outcome.labels),
     )
     return Ending(*values, digest=hashlib.sha256(json.dumps(values).encode()).hexdigest())
 

@@ -74,18 +74,20 @@ INSERT_ATTEMPT: Final = "INSERT INTO attempts (rollout, attempt, worker, leased_
 CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollout = ? AND attempt = ?"
 """For attempts that ended without an outcome of their own: `expired` or `released`."""
 END_ATTEMPT: Final = (
-    "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ? "
+    "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ? "
     "WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
 SELECT_TOOL_EVENTS: Final = "SELECT tool_events FROM attempts WHERE rollout = ? AND attempt = ?"
 SELECT_STEP_REWARDS: Final = "SELECT step_rewards FROM attempts WHERE rollout = ? AND attempt = ?"
+SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 
 # transitions ----------------------------------------------------------------------------------------------------
-TRANSITION_COLUMNS: Final = (
-    "t.n, t.parent, t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, "
-    "t.constrained, t.started_at, t.ended_at, t.digest, t.tokens"
+CALL_COLUMNS: Final = (
+    "t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, t.constrained, "
+    "t.started_at, t.ended_at"
 )
+TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
 INSERT_TRANSITION: Final = (
     "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
     "temperature, constrained, started_at, ended_at, digest, tokens) "
@@ -96,6 +98,11 @@ SELECT_TRANSITIONS: Final = (
     f"SELECT {TRANSITION_COLUMNS} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
     "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
 )
+SELECT_HEADS: Final = (
+    f"SELECT t.n, t.digest, substr(t.tokens, 1, ?), {CALL_COLUMNS} FROM transitions t "  # noqa: S608
+    "WHERE t.rollout = ? AND t.attempt = ? ORDER BY t.seq"
+)
+NAME_CALLER: Final = "UPDATE transitions SET caller = ?, digest = ? WHERE n = ?"
 SELECT_BLOBS: Final = "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n"
 SELECT_BLOB: Final = "SELECT n, parent, tokens FROM transitions WHERE n = ?"
 SELECT_GROUP_ROOTS: Final = (

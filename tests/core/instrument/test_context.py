@@ -6,11 +6,12 @@ import asyncio
 import logging
 import math
 import threading
+from contextlib import nullcontext
 
 import pytest
 from lightning.errors import DataError
-from lightning.instrument import activate, context, current_session, emit, reward
-from lightning.types import LLM, ToolEvent
+from lightning.instrument import activate, context, current_session, emit, label, reward
+from lightning.types import LLM, Caller, ToolEvent
 
 ONE = LLM("http://127.0.0.1:8000/v1", "one", "policy")
 TWO = LLM("http://127.0.0.1:8000/v1", "two", "policy")
@@ -48,6 +49,54 @@ def test_a_reward_that_is_no_number_is_an_error(value: object, inside: bool) -> 
     else:
         with pytest.raises(DataError, match="finite number"):
             reward(value)  # type: ignore[arg-type]
+
+
+def test_the_last_label_of_a_call_is_kept() -> None:
+    path = ["boss", "writer"]
+    with activate(ONE) as session:
+        label("chat-1", agent="nobody")
+        label("chat/2", agent="writer", path=path)
+        label("chat-1", agent="critic")
+        path.append("later")
+    assert session.labels == {"chat-1": Caller("critic"), "chat/2": Caller("writer", ("boss", "writer"))}
+
+
+def test_a_label_outside_a_rollout_does_nothing_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    label("chat-1", agent="writer")
+    label("chat-2", agent="writer")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "lightning.label() was called outside a rollout" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("response_id", "agent", "path"),
+    [
+        *[("", "writer", ()), (None, "writer", ()), (7, "writer", ())],
+        *[("chat-1", "", ()), ("chat-1", None, ()), ("chat-1", Caller("writer"), ())],
+        *[("chat-1", "writer", path) for path in ("boss", b"boss", None, 7, ("boss", ""), ("boss", None))],
+        *[("chat-1", "boss/writer", ()), ("chat-1", "writer", ("boss/writer",))],
+        *[("chat-1", "w" * 8192, ()), ("c" * 8192, "writer", ()), ("chat-1", "writer", ("boss",) * 3000)],
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_label_that_names_nobody_is_an_error(response_id: object, agent: object, path: object, inside: bool) -> None:
+    with activate(ONE) if inside else nullcontext() as session, pytest.raises(DataError, match=r"lightning\.label"):
+        label(response_id, agent=agent, path=path)  # type: ignore[arg-type]
+    assert session is None or session.labels == {}
+
+
+def test_labels_end_with_their_rollout_and_have_a_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(context, "MAX_REPORTS", 2)
+    with activate(ONE) as session:
+        for turn in range(5):
+            label(f"chat-{turn}", agent="writer")
+        label("chat-1", agent="critic")
+    session.add_label("chat-0", Caller("late"))
+    assert session.labels == {"chat-0": Caller("writer"), "chat-1": Caller("critic")}
+    assert ["more than 2 labels" in caplog.records[0].message, "had ended" in caplog.records[1].message] == [True] * 2
 
 
 def test_a_tool_event_keeps_its_own_time_and_gets_one_if_it_has_none() -> None:

@@ -33,6 +33,7 @@ reports = {
     "seconds": finite,
     "tool_events": st.lists(events, max_size=2).map(tuple),
     "step_rewards": st.lists(st.builds(StepReward, finite, text, text, finite), max_size=2).map(tuple),
+    "labels": st.dictionaries(text, callers, max_size=2),
 }
 any_outcome = st.builds(
     Outcome, reward=finite, rewards=st.dictionaries(text, finite, max_size=3), **reports
@@ -68,6 +69,9 @@ def test_what_is_no_outcome_is_a_value_error(data: bytes) -> None:
         ("rewards", [1]),
         ("step_rewards", [{"value": math.nan, "name": "", "response_id": "", "at": 0}]),
         ("tool_events", [{"name": "a"}]),
+        ("labels", [["chat-1", {"agent": "a"}]]),
+        ("labels", {"chat-1": "a"}),
+        ("labels", {"chat-1": {"agent": "a"}}),
     ],
 )
 def test_a_worker_that_lies_is_caught(field: str, value: object) -> None:
@@ -122,6 +126,22 @@ def test_what_is_no_reward_is_the_agents_fault_and_says_the_cure(value: object) 
     outcome = outcomes.returned(value, SESSION, 1.0)
     assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
     assert "return the reward as a finite number" in outcome.error
+
+
+def test_what_an_agent_reported_is_kept_however_it_ends() -> None:
+    session = Session(SESSION.llm)
+    session.add_label("chat-1", Caller("writer"))
+    session.add_step_reward(StepReward(1.0, at=1.0))
+    session.add_tool_event(ToolEvent("t", "ok", at=1.0))
+    for outcome in (
+        outcomes.returned(1.0, session, 1.0),
+        outcomes.returned("no reward", session, 1.0),
+        outcomes.raised(RuntimeError("x"), session, 1.0),
+        outcomes.failed(Fault.TIMEOUT, "slow", session),
+    ):
+        assert outcome.labels == {"chat-1": Caller("writer")}
+        assert outcome.step_rewards == session.step_rewards
+        assert outcome.tool_events == session.tool_events
 
 
 def test_the_end_of_a_traceback_is_kept_without_the_key() -> None:

@@ -23,6 +23,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import (
     LLM,
+    Caller,
     CallStatus,
     Fault,
     Lease,
@@ -189,6 +190,36 @@ async def test_an_agent_that_failed_because_the_policy_server_did_is_retried(sto
     await runner.close()
     (found,) = (await everything(store)).values()
     assert (found.status, found.attempt, found.reward) == (Status.SUCCEEDED, 2, 1.0)
+
+
+@pytest.mark.parametrize("ends", ["returns", "raises", "hangs"])
+async def test_labels_are_stored_however_the_agent_ends_and_unknown_ones_are_logged(
+    ends: str, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RunnerConfig(concurrency=1, timeout=0.5)
+
+    async def agent(task: Task, llm: LLM) -> float:
+        lightning.label("r0-0", agent="writer", path=["boss", "writer"])
+        lightning.label("elsewhere", agent="writer")
+        if ends == "hangs":
+            await asyncio.Event().wait()
+        return 1 / (ends == "returns")
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(agent, config), store, statuses=lambda lease: [CallStatus.OK] * 2)
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=config)
+    await runner.close()
+    fault = {"returns": None, "raises": Fault.AGENT, "hangs": Fault.TIMEOUT}[ends]
+    assert (await everything(store))["r0"].fault is fault
+    assert [found.caller for found in await store.transitions("r0")] == [
+        Caller("writer", ("boss", "writer")),
+        Caller("agent"),
+    ]
+    (said,) = [record.message for record in caplog.records if "lightning.label()" in record.message]
+    assert (
+        "rollout r0, attempt 1: lightning.label() named 1 responses that are not recorded, such as 'elsewhere'" in said
+    )
 
 
 @pytest.mark.parametrize(

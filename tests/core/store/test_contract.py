@@ -324,6 +324,71 @@ async def test_repeating_an_outcome_changes_nothing_and_contradicting_it_is_refu
     assert await leased.lease("run", "w2") == []
 
 
+async def test_labels_name_the_callers_of_their_calls(leased: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await leased.create_rollouts([rollout("b")])
+    await leased.lease("run", "w")
+    choices = [call(1, id="reply", response=[choice], choice=choice) for choice in (0, 1)]
+    calls = [call(0), choices[0], replace(choices[1], seq=2), call(3, status=CallStatus.ABORTED)]
+    elsewhere = call(1, rollout="b", id="reply")
+    await leased.append([*calls, elsewhere])
+    boss, critic = Caller("boss", ("team \ud800", "boss"), "s", "p", "f"), Caller("critic")
+    labels = {"reply": boss, "call-3": critic, "nobody's": critic, "\ud800\0": critic}
+    await leased.complete("a", 1, Outcome(reward=1.0, labels=labels))
+    expected = [
+        calls[0],
+        replace(calls[1], caller=boss),
+        replace(calls[2], caller=boss),
+        replace(calls[3], caller=critic),
+    ]
+    assert await leased.transitions("a") == expected
+    assert await leased.transitions("b") == [elsewhere]
+
+
+async def test_labels_stay_with_their_attempt(store: Store, rollout: RolloutOf, call: CallOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=2)])
+    for attempt, fault in ((1, Fault.INFRASTRUCTURE), (2, Fault.AGENT)):
+        await store.lease("run", "w")
+        await store.append([call(0, attempt=attempt)])
+        await store.complete("a", attempt, Outcome(fault=fault, labels={"call-0": Caller(f"name {attempt}")}))
+    first, second = await store.transitions_of([("a", 1), ("a", 2)])
+    assert [(t.attempt, t.caller.agent) for t in first + second] == [(1, "name 1"), (2, "name 2")]
+
+
+async def test_labels_are_part_of_an_outcome_whatever_their_order(leased: Store, call: CallOf) -> None:
+    await leased.append([call(0), call(1)])
+    names = {"call-0": Caller("x"), "call-1": Caller("y", ("x", "y"))}
+    done = await leased.complete("a", 1, Outcome(reward=1.0, labels=names))
+    named = await leased.transitions("a")
+    assert await leased.complete("a", 1, Outcome(reward=1.0, labels=dict(reversed(names.items())))) == done
+    for other in ({}, {"call-0": Caller("x")}, {**names, "call-0": Caller("z")}, {**names, "nobody's": Caller("x")}):
+        with pytest.raises(StaleAttemptError, match="ended"):
+            await leased.complete("a", 1, Outcome(reward=1.0, labels=other))
+    assert await leased.transitions("a") == named
+    assert [t.caller for t in named] == list(names.values())
+
+
+async def test_a_labelled_call_may_be_appended_again_as_it_was(leased: Store, call: CallOf) -> None:
+    """The gateway's answer got lost and it repeats itself after the attempt has ended: still a no-op."""
+    await leased.append([call(0), call(1)])
+    await leased.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
+    named = await leased.transitions("a")
+    assert await leased.append([call(0), *named, call(1)]) == 0
+    assert await leased.transitions("a") == named
+    for other in (call(0, temperature=0.5), call(0, id="other"), call(1, caller=Caller("x"))):
+        with pytest.raises(ConflictError):
+            await leased.append([other])
+
+
+async def test_a_refused_outcome_labels_nothing(leased: Store, call: CallOf) -> None:
+    await leased.append([call(0)])
+    for outcome in (Outcome(), Outcome(reward=1.0, labels={"call-0": Caller(object())})):  # type: ignore[arg-type]
+        with pytest.raises(DataError):
+            await leased.complete("a", 1, replace(outcome, labels={"call-0": Caller("x"), **outcome.labels}))
+    with pytest.raises(StaleAttemptError):
+        await leased.complete("a", 2, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
+    assert await leased.transitions("a") == [call(0)]
+
+
 async def test_infrastructure_faults_are_retried_then_fail(leased: Store) -> None:
     pending = await leased.complete("a", 1, INFRASTRUCTURE)
     assert (pending.status, pending.fault, pending.error) == (Status.PENDING, Fault.INFRASTRUCTURE, "node gone")

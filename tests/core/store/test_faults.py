@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite import SqliteStore, migrations
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.store.sqlite.migrations import MIGRATIONS
-from lightning.types import Outcome, Rollout, Run, Task, Transition
+from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition
 
 CallOf = Callable[..., Transition]
 
@@ -185,6 +185,22 @@ async def test_migrations_run_once_when_processes_open_a_new_file_together(tmp_p
     connection.close()
 
 
+async def test_a_file_of_the_first_schema_is_brought_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: CallOf
+) -> None:
+    path = tmp_path / "store.db"
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "MIGRATIONS", MIGRATIONS[:1])
+        old = await filled(path)
+        await old.append([call(0)])
+        await old.close()
+    store = SqliteStore(path)
+    await store.open()
+    await store.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
+    assert await store.transitions("a") == [call(0, caller=Caller("x"))]
+    await store.close()
+
+
 # rows that were damaged or edited -------------------------------------------------------------------------------
 
 EDITS = (
@@ -212,6 +228,18 @@ async def test_an_edited_transition_is_noticed(tmp_path: Path, call: CallOf, edi
     await store.append([call(i, range(100 * (i + 1)), [i], finish_reason="stop") for i in range(3)])
     assert len(await store.transitions("a")) == 3
     execute(path, edit)
+    with pytest.raises(StoreError, match=r"transition \('a', 1, \d\) is corrupt"):
+        await store.transitions("a")
+    await store.close()
+
+
+@pytest.mark.parametrize("edit", [edit for edit in EDITS if "parent" not in edit and "DELETE" not in edit])
+async def test_a_label_does_not_make_an_edited_transition_look_whole(tmp_path: Path, call: CallOf, edit: str) -> None:
+    path = tmp_path / "store.db"
+    store = await filled(path)
+    await store.append([call(i, range(100 * (i + 1)), [i], id="reply", finish_reason="stop") for i in range(3)])
+    execute(path, edit)
+    await store.complete("a", 1, Outcome(reward=1.0, labels={"reply": Caller("b"), "x": Caller("b")}))
     with pytest.raises(StoreError, match=r"transition \('a', 1, \d\) is corrupt"):
         await store.transitions("a")
     await store.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.store import Store
 from lightning.types import (
+    Caller,
     Fault,
     Lease,
     Outcome,
@@ -37,6 +38,7 @@ from lightning.types import (
 OUTCOMES = (
     Outcome(reward=1.0),
     Outcome(reward=0.0, step_rewards=(StepReward(0.5),)),
+    Outcome(reward=0.0, labels={"c0": Caller("writer"), "c1": Caller("b", ("a", "b"))}),
     Outcome(fault=Fault.AGENT, error="raised"),
     Outcome(fault=Fault.INFRASTRUCTURE, error="lost"),
 )
@@ -62,6 +64,12 @@ class Model:
     trained: int | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     calls: dict[tuple[int, int], Transition] = field(default_factory=dict)
+
+    def called(self, attempt: int) -> list[Transition]:
+        """The calls of an attempt under the names they have by now."""
+        labels = self.outcomes[attempt].labels if attempt in self.outcomes else {}
+        calls = [self.calls[key] for key in sorted(self.calls) if key[0] == attempt]
+        return [replace(call, caller=labels.get(call.id, call.caller)) for call in calls]
 
     def may_write(self, attempt: int) -> bool:
         return self.status is Status.RUNNING and self.attempt == attempt
@@ -233,8 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         attempts = [(m.id, attempt) for m in self.models.values() for attempt in range(m.attempt + 1)]
         found = self.runner.run(self.store.transitions_of(attempts))
         for (name, attempt), calls in zip(attempts, found, strict=True):
-            mine = self.models[name].calls
-            assert calls == [mine[key] for key in sorted(mine) if key[0] == attempt]
+            assert calls == self.models[name].called(attempt)
 
     @precondition(lambda self: self.steps)
     @invariant()

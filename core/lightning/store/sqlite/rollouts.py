@@ -15,6 +15,7 @@ from lightning.store import rows, rules, sql
 from lightning.store.protocol import Page
 from lightning.store.rules import Position
 from lightning.store.sqlite.connection import Transaction
+from lightning.store.sqlite.labels import name_callers
 from lightning.types import Lease, Rollout, Status
 
 
@@ -131,8 +132,9 @@ def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.En
         ending = end.fault or "reward"
         transaction.run(
             sql.END_ATTEMPT,
-            (transaction.now, ending, end.digest, end.tool_events, end.step_rewards, rollout, attempt),
+            (transaction.now, ending, end.digest, end.tool_events, end.step_rewards, end.labels, rollout, attempt),
         )
+        name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
     stored = get(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"
     return stored

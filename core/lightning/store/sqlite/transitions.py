@@ -1,12 +1,13 @@
 """Appending model calls and reading them back.
 
-The invariant: one key has one content for ever, and what is read back is checked against the digest written with it.
+The invariant: one key has one content for ever, but for the caller that a label names, and what is read back is checked against
+the digest written with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
@@ -14,9 +15,10 @@ from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rows, rules, sql
 from lightning.store.rows import Row
 from lightning.store.sqlite.connection import Transaction
+from lightning.store.sqlite.labels import labels_of
 from lightning.store.sqlite.parents import Decoder, Known, choose
 from lightning.store.sqlite.rollouts import Standing, standing
-from lightning.types import CallStatus, Transition
+from lightning.types import Transition
 
 GROUP_ROOTS: Final = 32
 """How many roots of a group are looked at for a parent."""
@@ -68,12 +70,20 @@ def _is_repeated(transaction: Transaction, key: tuple[int, int, int], transition
     content = codec.content_digest(
         codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
     )
-    if row[0] != rules.transition_digest(transition, content):
+    if row[0] not in _digests(transaction, transition, content):
         raise ConflictError(
             f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
             "(next_seq() says the first unused one)"
         )
     return True
+
+
+def _digests(transaction: Transaction, transition: Transition, content: bytes) -> Iterator[bytes]:
+    """What the digest of a stored call may be if it is this one: as it was appended, and as it was labelled since."""
+    yield rules.transition_digest(transition, content)
+    caller = labels_of(transaction, transition.rollout, transition.attempt).get(transition.id)
+    if caller is not None:
+        yield rules.transition_digest(replace(transition, caller=caller), content)
 
 
 def _candidates(transaction: Transaction, where: Standing, attempt: int) -> Iterable[Known]:
@@ -139,33 +149,17 @@ def read_many(transaction: Transaction, attempts: Sequence[tuple[str, int]]) -> 
 
 
 def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Transition:
-    n, parent, seq, response, caller, versions, status, finish_reason, choice = row[:9]
-    temperature, constrained, started_at, ended_at, digest, blob = row[9:]
+    n, parent, digest, blob, *described = row
     try:
         tokens = decoder.decode(n, parent, blob)
-        transition = Transition(
-            rollout=rollout,
-            attempt=attempt,
-            seq=seq,
-            id=response,
-            prompt_ids=tokens.prompt_ids,
-            response_ids=tokens.response_ids,
-            logprobs=tokens.logprobs,
-            caller=rows.caller_from_text(caller),
-            versions=rows.versions_from_text(versions),
-            status=CallStatus(status),
-            finish_reason=finish_reason,
-            choice=choice,
-            temperature=temperature,
-            constrained=bool(constrained),
-            started_at=started_at,
-            ended_at=ended_at,
+        transition = rows.transition_from_row(
+            rollout, attempt, tuple(described), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
         if rules.transition_digest(transition, codec.stored_digest(blob)) != digest:
             raise StoreError("the row does not match the digest that was written with it")
     except (StoreError, ValueError, TypeError) as error:
         raise StoreError(
-            f"transition {(rollout, attempt, seq)} is corrupt: {error}. "
+            f"transition {(rollout, attempt, described[0])} is corrupt: {error}. "
             "The database was damaged or edited: restore it from a backup"
         ) from error
     return transition
