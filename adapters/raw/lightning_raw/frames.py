@@ -1,12 +1,13 @@
 """Which of the user's functions are on the stack right now, outermost first.
 
 The invariant: the answer does not depend on how the agent is run (main thread, thread, task, worker process): functions
-of installed packages, of the standard library and of lightning are left out, and whatever called lightning's runner is
-not part of the agent.
+of installed packages, of the standard library and of lightning are left out; whatever called lightning's runner, or runs
+the event loop that the runner's tasks live in, is not part of the agent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import sysconfig
 from enum import Enum
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import lightning
 import lightning.instrument
+import lightning.plugins
 
 MAX_DEPTH = 32
 """Names kept of a deep recursion, the innermost ones: the path travels in a header."""
@@ -31,7 +33,9 @@ def _folder(file: str | None) -> str:
 
 
 _LIGHTNING = _folder(lightning.__file__)
-_INSTRUMENT = (_folder(lightning.instrument.__file__), _folder(__file__))
+_ASKING = (_folder(lightning.instrument.__file__), _folder(lightning.plugins.__file__), _folder(__file__))
+"""What stands between the agent and the question who is calling."""
+_LOOP = (asyncio.Runner.run.__code__, asyncio.BaseEventLoop.run_forever.__code__)
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + "/"
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -46,7 +50,7 @@ def _origin(filename: str) -> _Origin:
     if filename.startswith("<"):
         return _Origin.USER  # notebooks, `python -c`, exec
     path = str(Path(filename).resolve())
-    if path.startswith(_INSTRUMENT):
+    if path.startswith(_ASKING):
         return _Origin.LIBRARY
     if path.startswith(_LIGHTNING):
         return _Origin.LIGHTNING
@@ -63,14 +67,21 @@ def _plain(qualified: str) -> str:
 
 
 def user_functions() -> tuple[str, ...]:
-    """Qualified names of the user's functions on this stack, outermost first; at most `MAX_DEPTH` innermost ones."""
+    """Qualified names of the user's functions on this stack, outermost first; at most `MAX_DEPTH` innermost ones.
+
+    Below an event loop stands either an agent that runs a loop of its own, and below that the runner; or whoever runs the
+    program, in which case nobody below the loop is calling.
+    """
     names: list[str] = []
+    above_loop: int | None = None
     frame = sys._getframe(1)  # noqa: SLF001 — the one way to the stack that builds no list of all frames
     while frame is not None and len(names) < MAX_DEPTH:
         origin = _origin(frame.f_code.co_filename)
-        if origin is _Origin.LIGHTNING and names:
-            break
+        if origin is _Origin.LIGHTNING:
+            return tuple(reversed(names))
         if origin is _Origin.USER and (name := _plain(frame.f_code.co_qualname)):
             names.append(name)
+        elif above_loop is None and frame.f_code in _LOOP:
+            above_loop = len(names)
         frame = frame.f_back  # type: ignore[assignment]  # the loop ends at None
-    return tuple(reversed(names))
+    return tuple(reversed(names[:above_loop]))

@@ -1,14 +1,13 @@
 """Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools.
 
 The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams)
-and a name never leaks to code outside the block or function, not even between the items of a generator.
+and a name never leaks to code outside the block or decorated function, not even between the items of a generator.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextvars import ContextVar
@@ -16,16 +15,14 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
-from lightning.instrument.context import current_session, log_once
+from lightning.instrument.context import current_session
+from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-MAX_TEXT = 4096
-"""Characters kept of a tool's output, of its error and of an argument."""
 
 _path: ContextVar[tuple[str, ...]] = ContextVar("lightning_component_path", default=())
 
@@ -38,16 +35,16 @@ def component_path() -> tuple[str, ...]:
 class component:  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
     """Name the agent that makes the model calls inside: a context manager and a decorator. Components nest into a path.
 
-    Decorates functions, coroutines, generators and async generators. Raises `DataError` for an empty name or one with
-    a slash, since slashes separate the names of a path in `train_agents`.
+    Decorates functions, coroutines, generators and async generators. To name a generator, decorate it: a `with` block
+    around a `yield` stays open while the generator waits, so the consumer's own calls get the name as well (Python's
+    generators share the context of whoever iterates them). Raises `DataError` for an empty name or one with a slash, since
+    slashes separate the names of a path in `train_agents`.
     """
 
     def __init__(self, name: str) -> None:
-        if not isinstance(name, str) or not name or "/" in name:
-            raise DataError(
-                f"component({name!r}): a name is a non-empty string without '/'; nest two components instead"
-            )
-        self.name = name
+        self.name = _checked(
+            name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
+        )
 
     def __enter__(self) -> Self:
         _path.set((*_path.get(), self.name))
@@ -57,9 +54,12 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         # No token: a generator may be closed in another context than it was opened in, where a reset would raise.
+        # Not always the last name: a generator may be closed inside a block that its consumer opened.
         path = _path.get()
-        if path and path[-1] == self.name:
-            _path.set(path[:-1])
+        for index in reversed(range(len(path))):
+            if path[index] == self.name:
+                _path.set(path[:index] + path[index + 1 :])
+                return
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Run every call of `function` in this component."""
@@ -102,11 +102,20 @@ class _ToolScope(_Scope):
                 name=self.name,
                 status="unknown" if abandoned else "ok" if error is None else "error",
                 arguments=self.arguments,
-                output="" if error is not None else _text(output),
-                error="" if error is None or abandoned else _clip(f"{type(error).__name__}: {error}"),
+                output="" if error is not None else text_of(output),
+                error="" if error is None or abandoned else error_text(error),
                 caller=self.caller,
             )
         )
+
+
+_WRONG_TOOL = "tool(name={!r}): a name is a non-empty string without '/', which separates the names of a path"
+
+
+def _checked(name: object, complaint: str) -> str:
+    if not isinstance(name, str) or not name or "/" in name:
+        raise DataError(complaint.format(name))
+    return name
 
 
 @overload
@@ -120,15 +129,15 @@ def tool(
 
     Works on functions, coroutines, generators and async generators; a stream that its consumer leaves early is
     `unknown`. Model calls that a tool makes inside a component are named `component/tool`. Outside a rollout the
-    function just runs.
+    function just runs. Raises `DataError` for a name with a slash.
     """
     if function is None:
-        return functools.partial(_tool, name)
+        return functools.partial(_tool, _checked(name, _WRONG_TOOL) if name else "")
     return _tool(name, function)
 
 
 def _tool(name: str, function: Callable[P, R]) -> Callable[P, R]:
-    label = name or getattr(function, "__name__", type(function).__name__)
+    label = _checked(name or getattr(function, "__name__", type(function).__name__), _WRONG_TOOL)
     signature = _signature(function)
 
     def scope(call: tuple[tuple[object, ...], dict[str, object]]) -> _Scope:
@@ -283,30 +292,4 @@ def _arguments(signature: inspect.Signature | None, args: tuple[object, ...], kw
         except TypeError:
             logger.debug("a tool was called with arguments that do not fit %s", signature)
     named.pop("self", None)
-    return {name: _json(value) for name, value in named.items()}
-
-
-def _json(value: object) -> Json:
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return _text(value)
-    # A copy: the tool may change its arguments after this.
-    return cast("Json", json.loads(text)) if len(text) <= MAX_TEXT else _text(value)
-
-
-def _text(value: object) -> str:
-    """A value in words. The text of an object is the user's code: it may raise, and that must not reach the agent."""
-    if value is None:
-        return ""
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return _clip("".join(value))
-    try:
-        return _clip(value if isinstance(value, str) else repr(value))
-    except Exception as error:  # noqa: BLE001 — isolates the user's __repr__
-        log_once("tool text", "a tool's value has no text: %r", error)
-        return f"<{type(value).__name__}>"
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return arguments_of(named)

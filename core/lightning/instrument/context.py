@@ -2,22 +2,25 @@
 
 The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
 no more reports. Context variables follow tasks, `asyncio.to_thread` and forks but not bare threads: there a report
-belongs to the process's only active rollout, and to none when several are active.
+belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
+bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
+the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
+as new, since what it will run has yet to be submitted.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TypeVar
 
 from lightning.errors import DataError
+from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -26,12 +29,14 @@ _Report = TypeVar("_Report", ToolEvent, StepReward)
 
 MAX_REPORTS = 10_000
 """Tool events, step rewards, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
+MAX_REPORTED_TEXT = 8 * 1024 * 1024
+"""Characters of each of these kept per rollout: they travel in one message, together with the reward."""
 LONGEST_LABEL = 8192
 """Characters of a label, its response id included: the gateway reads no longer caller either."""
 
 _current: ContextVar[Session | None] = ContextVar("lightning_session", default=None)
 _active: list[Session] = []
-_lock = threading.Lock()
+_lock = threading.RLock()
 _said: set[str] = set()
 
 
@@ -45,6 +50,8 @@ class Session:
         self._tool_events: list[ToolEvent] = []
         self._step_rewards: list[StepReward] = []
         self._labels: dict[str, Caller] = {}
+        self._sizes: dict[str, int] = {}
+        self._strangers: dict[int, threading.Thread] = {}
         self._open = True
 
     @property
@@ -63,33 +70,70 @@ class Session:
         return dict(self._labels)
 
     def add_tool_event(self, event: ToolEvent) -> None:
-        """Keep a tool event, stamped with the time unless it has one."""
-        self._add(self._tool_events, event if event.at else replace(event, at=time.time()), "tool events")
+        """Keep a tool event, its texts and arguments clipped, stamped with the time unless it has one."""
+        kept = ToolEvent(
+            name=text_of(event.name),
+            status=text_of(event.status),
+            call_id=text_of(event.call_id),
+            arguments=arguments_of(event.arguments),
+            output=text_of(event.output),
+            error=text_of(event.error),
+            caller=None if event.caller is None else caller_of(event.caller),
+            at=event.at or time.time(),
+        )
+        self._add(self._tool_events, kept, "tool events")
 
     def add_step_reward(self, reward: StepReward) -> None:
-        """Keep a step reward, stamped with the time unless it has one."""
-        self._add(self._step_rewards, reward if reward.at else replace(reward, at=time.time()), "step rewards")
+        """Keep a step reward, stamped with the time unless it has one. Raises `DataError` when it is no finite number."""
+        kept = StepReward(
+            value=number(reward.value, "a step reward"),
+            name=text_of(reward.name),
+            response_id=text_of(reward.response_id),
+            at=reward.at or time.time(),
+        )
+        self._add(self._step_rewards, kept, "step rewards")
 
     def add_label(self, response_id: str, caller: Caller) -> None:
         """Keep the name of the caller of one model call; a later one for the same call replaces it."""
-        if self._takes("labels", 0 if response_id in self._labels else len(self._labels)):
-            self._labels[response_id] = caller
+        with _lock:
+            count = 0 if response_id in self._labels else len(self._labels)
+            if self._takes("labels", count, len(response_id) + size_of(caller)):
+                self._labels[response_id] = caller
 
     def close(self) -> None:
         """Take no more reports."""
         self._open = False
 
-    def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
-        if self._takes(what, len(kept)):
-            kept.append(report)
+    def knows(self, thread: int) -> bool:
+        """Whether a thread without a context, given by its ident, may be the rollout's: it is not one of `disown`."""
+        stranger = self._strangers.get(thread)
+        return stranger is None or not stranger.is_alive()  # an ident is given again when its thread has ended
 
-    def _takes(self, what: str, count: int) -> bool:
-        """Whether there is room for one more beside the `count` that are kept."""
+    def disown(self, threads: Mapping[int, threading.Thread]) -> None:
+        """Take no reports from these threads."""
+        self._strangers.update(threads)
+
+    def not_mine(self) -> Mapping[int, threading.Thread]:
+        """The threads that have been disowned, by ident."""
+        return self._strangers
+
+    def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
+        with _lock:
+            if self._takes(what, len(kept), size_of(report)):
+                kept.append(report)
+
+    def _takes(self, what: str, count: int, size: int) -> bool:
+        """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
+        total = self._sizes.get(what, 0) + size
         if not self._open:
             log_once(f"late {what}", "%s reported after their rollout had ended were dropped", what)
         elif count >= MAX_REPORTS:
             log_once(f"many {what}", "a rollout reported more than %d %s; the rest were dropped", MAX_REPORTS, what)
+        elif total > MAX_REPORTED_TEXT:
+            message = "a rollout reported more than %d characters of %s; what was too much was dropped"
+            log_once(f"long {what}", message, MAX_REPORTED_TEXT, what)
         else:
+            self._sizes[what] = total
             return True
         return False
 
@@ -98,6 +142,7 @@ class Session:
 def activate(llm: LLM) -> Iterator[Session]:
     """Make an attempt the current one for the code inside the block, and collect what it reports."""
     session = Session(llm)
+    session.disown(_busy_threads())
     token = _current.set(session)
     with _lock:
         _active.append(session)
@@ -107,16 +152,51 @@ def activate(llm: LLM) -> Iterator[Session]:
         session.close()
         with _lock:
             _active.remove(session)
+            _leave_behind(session)
         _current.reset(token)
 
 
+def _leave_behind(ended: Session) -> None:
+    """What a rollout has left running may be anybody's that ran beside it, so it is nobody's."""
+    if _active:
+        before = ended.not_mine()
+        left = {ident: thread for ident, thread in _busy_threads().items() if before.get(ident) is not thread}
+        for session in _active:
+            session.disown(left)
+
+
+def _busy_threads() -> dict[int, threading.Thread]:
+    """The other threads that are in the middle of something, by ident; a pool's thread that waits for work is not."""
+    waiting = getattr(getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None), "__code__", None)
+    frames = sys._current_frames()  # noqa: SLF001 — the innermost frame of each thread
+    here = threading.get_ident()
+    return {
+        thread.ident: thread
+        for thread in threading.enumerate()
+        if thread.ident is not None
+        and thread.ident != here
+        and (waiting is None or (frame := frames.get(thread.ident)) is None or frame.f_code is not waiting)
+    }
+
+
 def current_session() -> Session | None:
-    """The rollout this code runs for; in a thread that lost its context, the process's only active one."""
+    """The rollout this code runs for; in a thread that lost its context, the process's only active one.
+
+    None in such a thread when it was busy before that rollout began: what it reports belongs to an earlier one.
+    """
     session = _current.get()
     if session is not None:
         return session
     with _lock:
-        return _active[0] if len(_active) == 1 else None
+        only = _active[0] if len(_active) == 1 else None
+        if only is None or only.knows(threading.get_ident()):
+            return only
+    log_once(
+        "stranger",
+        "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
+        "start it in the rollout, or run its work in contextvars.copy_context()",
+    )
+    return None
 
 
 def context_session() -> Session | None:
@@ -140,19 +220,15 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
-    `value` is not a finite number.
+    `value` is not a finite number between -1e30 and 1e30.
     """
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"lightning.reward({value!r}, name={name!r}): a reward must be a finite number")
+    what = f"the reward of lightning.reward(name={text_of(name)!r})"
+    checked = number(value, what, "give a finite number")
     session = current_session()
     if session is None:
         log_once("reward outside", "lightning.reward() was called outside a rollout and did nothing")
         return
-    session.add_step_reward(StepReward(number, name, response_id))
+    session.add_step_reward(StepReward(checked, name, response_id))
 
 
 def label(response_id: str, *, agent: str, path: Sequence[str] = ()) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning.errors import RunnerError
 from lightning.runner import frames
-from lightning.runner.posix import how_it_ended
+from lightning.runner.posix import how_it_ended, kill_group
 
 GRACE = 5.0
 """Seconds for a process that has been told to go, or for news of one that is gone."""
@@ -91,7 +91,7 @@ class ForkServer:
         self._control: socket.socket | None = None
         self._listener: asyncio.Task[None] | None = None
         self._requests = itertools.count()
-        self._forks: dict[int, asyncio.Future[int]] = {}
+        self._forks: dict[int, asyncio.Future[tuple[int, asyncio.Future[int | None]]]] = {}
         self._exits: dict[int, asyncio.Future[int | None]] = {}
 
     @property
@@ -143,12 +143,13 @@ class ForkServer:
             raise WorkerDiedError("the fork server of the agents' processes is gone")
         ours, theirs = socket.socketpair()
         request = next(self._requests)
-        forked = self._forks[request] = asyncio.get_running_loop().create_future()
+        forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
+        self._forks[request] = forked
         try:
             with theirs:
                 message = frames.pack(json.dumps({"fork": request}).encode())
                 socket.send_fds(self._control, [message], [theirs.fileno()])
-            pid = await forked
+            pid, exited = await forked  # it may have exited by now, so the future comes with the news
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException as error:
             ours.close()  # the worker, if there is one, reads the end and leaves
@@ -157,7 +158,7 @@ class ForkServer:
             raise
         finally:
             self._forks.pop(request, None)
-        return Worker(pid, self._exits[pid], reader, writer)
+        return Worker(pid, exited, reader, writer)
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process group now."""
@@ -177,16 +178,18 @@ class ForkServer:
             try:
                 await asyncio.to_thread(self._process.wait, GRACE)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # its workers die with it
+                self._process.kill()
                 await asyncio.to_thread(self._process.wait)
+                self._kill_groups()
         self._process = self._control = None
 
     async def _listen(self, incoming: _Incoming) -> None:
         try:
             while (message := await incoming.next()) is not None:
                 self._heed(message)
-        except OSError:
-            return  # reset: the same as the end
+            self._kill_groups()
+        except OSError:  # reset: the same as the end
+            self._kill_groups()
         finally:
             for forked in self._forks.values():
                 if not forked.done():
@@ -195,24 +198,30 @@ class ForkServer:
                 if not exited.done():
                     exited.set_result(None)
 
+    def _kill_groups(self) -> None:
+        """The workers die with the fork server, but what their agents started does not: end it from here."""
+        for pid in self._exits:
+            kill_group(pid)
+
     def _heed(self, message: dict[str, int | str]) -> None:
         if "forked" in message:
             pid = int(message["pid"])
-            self._exits[pid] = asyncio.get_running_loop().create_future()
-            self._answer(int(message["forked"]), pid)
+            exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+            self._exits[pid] = exited
+            self._answer(int(message["forked"]), (pid, exited))
         elif "failed" in message:
             self._answer(int(message["failed"]), WorkerDiedError(f"no worker process: {message['error']}"))
         else:
             self._exits.pop(int(message["exited"])).set_result(int(message["status"]))
 
-    def _answer(self, request: int, answer: int | WorkerDiedError) -> None:
+    def _answer(self, request: int, answer: tuple[int, asyncio.Future[int | None]] | WorkerDiedError) -> None:
         forked = self._forks.get(request)
         if forked is None or forked.done():
             return
-        if isinstance(answer, int):
-            forked.set_result(answer)
-        else:
+        if isinstance(answer, WorkerDiedError):
             forked.set_exception(answer)
+        else:
+            forked.set_result(answer)
 
 
 class _Incoming:

@@ -19,7 +19,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
-from lightning.runner.outcomes import decode_outcome, encode_outcome, failed, raised, returned
+from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.worker import is_async
 from lightning.types import LLM, Fault, Lease, Outcome, Task
@@ -69,7 +69,7 @@ class InlineRunner:
         async with self._slots:
             with activate(llm) as session:
                 outcome = await self._attempt(lease.rollout.task, llm, session)
-        return decode_outcome(encode_outcome(outcome))  # the same cleaning as between processes
+        return sanitized(outcome)
 
     async def close(self) -> None:
         """Remove the tap and the adapters. Idempotent; `start` may follow."""
@@ -93,15 +93,14 @@ class InlineRunner:
     async def _guarded(self, task: Task, llm: LLM, session: Session) -> Outcome:
         started = time.monotonic()
         try:
-            reward = await self._call(task, llm)
+            return returned(await self._call(task, llm), session, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
             return raised(error, session, time.monotonic() - started)
-        except BaseException as error:  # noqa: BLE001 — isolates the user's agent
+        except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
-        return returned(reward, session, time.monotonic() - started)
 
     async def _call(self, task: Task, llm: LLM) -> Reward:
         agent = self._agent

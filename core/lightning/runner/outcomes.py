@@ -7,6 +7,7 @@ reward and fault. Both runners go through the same bytes, and bytes from a worke
 from __future__ import annotations
 
 import json
+import logging
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,27 +15,14 @@ from typing import Any, cast
 
 from lightning.errors import DataError
 from lightning.instrument import Session
+from lightning.instrument.texts import CURE, number
+from lightning.runner.frames import MAX_FRAME
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
-MAX_FLOAT32 = 3.4028234663852886e38
-"""Rewards are trained as float32."""
+logger = logging.getLogger(__name__)
+
 MAX_ERROR = 4000
 """Characters kept of an agent's traceback: its end, where the cause is."""
-
-CURE = "return the reward as a finite number, or as a dict of them such as {'reward': 1.0, 'format': 0.5}"
-
-
-def number(value: object, what: str) -> float:
-    """A Python, numpy or 0-d tensor number as a float. Raises `DataError` for anything else, NaN and infinity."""
-    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
-        raise DataError(f"{what} is {_short(value)}, not a number: {CURE}")
-    try:
-        result = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise DataError(f"{what} is {_short(value)}, not a number ({error}): {CURE}") from error
-    if not abs(result) <= MAX_FLOAT32:
-        raise DataError(f"{what} is {result}, which cannot be trained on: {CURE}")
-    return result
 
 
 def score(value: object) -> tuple[float, dict[str, float]]:
@@ -71,9 +59,11 @@ def returned(value: object, session: Session, seconds: float) -> Outcome:
 
 def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
     """The outcome of an agent that raised: the end of its traceback, without the API key."""
-    lines = traceback.format_exception(error)
-    text = "".join(lines).rstrip().replace(session.llm.api_key or "\0", "<api key>")
-    return failed(Fault.AGENT, text, session, seconds)
+    try:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    except Exception as broken:  # noqa: BLE001 — isolates the user's exception classes
+        text = f"{type(error).__name__}, whose traceback cannot be written: {type(broken).__name__}"
+    return failed(Fault.AGENT, text.replace(session.llm.api_key or "\0", "<api key>"), session, seconds)
 
 
 def failed(fault: Fault, error: str, session: Session | None = None, seconds: float = 0.0) -> Outcome:
@@ -98,12 +88,26 @@ def decode_request(data: bytes) -> tuple[Task, LLM]:
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """An outcome as JSON. Text that is not Unicode is made so; tool arguments that JSON cannot say are left out."""
+    """An outcome as JSON of at most `MAX_FRAME` bytes. Text that is not Unicode is made so.
+
+    What JSON cannot say, or what is too long, is left out: tool arguments first, then every report; never the reward.
+    """
+    bare = tuple(replace(event, arguments=None) for event in outcome.tool_events)
+    silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
+    for candidate in (outcome, replace(outcome, tool_events=bare), replace(silent, rewards=outcome.rewards)):
+        data = _try_dump(candidate)
+        if data is not None and len(data) <= MAX_FRAME:
+            return data
+        logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
+    return _dump(asdict(silent))
+
+
+def sanitized(outcome: Outcome) -> Outcome:
+    """The outcome as it would arrive from another process; the agent's fault when it would not."""
     try:
-        return _dump(asdict(outcome))
-    except (TypeError, ValueError, RecursionError):
-        bare = tuple(replace(event, arguments=None) for event in outcome.tool_events)
-        return _dump(asdict(replace(outcome, tool_events=bare)))
+        return decode_outcome(encode_outcome(outcome))
+    except ValueError as error:
+        return failed(Fault.AGENT, f"what the agent reported cannot be used: {error}", seconds=outcome.seconds)
 
 
 def decode_outcome(data: bytes) -> Outcome:
@@ -155,10 +159,12 @@ def _caller(fields: dict[str, Any]) -> Caller:
     return Caller(**text, path=tuple(str(name) for name in fields["path"]))
 
 
+def _try_dump(outcome: Outcome) -> bytes | None:
+    try:
+        return _dump(asdict(outcome))
+    except Exception:  # noqa: BLE001 — isolates the user's objects, which may be anywhere in an adapter's event
+        return None
+
+
 def _dump(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "replace")
-
-
-def _short(value: object) -> str:
-    text = f"{type(value).__name__} {value!r}" if value is not None else "None"
-    return text if len(text) <= 200 else text[:199] + "…"

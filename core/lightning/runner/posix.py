@@ -25,7 +25,7 @@ def die_with_parent(parent: int, how: signal.Signals) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group whose leader is our own child (or has just been reaped)."""
+    """Kill the process group of a worker, also when the worker itself has just died."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for a group of zombies

@@ -10,7 +10,7 @@ import logging
 import time
 
 from lightning.config import RunnerConfig
-from lightning.errors import RunnerError
+from lightning.errors import DataError, RunnerError
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, encode_request, failed
 from lightning.runner.protocol import Agent
@@ -69,6 +69,9 @@ class ProcessRunner:
                 return failed(Fault.TIMEOUT, text, seconds=time.monotonic() - started)
             except WorkerDiedError as error:
                 return failed(Fault.INFRASTRUCTURE, str(error), seconds=time.monotonic() - started)
+            except DataError as error:
+                text = f"what the agent reported cannot be used: {error}"
+                return failed(Fault.AGENT, text, seconds=time.monotonic() - started)
             except ValueError as error:
                 text = (
                     f"the agent's process sent no outcome ({error}): does the agent write to sockets it did not open?"

@@ -7,13 +7,19 @@ process could not import, travels by value; everything else by name.
 from __future__ import annotations
 
 import functools
+import os
 import sys
+import sysconfig
+from pathlib import Path
 from types import ModuleType
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from lightning.errors import RunnerError
 from lightning.runner.protocol import Agent
+
+_LIBRARIES = tuple({str(Path(path)) + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib")})
+"""Where the standard library and installed packages are: `stdlib`, `platstdlib`, `purelib`, `platlib`."""
 
 
 def name_of(agent: Agent) -> str:
@@ -26,9 +32,8 @@ def pack_agent(agent: Agent) -> bytes:
     """The agent as bytes for `cloudpickle.loads`. Raises `RunnerError` when part of it cannot leave this process."""
     if not callable(agent):
         raise RunnerError(f"the agent is {agent!r}, which cannot be called: give a function agent(task, llm) -> reward")
-    module = sys.modules.get(_module_name(agent))
-    by_value = module is not None and module.__name__ != "__main__" and not _importable(module)
-    if by_value:
+    by_value = _homeless(_module_name(agent))
+    for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         data: bytes = cloudpickle.dumps(agent)
@@ -38,7 +43,7 @@ def pack_agent(agent: Agent) -> bytes:
             "inside the agent or in an imported module, or run it in this process with runner='inline'"
         ) from error
     finally:
-        if by_value:
+        for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
     return data
 
@@ -55,6 +60,22 @@ def _module_name(agent: Agent) -> str:
     return str(getattr(agent, "__module__", None) or type(agent).__module__)
 
 
+def _homeless(of_agent: str) -> list[ModuleType]:
+    """The user's modules that a new process could not import; by value goes only what the agent refers to in them."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name == "__main__" or not isinstance(module, ModuleType) or vars(module).get("__name__") != name:
+            continue  # an alias; and cloudpickle takes care of `__main__` itself
+        if (name == of_agent or not _installed(vars(module).get("__file__"))) and not _importable(module):
+            found.append(module)
+    return found
+
+
+def _installed(file: object) -> bool:
+    """Whether a module belongs to the standard library or an installed package, or has no file."""
+    return not isinstance(file, str) or file.startswith(_LIBRARIES)
+
+
 def _importable(module: ModuleType) -> bool:
     """Whether a new process with the same `sys.path` would find this very file under the module's name."""
     file = getattr(module, "__file__", None)
@@ -66,7 +87,10 @@ def _importable(module: ModuleType) -> bool:
     for depth in range(1, len(parts) + 1):
         spec = None
         for finder in sys.meta_path:
-            spec = finder.find_spec(".".join(parts[:depth]), path)
+            try:
+                spec = finder.find_spec(".".join(parts[:depth]), path)
+            except (AttributeError, ImportError, ValueError):
+                continue  # a finder that cannot tell
             if spec is not None:
                 break
         if spec is None:

@@ -79,11 +79,23 @@ class _Work:
                 if heartbeat.done():
                     heartbeat.result()
                 self._collect()
-        finally:
+        except BaseException:
             await _end([heartbeat, *self._attempts])
+            await self._release_anyway()
+            raise
+        else:
+            await _end([heartbeat])
             await self._store.release(self._worker)
+        finally:
             if self._stale:
                 logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
+
+    async def _release_anyway(self) -> None:
+        """Give the leases back while an error is going out, which must stay the one that is seen."""
+        try:
+            await self._store.release(self._worker)
+        except Exception as error:  # noqa: BLE001 — the first error says more
+            logger.warning("the leases of worker %r were not given back and will expire: %s", self._worker, error)
 
     async def _lease(self) -> bool:
         """Take what there is room for; False when this run has nothing left to do, here or elsewhere."""
@@ -114,7 +126,7 @@ class _Work:
 
     async def _attempt(self, lease: Lease) -> None:
         outcome = await self._runner.run(lease, self._llm_for(lease))
-        judged = outcome.fault in (None, Fault.AGENT)
+        judged = outcome.fault is not Fault.INFRASTRUCTURE
         if judged or outcome.labels:
             calls = await self._store.transitions(lease.rollout.id, lease.attempt)
             _check_labels(lease, outcome, calls)
@@ -155,13 +167,13 @@ class _Work:
 def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
-    A reward without a successful call is nobody's success. An agent that failed after the policy server had failed under
-    it is not at fault: the attempt counts as an infrastructure failure and may be retried.
+    A reward without a successful call is nobody's success. An agent that failed, or ran out of time, after the policy
+    server had failed under it is not at fault: the attempt counts as an infrastructure failure and may be retried.
     """
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
-    if outcome.fault is Fault.AGENT and any(call.status is CallStatus.ERROR for call in calls):
+    if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(call.status is CallStatus.ERROR for call in calls):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome

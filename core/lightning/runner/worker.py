@@ -44,18 +44,18 @@ def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outco
     started = time.monotonic()
     with _environment(llm), activate(llm) as session:
         try:
-            reward = _call(agent, task, llm, loop)
-        except BaseException as error:  # noqa: BLE001 — isolates the user's agent
+            return returned(_call(agent, task, llm, loop), session, time.monotonic() - started)
+        except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
-        return returned(reward, session, time.monotonic() - started)
 
 
 def _call(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> object:
+    context = contextvars.copy_context()  # what the agent sets there ends with the rollout
     if is_async(agent):
-        return loop.run(_started_in_loop(agent, task, llm), context=contextvars.copy_context())
-    result = agent(task, llm)
+        return loop.run(_started_in_loop(agent, task, llm), context=context)
+    result = context.run(agent, task, llm)
     if inspect.isawaitable(result):
-        return loop.run(_awaited(result), context=contextvars.copy_context())
+        return loop.run(_awaited(result), context=context)
     return result
 
 

@@ -10,9 +10,12 @@ import httpx
 import lightning
 import openai
 import pytest
+from lightning.config import RunnerConfig
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
+from lightning.runner.inline import InlineRunner
 from lightning.testing.chat_server import ChatServer
+from lightning.types import LLM, Lease, Outcome, Rollout, Task
 from lightning_raw.frames import MAX_DEPTH
 
 
@@ -208,3 +211,50 @@ def test_without_the_adapter_nobody_is_named(server: ChatServer) -> None:
         undo_tap()
     assert server.calls[0].caller is None
     assert server.calls[0].rollout == "test-key"
+
+
+async def test_whoever_runs_the_agent_is_not_named(server: ChatServer) -> None:
+    """Not even when the agent has no name of its own on the stack: in a callback, a lambda, or library code."""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        loop = asyncio.get_running_loop()
+        called: asyncio.Future[object] = loop.create_future()
+        loop.call_soon(lambda: called.set_result(plugins().identify()))
+        return float(await called is None)
+
+    def in_a_function() -> list[Outcome]:
+        async def every() -> list[Outcome]:
+            found = []
+            for each in (agent, lambda task, llm: float(plugins().identify() is None)):
+                runner = InlineRunner(each, RunnerConfig(concurrency=1))
+                await runner.start()
+                try:
+                    lease = Lease(Rollout("r", "run", Task("x"), "g", attempt=1), "w", 0.0)
+                    found.append(await runner.run(lease, server.llm()))
+                finally:
+                    await runner.close()
+            return found
+
+        return asyncio.run(every())
+
+    outcomes = await asyncio.to_thread(in_a_function)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0], outcomes
+
+
+async def test_an_agent_may_run_a_loop_of_its_own(server: ChatServer, session: Session) -> None:
+    async def inner() -> str:
+        return await say_async(session)
+
+    def agent(task: Task, llm: LLM) -> float:
+        return float(asyncio.run(inner()) == "you said hi")
+
+    runner = InlineRunner(agent, RunnerConfig(concurrency=1))
+    await runner.start()
+    try:
+        lease = Lease(Rollout("r", "run", Task("x"), "g", attempt=1), "w", 0.0)
+        assert (await runner.run(lease, session.llm)).reward == 1.0
+    finally:
+        await runner.close()
+    caller = server.calls[0].caller
+    assert caller is not None
+    assert caller.path == ("agent", "inner", "say_async")

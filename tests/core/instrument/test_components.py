@@ -286,3 +286,36 @@ def test_wrong_arguments_are_still_the_functions_own_error(
 
     with pytest.raises(TypeError, match="one"):
         wrong(one)(1, 2)
+
+
+def test_a_generator_that_is_closed_inside_a_block_of_its_consumer_takes_its_name_along() -> None:
+    def items() -> Iterator[int]:
+        with component("items"):
+            yield 1
+
+    stream = items()
+    assert next(stream) == 1
+    with component("consumer"):
+        stream.close()  # type: ignore[attr-defined]
+        assert component_path() == ("consumer",)
+    assert component_path() == ()
+
+
+@pytest.mark.parametrize("name", ["a/b", "/", 3])
+def test_a_tool_cannot_have_a_name_that_cannot_be_in_a_path(name: object) -> None:
+    with pytest.raises(DataError, match=r"tool\(name=.*non-empty string without '/'"):
+        tool(name=name)  # type: ignore[call-overload]
+
+
+def test_an_exception_without_words_is_what_the_agent_sees(session: Session) -> None:
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @tool
+    def fail() -> None:
+        raise SilentError
+
+    with pytest.raises(SilentError):
+        fail()
+    assert [(event.status, event.error) for event in session.tool_events] == [("error", "SilentError")]

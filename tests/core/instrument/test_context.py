@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -39,7 +42,7 @@ def test_a_reward_outside_a_rollout_does_nothing_and_says_so_once(caplog: pytest
     assert "outside a rollout" in caplog.text
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", b"1", None, [1.0]])
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", b"1", None, [1.0], 1e31, -1e39, 10**400])
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_reward_that_is_no_number_is_an_error(value: object, inside: bool) -> None:
     if inside:
@@ -136,6 +139,94 @@ def test_a_thread_without_context_belongs_to_none_of_several_rollouts() -> None:
         thread.start()
         thread.join()
     assert first.step_rewards == second.step_rewards == ()
+
+
+class Bare:
+    """A thread of its own, without a context, that reports a reward when it is told to."""
+
+    def __init__(self) -> None:
+        self.go, self.done = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.go.wait(30)
+        reward(100.0)
+        self.done.set()
+
+    def report(self) -> None:
+        self.go.set()
+        self.thread.join(30)
+        assert self.done.is_set()
+
+
+def test_a_thread_left_behind_reports_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with activate(ONE) as first:
+        left = Bare()
+    with activate(TWO) as second:
+        left.report()
+        assert second.step_rewards == ()
+        Bare().report()
+    assert first.step_rewards == ()
+    assert [given.value for given in second.step_rewards] == [100.0], "its own threads still count"
+    assert "busy before this rollout began" in caplog.text
+
+
+def test_a_thread_left_behind_by_a_neighbour_reports_to_nobody() -> None:
+    with activate(ONE) as first:
+        mine = Bare()
+        with activate(TWO) as second:
+            left = Bare()
+        left.report()
+        assert first.step_rewards == second.step_rewards == ()
+        mine.report()
+        assert [given.value for given in first.step_rewards] == [100.0]
+
+
+def test_a_pools_thread_belongs_to_the_rollout_that_gives_it_work() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with activate(ONE) as first:
+            pool.submit(reward, 1.0).result()
+        (thread,) = pool._threads
+        while sys._current_frames()[thread.ident or 0].f_code.co_name != "_worker":
+            time.sleep(0.001)
+        with activate(TWO) as second:
+            pool.submit(reward, 2.0).result()
+    assert [given.value for given in first.step_rewards] == [1.0]
+    assert [given.value for given in second.step_rewards] == [2.0]
+
+
+def test_events_of_adapters_are_clipped_and_made_clean() -> None:
+    class NoText:
+        def __repr__(self) -> str:
+            raise RuntimeError("no repr")
+
+    arguments = {"long": "x" * 10_000, "odd": NoText(), "fine": [1, {"a": None}]}
+    with activate(ONE) as session:
+        emit(ToolEvent("t" * 5000, "ok", output="x" * 10_000, error=NoText(), arguments=arguments))  # type: ignore[arg-type]
+        emit(ToolEvent("t", "ok", arguments="x" * 10_000, caller=Caller("a" * 5000, ("b" * 5000,))))
+    first, second = session.tool_events
+    assert (len(first.name), len(first.output), first.error) == (4096, 4096, "<NoText>")
+    assert first.arguments == {"long": "x" * 4095 + "…", "odd": "<NoText>", "fine": [1, {"a": None}]}
+    assert isinstance(second.arguments, str)
+    assert len(second.arguments) == 4096
+    assert second.caller == Caller("a" * 4095 + "…", ("b" * 4095 + "…",))
+
+
+def test_long_reports_do_not_fill_the_memory_and_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(context, "MAX_REPORTED_TEXT", 1000)
+    with activate(ONE) as session:
+        for number in range(5):
+            emit(ToolEvent("t", "ok", output="x" * 300, arguments={"a": "x" * 100}))
+            reward(float(number), name="x" * 300)
+            label(f"{number}", agent="x" * 300)
+        emit(ToolEvent("short", "ok"))
+    assert [event.name for event in session.tool_events] == ["t", "t", "short"]
+    assert [given.value for given in session.step_rewards] == [0.0, 1.0, 2.0]
+    assert list(session.labels) == ["0", "1", "2"]
+    assert len([record for record in caplog.records if "1000 characters of" in record.message]) == 3
 
 
 def test_nesting_ends_where_it_began() -> None:

@@ -20,7 +20,7 @@ from lightning.instrument import current_session
 from lightning.runner.inline import InlineRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
-from lightning.types import LLM, Fault, Lease, Task
+from lightning.types import LLM, Fault, Lease, StepReward, Task
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]
@@ -34,6 +34,16 @@ async def runner_of(agent: Agent, **settings: object) -> AsyncIterator[InlineRun
         yield runner
     finally:
         await runner.close()
+
+
+class Odd:
+    """A number whose every word raises."""
+
+    def __float__(self) -> float:
+        sys.exit(5)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
 
 
 def misbehave(task: Task, llm: LLM) -> object:
@@ -52,6 +62,10 @@ def misbehave(task: Task, llm: LLM) -> object:
             return math.nan
         case "none":
             return None
+        case "odd":
+            return Odd()
+        case "large":
+            lightning.reward(1e39)
     return {"reward": 1, "speed": 0.5}
 
 
@@ -61,7 +75,7 @@ async def misbehave_async(task: Task, llm: LLM) -> object:
 
 
 @pytest.mark.parametrize("agent", [misbehave, misbehave_async])
-@pytest.mark.parametrize("what", ["raise", "sys.exit", "interrupt", "cancel", "stop", "nan", "none"])
+@pytest.mark.parametrize("what", ["raise", "sys.exit", "interrupt", "cancel", "stop", "nan", "none", "odd", "large"])
 async def test_whatever_an_agent_does_is_its_own_fault(agent: Agent, what: str, lease: Leases) -> None:
     async with runner_of(agent) as runner:
         bad, good = await asyncio.gather(runner.run(lease(what), NOWHERE), runner.run(lease("fine"), NOWHERE))
@@ -189,3 +203,17 @@ async def test_it_must_be_started_with_an_agent(lease: Leases) -> None:
         await InlineRunner(misbehave, RunnerConfig()).run(lease(), NOWHERE)
     with pytest.raises(RunnerError, match="cannot be called"):
         InlineRunner(None, RunnerConfig())  # type: ignore[arg-type]
+
+
+async def test_a_reward_that_was_smuggled_in_costs_only_its_rollout(lease: Leases) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        session = current_session()
+        assert session is not None
+        if task.input == "smuggle":
+            session._step_rewards.append(StepReward(math.nan))
+        return 1.0
+
+    async with runner_of(agent) as runner:
+        bad, good = await asyncio.gather(runner.run(lease("smuggle"), NOWHERE), runner.run(lease("fine"), NOWHERE))
+    assert (bad.reward, bad.fault, good.reward) == (None, Fault.AGENT, 1.0)
+    assert "a step reward is nan" in bad.error

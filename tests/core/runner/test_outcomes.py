@@ -6,6 +6,7 @@ import json
 import math
 import string
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.instrument import Session
+from lightning.instrument.texts import MAX_REWARD
 from lightning.runner import outcomes
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
 SESSION = Session(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
-finite = st.floats(-outcomes.MAX_FLOAT32, outcomes.MAX_FLOAT32)
+finite = st.floats(-MAX_REWARD, MAX_REWARD)
 jsons: st.SearchStrategy[Json] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
@@ -116,8 +118,8 @@ def test_rewards(value: object, reward: float, parts: dict[str, float]) -> None:
     "value",
     [
         *(None, "1.0", b"1", [1.0], 1j, np.array([1.0, 2.0])),
-        *(math.nan, math.inf, -math.inf, 1e39, 10**400),
-        *({}, {"a": None}, {"a": math.nan}, {"a": 3e38, "b": 3e38}),
+        *(math.nan, math.inf, -math.inf, 1e39, 3e38, -1.001e30, 10**400),
+        *({}, {"a": None}, {"a": math.nan}, {"a": 1e30, "b": 1e30}),
     ],
 )
 def test_what_is_no_reward_is_the_agents_fault_and_says_the_cure(value: object) -> None:
@@ -161,3 +163,68 @@ def test_the_end_of_a_traceback_is_kept_without_the_key() -> None:
     long = outcomes.failed(Fault.AGENT, "a" + string.ascii_letters * 1000 + "the end")
     assert len(long.error) == outcomes.MAX_ERROR + 1
     assert long.error.endswith("the end")
+
+
+class NoFloat:
+    """A number that is none."""
+
+    def __init__(self, error: type[BaseException] = KeyError) -> None:
+        self.error = error
+
+    def __float__(self) -> float:
+        raise self.error("no float")
+
+
+class NoText:
+    """Neither a number nor anything that can be said."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@pytest.mark.parametrize("value", [NoFloat(), NoText(), {"reward": NoFloat()}, [NoText()]])
+def test_an_object_that_cannot_even_be_asked_is_no_reward(value: object) -> None:
+    outcome = outcomes.returned(value, SESSION, 1.0)
+    assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
+    assert "return the reward as a finite number" in outcome.error
+
+
+def test_the_largest_reward_leaves_a_finite_float32_advantage() -> None:
+    rewards = np.array([outcomes.score(MAX_REWARD)[0], outcomes.score(-MAX_REWARD)[0]] * 4, np.float32)
+    assert np.isfinite(rewards - rewards.mean()).all()
+    assert np.isfinite(rewards * np.float32(10_000)).all(), "the return of a long rollout"
+    with pytest.raises(DataError, match=r"between -1e\+30 and 1e\+30"):
+        outcomes.score(2e30)
+
+
+def test_an_exception_without_words_is_still_an_outcome() -> None:
+    class NoNotesError(Exception):
+        @property
+        def __notes__(self) -> list[str]:
+            raise RuntimeError("no notes")
+
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    outcome = outcomes.raised(NoNotesError(), SESSION, 1.0)
+    assert outcome.fault is Fault.AGENT
+    assert "NoNotesError" in outcome.error
+
+
+def test_a_reward_is_never_lost_because_the_reports_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "MAX_FRAME", 1000)
+    broken = ToolEvent("t", "ok", arguments=NoText(), output="x" * 100)  # type: ignore[arg-type]
+    kept = outcomes.sanitized(Outcome(reward=0.5, rewards={"a": 0.5}, tool_events=(broken,)))
+    assert (kept.reward, kept.rewards, kept.tool_events[0].output) == (0.5, {"a": 0.5}, "x" * 100)
+    large = replace(broken, output="x" * 1000)
+    assert outcomes.sanitized(Outcome(reward=0.5, rewards={"a": 0.5}, tool_events=(large,))) == Outcome(
+        reward=0.5, rewards={"a": 0.5}
+    )
+    assert outcomes.sanitized(Outcome(reward=0.5, rewards={"a" * 1000: 0.5})) == Outcome(reward=0.5)
+
+
+def test_what_could_not_have_come_from_another_process_is_the_agents_fault() -> None:
+    for wrong in (Outcome(reward=math.nan), Outcome(reward=1.0, step_rewards=(StepReward(1e39),)), Outcome()):
+        outcome = outcomes.sanitized(wrong)
+        assert (outcome.reward, outcome.fault) == (None, Fault.AGENT)
+        assert "cannot be used" in outcome.error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import decimal
 import json
 import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,10 +27,12 @@ import psutil
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
+from lightning.instrument import component_path, current_session, emit
+from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import Call, ChatServer
-from lightning.types import LLM, Fault, Lease, Outcome, Task
+from lightning.types import LLM, Fault, Lease, Outcome, StepReward, Task, ToolEvent
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]
@@ -45,6 +50,15 @@ async def runner_of(agent: Agent, **settings: object) -> AsyncIterator[ProcessRu
 
 def make_misbehave() -> Agent:
     """Local functions travel by value, so the fork server need not import this module, pytest and all."""
+
+    class Odd:
+        """A number whose every word raises."""
+
+        def __float__(self) -> float:
+            raise KeyError("no float")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no repr")
 
     def misbehave(task: Task, llm: LLM) -> object:
         """An agent that does what its task says."""
@@ -74,6 +88,22 @@ def make_misbehave() -> Agent:
                 return None
             case "pid":
                 return float(os.getpid())
+            case "odd":
+                return Odd()
+            case "large":
+                lightning.reward(1e39)
+            case "smuggle":
+                session = current_session()
+                assert session is not None
+                session._step_rewards.append(StepReward(math.inf))
+            case "context":
+                seen = decimal.getcontext().prec
+                decimal.setcontext(decimal.Context(prec=seen + 1))  # a context variable
+                lightning.component("left open").__enter__()
+                return {"reward": seen, "depth": len(component_path())}
+            case "shout":
+                for _ in range(30):
+                    emit(ToolEvent("shout", "ok", output="x" * 10_000_000))
         return 1.0
 
     return misbehave
@@ -88,6 +118,9 @@ MISDEEDS = [
     ("nan", Fault.AGENT, "return the reward as a finite number"),
     ("string", Fault.AGENT, "return the reward as a finite number"),
     ("none", Fault.AGENT, "the agent's reward is None"),
+    ("odd", Fault.AGENT, "return the reward as a finite number"),
+    ("large", Fault.AGENT, "give a finite number, between -1e+30 and 1e+30"),
+    ("smuggle", Fault.AGENT, "what the agent reported cannot be used: a step reward is inf"),
     ("os._exit", Fault.INFRASTRUCTURE, "exited with code 3"),
     ("segfault", Fault.INFRASTRUCTURE, "was killed by SIGSEGV"),
     ("kill", Fault.INFRASTRUCTURE, "was killed by SIGKILL"),
@@ -101,6 +134,56 @@ async def test_whatever_an_agent_does_is_an_outcome_and_the_next_one_runs(lease:
             assert (outcome.reward, outcome.fault) == (None, fault), what
             assert says in outcome.error
             assert (await runner.run(lease("fine"), NOWHERE)).reward == 1.0, f"after {what}"
+
+
+async def test_the_context_of_a_sync_agent_ends_with_its_rollout(lease: Leases) -> None:
+    async with runner_of(misbehave, concurrency=1) as runner:
+        found = [(await runner.run(lease("context"), NOWHERE)).rewards for _ in range(3)]
+    assert found == [{"reward": float(decimal.getcontext().prec), "depth": 1.0}] * 3
+
+
+async def test_large_reports_are_clipped_and_cost_no_reward(lease: Leases) -> None:
+    async with runner_of(misbehave, concurrency=1) as runner:
+        outcome = await runner.run(lease("shout"), NOWHERE)
+    assert outcome.reward == 1.0, outcome.error
+    assert [len(event.output) for event in outcome.tool_events] == [4096] * 30
+
+
+class DiesInWorkers:
+    """Loads in the fork server, whose parent is this process, and ends every worker that loads it."""
+
+    def __call__(self, task: Task, llm: LLM) -> float:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Callable[[int], Agent], tuple[int]]:
+        def load(trainer: int) -> Agent:
+            if os.getppid() != trainer:
+                os._exit(3)
+            return lambda task, llm: 1.0
+
+        return load, (os.getpid(),)
+
+
+async def test_workers_that_die_right_after_their_fork_are_outcomes(lease: Leases) -> None:
+    async with runner_of(DiesInWorkers(), concurrency=2) as runner:
+        found = await asyncio.gather(*(runner.run(lease(), NOWHERE) for _ in range(6)))
+    assert [outcome.fault for outcome in found] == [Fault.INFRASTRUCTURE] * 6
+    assert all("exited with code 3" in outcome.error for outcome in found)
+
+
+async def test_the_news_of_a_fork_and_of_its_end_may_come_together() -> None:
+    server = ForkServer(b"")
+    server._control, other = socket.socketpair()
+    server._listener = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+    with other:
+        forking = asyncio.create_task(server.fork())
+        await asyncio.sleep(0)
+        server._heed({"forked": 0, "pid": 123})
+        server._heed({"exited": 123, "status": -9})
+        worker = await forking
+        assert (worker.pid, await worker.exited) == (123, -9)
+        worker.hang_up()
+        await server.close()
 
 
 async def test_an_agent_that_hangs_is_killed_and_costs_only_itself(lease: Leases) -> None:
@@ -173,6 +256,31 @@ async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced(
         assert "disappeared together with its fork server" in lost.error
         assert gone(int(worker))
         assert (await runner.run(lease("fine"), NOWHERE)).reward == 1.0
+
+
+async def test_a_killed_fork_server_leaves_nothing_that_an_agent_started(
+    lease: Leases, tmp_path: Path, gone: Callable[[int], bool]
+) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        scratch = Path(str(task.input))
+        scratch.with_suffix(".new").write_text(f"{child.pid} {os.getppid()}")
+        scratch.with_suffix(".new").rename(scratch)
+        time.sleep(600)
+        return 1.0
+
+    async with runner_of(agent) as runner:
+        running = asyncio.create_task(runner.run(lease(str(tmp_path / "pids")), NOWHERE))
+        while not (tmp_path / "pids").exists():
+            await asyncio.sleep(0.02)
+        child, fork_server = map(int, (tmp_path / "pids").read_text().split())
+        try:
+            os.kill(fork_server, signal.SIGKILL)
+            assert (await running).fault is Fault.INFRASTRUCTURE
+            assert gone(child)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 async def test_eight_rollouts_at_once_are_told_apart(lease: Leases, server: ChatServer) -> None:

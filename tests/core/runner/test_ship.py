@@ -136,3 +136,28 @@ def test_what_a_new_process_can_import_travels_by_name(tmp_path: Path, monkeypat
     assert b"would show up" in shipped
     del sys.modules["an_importable_agent"]
     assert ship.unpack_agent(shipped)(Task(1), LLM("", "", "")) == len("a text that would show up")
+
+
+def test_all_that_a_new_process_could_not_import_travels_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_lost_agent.py").write_text(
+        "from a_lost_helper import Grader\nimport a_lost_module\n"
+        "def agent(task, llm):\n    return Grader().grade(task.input) + a_lost_module.BONUS\n"
+    )
+    (tmp_path / "a_lost_helper.py").write_text(
+        "import a_lost_depth\nclass Grader:\n    def grade(self, value):\n        return a_lost_depth.half(value)\n"
+    )
+    (tmp_path / "a_lost_depth.py").write_text("def half(value):\n    return value / 2\n")
+    (tmp_path / "a_lost_module.py").write_text("BONUS = 0.25\n")
+    names = ["a_lost_agent", "a_lost_helper", "a_lost_depth", "a_lost_module"]
+    with monkeypatch.context() as importable:
+        importable.syspath_prepend(str(tmp_path))
+        agent = __import__("a_lost_agent").agent
+    try:
+        shipped = ship.pack_agent(lambda task, llm: agent(task, llm))
+    finally:
+        for name in names:
+            del sys.modules[name]
+    assert ship.unpack_agent(shipped)(Task(3.0), LLM("", "", "")) == 1.75
+    assert not set(names) & sys.modules.keys()

@@ -231,7 +231,9 @@ async def test_labels_are_stored_however_the_agent_ends_and_unknown_ones_are_log
         (Outcome(reward=1.0), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "failed at the policy server"),
         (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.OK], Fault.AGENT, "boom"),
         (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "then the agent: boom"),
-        (Outcome(fault=Fault.TIMEOUT, error="slow"), [CallStatus.ERROR], Fault.TIMEOUT, "slow"),
+        (Outcome(fault=Fault.TIMEOUT, error="slow"), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "then the agent: slow"),
+        (Outcome(fault=Fault.TIMEOUT, error="slow"), [CallStatus.OK, CallStatus.ABORTED], Fault.TIMEOUT, "slow"),
+        (Outcome(fault=Fault.TIMEOUT, error="slow"), [], Fault.TIMEOUT, "slow"),
     ],
 )
 def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | None, says: str) -> None:
@@ -430,6 +432,51 @@ async def test_errors_of_the_store_propagate_and_end_the_agents(
     await runner.close()
     assert sorted(ended) == ([] if where == "lease" else [0, 1])
     assert runner.running == 0
+
+
+async def test_leases_that_cannot_be_given_back_do_not_hide_the_first_error(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> LLM:
+        raise LookupError("the first error")
+
+    released = 0
+
+    async def release(worker: str) -> int:
+        nonlocal released
+        released += 1
+        if released > 1:
+            raise StoreError("the disk is full")
+        return 0
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(InlineRunner(lambda task, llm: 1.0, CONFIG), store)
+    monkeypatch.setattr(store, "release", release)
+    with pytest.raises(LookupError, match="the first error"):
+        await work(store, runner, RUN, fail, worker="w", config=CONFIG)
+    assert released == 2
+    assert "the leases of worker 'w' were not given back and will expire: the disk is full" in caplog.text
+
+
+async def test_a_timeout_while_the_policy_server_failed_is_retried(store: MemoryStore) -> None:
+    config = RunnerConfig(concurrency=1, timeout=0.2)
+
+    async def agent(task: Task, llm: LLM) -> float:
+        if llm.api_key.endswith("-1"):
+            await asyncio.Event().wait()
+        return 1.0
+
+    await store.create_rollouts(rollouts(1))
+    runner = WithCalls(
+        InlineRunner(agent, config),
+        store,
+        statuses=lambda lease: [CallStatus.ERROR if lease.attempt == 1 else CallStatus.OK],
+    )
+    await runner.start()
+    await work(store, runner, RUN, llm_for, worker="w", config=config)
+    await runner.close()
+    (found,) = (await everything(store)).values()
+    assert (found.status, found.attempt, found.reward) == (Status.SUCCEEDED, 2, 1.0)
 
 
 async def test_no_agent_at_all_is_an_error(store: MemoryStore) -> None:
