@@ -1,13 +1,14 @@
 """The nouns of lightning: plain frozen values that every room passes around.
 
-Nothing here imports anything but the standard library, and nothing here is ever changed in place: token arrays are
-`array.array` buffers that numpy and torch can read without a copy, and whoever holds one must treat it as read-only.
+Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place: token arrays
+are `array.array` buffers that numpy and torch can read without a copy, and whoever holds one must treat it as read-only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from lightning.errors import DataError
+
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 TokenIds: TypeAlias = "array[int]"
 """`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
 LogProbs: TypeAlias = "array[float]"
 """`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
+
+
+MAX_TASK_DEPTH = 100
+"""Lists and mappings inside one another in a task."""
 
 
 def token_ids(values: Sequence[int] = ()) -> TokenIds:
@@ -69,7 +76,8 @@ class CallStatus(StrEnum):
 class Task:
     """One unit of work. `input` is whatever the agent needs (JSON); `expected` is for the grader, never shown to the model.
 
-    `id` defaults to a hash of the content, so the same task has the same id in every process.
+    `id` defaults to a hash of the content, so the same task has the same id in every process. Raises `DataError`, naming
+    the place, for what JSON cannot hold: a task travels to other processes and lies in the store.
     """
 
     input: Json
@@ -78,9 +86,40 @@ class Task:
     id: str = ""
 
     def __post_init__(self) -> None:
+        called = f"task {self.id!r}" if self.id else "a task"
+        if not isinstance(self.metadata, Mapping):
+            raise DataError(
+                f"{called}: its metadata is a {type(self.metadata).__qualname__}; give a mapping from strings"
+            )
+        content = {"input": self.input, "expected": self.expected, "metadata": dict(self.metadata)}
+        for name, value in content.items():
+            if found := _not_json(value):
+                place, problem = found
+                raise DataError(
+                    f"{called} is not JSON: its {name}{place[:60]} {problem}. Put only null, booleans, finite numbers, "
+                    "strings, lists and mappings from strings in a task, and build other objects inside the agent"
+                )
         if not self.id:
-            text = json.dumps([self.input, self.expected, dict(self.metadata)], sort_keys=True)
+            text = json.dumps(list(content.values()), sort_keys=True)
             object.__setattr__(self, "id", "task-" + hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def _not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
+    """Where inside `value` something is not JSON (as `['key'][0]`) and what it is; None when all of it is JSON."""
+    if value is None or isinstance(value, (str, int)):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", f"is {value}, not a finite number")
+    if not isinstance(value, (list, tuple, dict)):
+        return "", f"is a {type(value).__qualname__}"
+    if depth == MAX_TASK_DEPTH:
+        return "", f"is nested more than {MAX_TASK_DEPTH} deep, or contains itself"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            return "", f"has the key {key!r}, which is no string"
+        if found := _not_json(item, depth + 1):
+            return f"[{key!r}]{found[0]}", found[1]
+    return None
 
 
 @dataclass(frozen=True, slots=True)
