@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
+UNSERVED = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
+"""Refusals of calls that no policy server has seen."""
 SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
@@ -92,6 +94,9 @@ class CallEndpoint:
             call = await self._admit(scope, receive)
             await self._serve(call, receive, send)
         except RefusalError as refusal:
+            if call is not None and refusal.code in UNSERVED:
+                # The agent will see a failure that is not its own: the record says so, and the attempt is retried.
+                await self._append_failure(call, CallStatus.ERROR)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
             await self._record_failure(call, CallStatus.ABORTED)
@@ -108,7 +113,7 @@ class CallEndpoint:
         claims = self._identity.claims(scope)
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
         caller = self._identity.caller(scope, body.get("model"))
-        apply_sampling(body, claims.sampling, self._config.override_sampling)
+        apply_sampling(body, self._config.override_sampling, claims.sampling)
         temperature, constrained = temperature_of(body), is_constrained(body)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature, constrained
@@ -121,9 +126,9 @@ class CallEndpoint:
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         self._book.follow(call.live)
         try:
-            with Watch(receive):
+            with Watch(receive, call.live, self._config.upstream_timeout):
                 answer = await self._ask(call, send)
-                await self._forwarder.settle()
+                await self._forwarder.settle(call.live)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
             await self._record_failure(call, CallStatus.ERROR)
@@ -141,9 +146,6 @@ class CallEndpoint:
             if response.status == 200 and plan.stream:
                 return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
             return self._whole(call, response, await response.read())
-        except TimeoutError:
-            seconds = self._config.upstream_timeout
-            raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
@@ -168,7 +170,9 @@ class CallEndpoint:
         call.started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         cutter, held, holding = EventCutter(), bytearray(), False
+        clock = asyncio.get_running_loop().time
         async for data in response.content.iter_any():
+            call.live.heard_at = clock()
             now = bytearray()
             for event in cutter.feed(data):
                 shown, last = self._read_event(event, call)
@@ -225,8 +229,10 @@ class CallEndpoint:
 
     async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
         """Record a call that was sent but not answered; a store that refuses this too is only logged."""
-        if call is None or not call.live.sent:
-            return
+        if call is not None and call.live.sent:
+            await self._append_failure(call, status)
+
+    async def _append_failure(self, call: Call, status: CallStatus) -> None:
         try:
             await self._record(call, status)
         except RefusalError as refusal:

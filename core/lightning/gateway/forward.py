@@ -19,7 +19,8 @@ from lightning.gateway.sampling import Body
 from lightning.gateway.upstreams import Pool, Slot
 from lightning.gateway.versions import LiveCall, VersionBook
 
-CONNECT_TIMEOUT = 10.0
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+"""Reading has none here: `Watch` looks after servers that fall silent."""
 KEEP_ALIVE = 4.0
 """Seconds an idle connection is kept; below the 5 s after which vLLM's server closes its end."""
 LARGE_BODY = 1 << 20
@@ -33,11 +34,10 @@ MODEL = "policy"
 class Forwarder:
     """One client session for everything, with no limit on connections."""
 
-    def __init__(self, pool: Pool, gate: Gate, book: VersionBook, upstream_timeout: float) -> None:
+    def __init__(self, pool: Pool, gate: Gate, book: VersionBook) -> None:
         self.pool = pool
         self._gate, self._book = gate, book
         self._health: asyncio.Task[None] | None = None
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT, sock_read=upstream_timeout)
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -47,7 +47,7 @@ class Forwarder:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=self._timeout,
+                timeout=TIMEOUT,
                 headers={"Content-Type": "application/json"},
             )
             self._health = asyncio.create_task(self.pool.watch(self._session), name="lightning-gateway-health")
@@ -64,29 +64,32 @@ class Forwarder:
         headers = [*headers, ("X-Request-Id", live.request_id)]
         while len(tried) < MAX_TRIES:
             await self._gate.wait()
-            slot = await self.pool.pick(rollout, tried=tried)
+            try:
+                slot = await self.pool.pick(rollout, tried=tried)
+            except RefusalError:
+                if self._gate.closed:  # a restart is under way, and may take longer than a server is waited for
+                    continue
+                raise
             if self._gate.closed:  # a hold began while this call waited for a server
                 continue
             body["model"] = slot.upstream.model
             payload = write_object(body)
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
-            live.dispatch(self._book.current)
+            live.dispatch(self._book.current, asyncio.get_running_loop().time())
             try:
                 return await self.session.post(slot.url(f"/v1{path}"), data=data, headers=headers)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                live.sent = False
+                live.sent = live.waits_for_bytes = False
                 self.pool.unreachable(slot, error)
                 tried.append(slot)
-            except TimeoutError:
-                seconds = self._timeout.sock_read
-                raise UpstreamError(f"no byte came for {seconds:g} s (gateway.upstream_timeout)") from None
             except (aiohttp.ClientError, OSError) as error:
                 raise UpstreamError(f"its connection was lost before it answered ({error!r})") from error
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
 
-    async def settle(self) -> None:
-        """Wait until no update is under way, so that a call which ended during one knows its tokens' versions."""
+    async def settle(self, live: LiveCall) -> None:
+        """The answer has been read: wait until no update is under way, so that its tokens' versions are known."""
+        live.waits_for_bytes = False
         await self._gate.settle()
 
     async def models(self, rollout: str) -> bytes:

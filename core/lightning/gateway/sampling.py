@@ -1,6 +1,6 @@
 """How a call was sampled: which parameters win, and whether its logprobs can be compared with an unmasked forward pass.
 
-The invariant (law 7): the agent's own parameters are kept unless the token or the configuration overrides them.
+The invariant (law 7): the agent's own parameters are kept unless the configuration or, before it, the token overrides them.
 Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, `CompletionRequest`, started with
 `--generation-config vllm`).
 """

@@ -168,7 +168,8 @@ async def test_echo_is_not_touched(house):
         ({"temperature": 0.3}, None, {}, 0.3),
         ({}, None, {}, None),
         ({"temperature": 0.3}, {"temperature": 0.5}, {}, 0.5),
-        ({"temperature": 0.3}, {"temperature": 0.5}, {"temperature": 0.9}, 0.9),
+        ({"temperature": 0.3}, None, {"temperature": 0.9}, 0.9),
+        ({"temperature": 0.3}, {"temperature": 0.5}, {"temperature": 0.9}, 0.5),
     ],
 )
 async def test_who_decides_on_sampling(build, asked, token, config, sent):

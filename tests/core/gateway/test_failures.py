@@ -178,7 +178,26 @@ async def test_no_server_at_all_is_a_503_with_the_cure(build):
     with pytest.raises(openai.InternalServerError, match="policy server's log") as caught:
         await client.chat.completions.create(model="policy", messages=HI)
     assert caught.value.status_code == 503
-    assert await house.transitions() == []
+    (step,) = await house.transitions()
+    assert step.status is CallStatus.ERROR, "the record says whose fault the agent's failure is"
+    assert not step.response_ids
+
+
+async def test_a_restart_may_take_longer_than_a_server_is_waited_for(build):
+    house = await build()
+    house.gateway._pool.grace = 0.2
+    await house.fake.close()
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: not house.gateway._pool.healthy)
+    async with FakeVLLM(model="tiny") as other:
+        async with house.gateway.hold():
+            await asyncio.sleep(0.5)
+            assert not asking.done()
+            house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
+        await asking
+    (step,) = await house.transitions()
+    assert step.status is CallStatus.OK
 
 
 async def test_a_late_call_of_an_ended_attempt_is_a_409(house):

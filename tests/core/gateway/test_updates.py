@@ -13,7 +13,7 @@ from lightning.gateway.versions import LiveCall, VersionBook
 from lightning.policy_server.protocol import Update
 from lightning.policy_server.request_ids import client_key
 from lightning.testing.fake_vllm import Reply
-from lightning.types import VersionRun
+from lightning.types import CallStatus, VersionRun
 
 HI = [{"role": "user", "content": "hi there"}]
 TEN = Reply("a b c d e f g h i", token_delay=0.005)
@@ -63,7 +63,8 @@ async def test_too_long_a_hold_is_a_503_with_the_cure(build):
         with pytest.raises(openai.InternalServerError, match=r"gateway\.hold_timeout") as caught:
             await client.chat.completions.create(model="policy", messages=HI)
     assert caught.value.status_code == 503
-    assert await house.transitions() == []
+    (step,) = await house.transitions()
+    assert step.status is CallStatus.ERROR
 
 
 async def test_a_client_that_leaves_during_a_hold_leaves_no_trace(house):
@@ -176,7 +177,7 @@ def test_runs_say_for_each_token_who_sampled_it(length, cuts):
     book = VersionBook(0)
     call = LiveCall("x", 1, 1, 0, Capture("chatcmpl-x"))
     book.follow(call)
-    call.dispatch(0)
+    call.dispatch(0, now=0.0)
     for number, tokens in enumerate(cuts, 1):
         book.update(Update(number, {"x": tokens}))
     runs = call.versions(0, length)
