@@ -299,7 +299,7 @@ async def test_eight_rollouts_at_once_are_told_apart(lease: Leases, server: Chat
                 lightning.reward(float(turn))
         return float(str(task.input))
 
-    async with runner_of(agent, concurrency=8) as runner:
+    async with runner_of(agent, concurrency=8, preload=("openai.resources.chat",)) as runner:
         found = await asyncio.gather(*(runner.run(lease(number), server.llm(f"key-{number}")) for number in range(8)))
     assert [outcome.reward for outcome in found] == list(range(8)), found
     for number, outcome in enumerate(found):

@@ -97,7 +97,7 @@ async def test_a_client_that_the_tap_does_not_see_labels_its_calls(agent: Callab
 
 
 async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
-    config = RunnerConfig(concurrency=8, timeout=60)
+    config = RunnerConfig(concurrency=8, timeout=60, preload=("openai.resources.chat",))  # else each worker does it
     store = MemoryStore()
     await store.open()
     await store.put_run(Run(RUN, "test"))
