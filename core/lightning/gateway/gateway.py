@@ -14,7 +14,7 @@ from lightning.gateway.forward import MODEL, Forwarder
 from lightning.gateway.hold import Gate
 from lightning.gateway.identity import Identity
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.routes import build_app
+from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
 from lightning.gateway.stats import Counters, GatewayStats
 from lightning.gateway.tokens import TokenSigner
@@ -54,23 +54,18 @@ class Gateway:
         self._counters = Counters()
         self._gate = Gate(config.hold_timeout)
         self._pool = Pool(upstreams, grace=min(GRACE, config.hold_timeout))
-        self._forwarder = Forwarder(self._pool, self._gate, self._book, config.upstream_timeout)
+        self._forwarder = Forwarder(self._pool, self._gate, self._book)
         self._serving: Serving | None = None
-        self.app = build_app(
-            config,
-            Identity(self._signer),
-            self._forwarder,
-            self._book,
-            Recorder(store, config.token_ttl),
-            self._counters,
-        )
+        recorder = Recorder(store, config.token_ttl)
+        self._front = build_front(config, Identity(self._signer), self._forwarder, self._book, recorder, self._counters)
+        self.app = self._front.app
 
     async def start(self) -> None:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""
         if self._serving is not None:
             return
         listener = bind(self._config.host, self._config.port)
-        self._serving = Serving(self.app, listener)
+        self._serving = Serving(self._front, listener)
         await self._serving.start()
         self.url = self._serving.url
 

@@ -6,6 +6,8 @@ OpenAI's shape and says what would have worked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import aiohttp
 import orjson
 from starlette.applications import Starlette
@@ -13,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.models import GatewayConfig
 from lightning.gateway.calls import CallEndpoint
@@ -30,24 +33,38 @@ EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
 
 
-def build_app(
+class Front:
+    """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
+
+    def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
+        self.app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application."""
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (endpoint or self.app)(scope, receive, send)
+
+
+def build_front(
     config: GatewayConfig,
     identity: Identity,
     forwarder: Forwarder,
     book: VersionBook,
     recorder: Recorder,
     counters: Counters,
-) -> Starlette:
-    """The ASGI application."""
+) -> Front:
+    """The routes, tied to the parts that serve them."""
     info = Info(identity, forwarder, book)
-    routes: list[Route] = []
+    endpoints: dict[str, ASGIApp] = {
+        dialect.path: CallEndpoint(dialect, config, identity, forwarder, book, recorder, counters)
+        for dialect in DIALECTS
+    }
+    routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
-        for dialect in DIALECTS:
-            endpoint = CallEndpoint(dialect, config, identity, forwarder, book, recorder, counters)
-            routes.append(Route(f"{prefix}{dialect.path}", endpoint, methods=["POST"]))
+        routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
         routes.append(Route(f"{prefix}/models", info.models, methods=["GET"]))
-    routes.append(Route("/health", info.health, methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
+    return Front(app, {f"/v1{path}": endpoint for path, endpoint in endpoints.items()})
 
 
 class Info:

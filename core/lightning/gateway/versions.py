@@ -18,7 +18,8 @@ class LiveCall:
     """A call that vLLM may still be sampling.
 
     `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
-    says that it reached a server, `seen` how many tokens of each choice had come before the last hold.
+    says that it reached a server, `seen` how many tokens of each choice had come before the last hold. While
+    `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
     """
 
     request_id: str
@@ -29,10 +30,13 @@ class LiveCall:
     runs: dict[int, list[VersionRun]] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
     sent: bool = False
+    waits_for_bytes: bool = False
+    heard_at: float = 0.0
 
-    def dispatch(self, version: int) -> None:
+    def dispatch(self, version: int, now: float) -> None:
         """It is being sent to a server that has this version."""
         self.base, self.sent = version, True
+        self.waits_for_bytes, self.heard_at = True, now
         self.runs.clear()
         self.seen.clear()
 

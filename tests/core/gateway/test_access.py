@@ -159,6 +159,7 @@ async def test_a_body_too_large_is_a_413(build, declared):
         (b'{"messages": [{}], "stream": "yes"}', "stream"),
         (b'{"messages": [{}], "n": 0}', "'n'"),
         (b'{"messages": [{}], "n": "3"}', "'n'"),
+        (b'{"messages": [{}], "n": 1000000000000000000}', "'n'"),
         (b'{"messages": [{}], "stream": true, "stream_options": 3}', "stream_options"),
         (b'{"messages": [{}], "stream_options": {}}', "stream_options"),
     ],

@@ -15,6 +15,9 @@ from lightning.gateway.errors import RefusalError, UpstreamError
 from lightning.gateway.sampling import Body
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
+MOST_CHOICES = 16_384
+"""vLLM's own limit on `n` (`VLLM_MAX_N_SEQUENCES`); numbers are reserved for every choice before vLLM is asked."""
+
 
 @dataclass(slots=True)
 class Plan:
@@ -117,8 +120,8 @@ def check_common(body: Body) -> tuple[bool, int]:
     stream, n = body.get("stream"), body.get("n")
     if stream is not None and not isinstance(stream, bool):
         raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
-    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-        raise refuse_parameter("n", f"must be an integer of at least 1, not {n!r}.")
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_CHOICES):
+        raise refuse_parameter("n", f"must be an integer from 1 to {MOST_CHOICES}, not {n!r}.")
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise refuse_parameter(
