@@ -16,7 +16,6 @@ from pathlib import Path
 
 import lightning
 import lightning.instrument
-import lightning.plugins
 
 MAX_DEPTH = 32
 """Names kept of a deep recursion, the innermost ones: the path travels in a header."""
@@ -33,7 +32,7 @@ def _folder(file: str | None) -> str:
 
 
 _LIGHTNING = _folder(lightning.__file__)
-_ASKING = (_folder(lightning.instrument.__file__), _folder(lightning.plugins.__file__), _folder(__file__))
+_ASKING = (_folder(lightning.instrument.__file__), _LIGHTNING + "plugins/", _folder(__file__))
 """What stands between the agent and the question who is calling."""
 _LOOP = (asyncio.Runner.run.__code__, asyncio.BaseEventLoop.run_forever.__code__)
 _LIBRARIES = tuple(
