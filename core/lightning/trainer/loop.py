@@ -288,6 +288,7 @@ def step_metrics(
     return {
         **result.metrics,
         **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
+        **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
         "reward": float(np.mean(rewards)) if rewards else 0.0,
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "rollouts": float(len(rollouts)),
