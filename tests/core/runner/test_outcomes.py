@@ -23,7 +23,7 @@ SESSION = Session(LLM("http://127.0.0.1:1/v1", "secret-key", "policy"))
 text = st.text(st.characters(exclude_categories=["Cs"]))
 finite = st.floats(-MAX_REWARD, MAX_REWARD)
 jsons: st.SearchStrategy[Json] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=6,
 )

@@ -82,7 +82,7 @@ def test_a_script_without_a_main_guard_is_executed_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("the script runs") == 1
-    assert lines.count("the agent runs") == 3
+    assert done.stdout.count("the agent runs") == 3, "two may share a line"
     assert lines[-1] == "[0.0, 2.0, 4.0] ['', '', '']"
 
 
