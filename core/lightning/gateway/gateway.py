@@ -56,8 +56,10 @@ class Gateway:
         self._pool = Pool(upstreams, grace=min(GRACE, config.hold_timeout))
         self._forwarder = Forwarder(self._pool, self._gate, self._book)
         self._serving: Serving | None = None
-        recorder = Recorder(store, config.token_ttl)
-        self._front = build_front(config, Identity(self._signer), self._forwarder, self._book, recorder, self._counters)
+        self._recorder = Recorder(store, config.token_ttl)
+        self._front = build_front(
+            config, Identity(self._signer), self._forwarder, self._book, self._recorder, self._counters
+        )
         self.app = self._front.app
 
     async def start(self) -> None:
@@ -84,6 +86,7 @@ class Gateway:
         """What the agent of a leased rollout needs. Raises `GatewayError` before `start`."""
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
+        self._recorder.expect(lease.rollout.id, lease.attempt)
         token = self.issue(lease.rollout.id, lease.attempt, sampling=sampling)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL)
 

@@ -29,11 +29,23 @@ CONFLICT_RETRIES = 5
 
 @dataclass(slots=True, eq=False)
 class Counter:
-    """The next numbers of one attempt: the store's first free one, then `used` more."""
+    """The next numbers of one attempt: the store's first free one (known, or being asked for), then `used` more."""
 
-    base: asyncio.Task[int]
+    base: int | asyncio.Task[int]
     used: int
     touched: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether the store could not say."""
+        base = self.base
+        return not isinstance(base, int) and base.done() and (base.cancelled() or base.exception() is not None)
+
+    async def first(self) -> int:
+        """The base. Raises `StoreError`."""
+        if not isinstance(self.base, int):
+            self.base = await asyncio.shield(self.base)
+        return self.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +67,21 @@ class Recorder:
         self._store, self._ttl = store, ttl
         self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
 
+    def expect(self, rollout: str, attempt: int) -> None:
+        """A new attempt has been leased: its numbers begin at 0, without asking the store.
+
+        Should that be wrong (another gateway has served the attempt), the store says so and the call is renumbered.
+        """
+        now = time.monotonic()
+        self._counters.setdefault((rollout, attempt), Counter(0, 0, now))
+        self._forget_idle(now)
+
     def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
         counter = self._counters.get(key)
-        if counter is None or (counter.base.done() and (counter.base.cancelled() or counter.base.exception())):
+        if counter is None or counter.failed:
             base = asyncio.ensure_future(self._store.next_seq(rollout, attempt))
             base.add_done_callback(_retrieve)
             counter = self._counters[key] = Counter(base, 0, now)
@@ -80,8 +101,7 @@ class Recorder:
 
     async def append(self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
-        base = ticket.counter.base
-        first = ticket.offset + (base.result() if base.done() else await asyncio.shield(base))
+        first = await ticket.counter.first() + ticket.offset
         transitions = build(ticket, first, plan, live, status)
         for _ in range(CONFLICT_RETRIES):
             try:
@@ -98,7 +118,7 @@ class Recorder:
     async def _renumber(self, ticket: Ticket, count: int) -> int:
         free = await self._store.next_seq(ticket.rollout, ticket.attempt)
         counter = ticket.counter
-        base = counter.base.result()
+        base = await counter.first()
         first = max(free, base + counter.used)
         counter.used = first - base + count
         return first

@@ -13,7 +13,7 @@ from lightning.errors import ConflictError, GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.types import CallStatus, Outcome
+from lightning.types import CallStatus, Fault, Outcome
 
 HI = [{"role": "user", "content": "hi there"}]
 SLOW = Reply("a b c d e f g h", token_delay=0.02)
@@ -219,6 +219,39 @@ async def test_a_second_gateway_goes_on_counting(build):
     moved = type(llm)(f"{other.gateway.url}/v1", llm.api_key, llm.model)
     await (await house.client(moved)).chat.completions.create(model="policy", messages=HI)
     assert [step.seq for step in await house.transitions()] == [0, 1]
+
+
+async def test_a_key_issued_again_does_not_start_over(house):
+    for _ in range(2):
+        llm = house.gateway.llm(house.leases[0]) if house.leases else await house.llm()
+        await (await house.client(llm)).chat.completions.create(model="policy", messages=HI)
+    assert [step.seq for step in await house.transitions()] == [0, 1]
+
+
+async def test_a_new_attempt_counts_from_zero_although_the_old_one_has_calls(build):
+    house = await build()
+    await (await house.client()).chat.completions.create(model="policy", messages=HI)
+    lost = house.leases[0]
+    await house.store.complete(lost.rollout.id, lost.attempt, Outcome(fault=Fault.INFRASTRUCTURE))
+    (again,) = await house.store.lease("run", "worker")
+    client = await house.client(house.gateway.llm(again))
+    await client.chat.completions.create(model="policy", messages=HI)
+    assert [step.key for step in await house.transitions()] == [(again.rollout.id, again.attempt, 0)]
+
+
+async def test_a_restarted_gateway_that_issues_again_does_not_lose_calls(build):
+    """It believes that the attempt is new, is told otherwise by the store, and goes on behind what is there."""
+    house = await build()
+    llm = await house.llm()
+    for _ in range(3):
+        await (await house.client(llm)).chat.completions.create(model="policy", messages=HI)
+    other = await build(store=house.store, upstreams=[Upstream(house.fake.url, house.fake.model)])
+    again = other.gateway.llm(house.leases[0])
+    for _ in range(2):
+        await (await house.client(again)).chat.completions.create(model="policy", messages=HI)
+    steps = await house.transitions()
+    assert [step.seq for step in steps] == [0, 1, 2, 3, 4]
+    assert len({step.id for step in steps}) == 5
 
 
 async def test_taken_numbers_are_replaced(build):
