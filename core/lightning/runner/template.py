@@ -33,7 +33,10 @@ def main(descriptor: int, parent: int) -> None:
             return
         setup = json.loads(head)
         error = _prepare(setup, shipped)
-        frames.send(control, json.dumps({"ready": not error, "error": error}).encode())
+        try:
+            frames.send(control, json.dumps({"ready": not error, "error": error}).encode())
+        except OSError:
+            return  # the parent gave up on its start meanwhile, and has said why
         if not error:
             gc.collect()
             gc.freeze()  # forked workers then share these pages instead of copying them
