@@ -33,7 +33,10 @@ def gone() -> Callable[[int], bool]:
 
     def wait(pid: int) -> bool:
         for _ in range(200):
-            if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            try:
+                if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                    return True
+            except psutil.NoSuchProcess:
                 return True
             time.sleep(0.05)
         return False
