@@ -16,14 +16,14 @@ from pathlib import Path
 
 from lightning.config import Config
 from lightning.errors import ConfigError, PolicyServerError
-from lightning.gateway import Gateway, Upstream
+from lightning.gateway import Gateway
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import gateway_secret
+from lightning.trainer.stack import open_gateway
 from lightning.types import LLM, Rollout, Run, Task, new_id
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -75,13 +75,5 @@ async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) 
         policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", version=version)
         resources.push_async_callback(policy.close)
         await policy.start()
-        gateway = Gateway(
-            store,
-            [Upstream(policy.url, policy.model)],
-            config.gateway,
-            secret=await gateway_secret(store, run.id),
-            version=policy.version,
-        )
-        await gateway.start()
-        resources.push_async_callback(gateway.close)
+        gateway = await open_gateway(resources, store, policy, config, run.id)
         yield Serving(run, store, policy, gateway, folder / "vllm.log")

@@ -106,7 +106,7 @@ def read_tasks(file: Path) -> list[Task]:
         if unknown:
             raise DataError(f"{file}:{number} has unknown keys {unknown}: put your own values under `metadata`")
         try:
-            tasks.append(Task(**{key: item for key, item in value.items() if item is not None}))
+            tasks.append(Task(**{key: item for key, item in value.items() if item is not None or key == "input"}))
         except (TypeError, ValueError) as error:
             raise DataError(f"{file}:{number}: {error}") from error
     if not tasks:

@@ -237,6 +237,8 @@ class CallEndpoint:
             await self._record(call, status)
         except RefusalError as refusal:
             log.warning("call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+        except Exception:
+            log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         self._counters.refused += 1

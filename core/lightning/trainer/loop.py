@@ -29,6 +29,7 @@ from lightning.trainer.plan import (
     TRAIN,
     VAL,
     generation,
+    is_lost,
     of_generation,
     tasks_of_step,
     train_rollouts,
@@ -123,7 +124,7 @@ class Loop:
     async def execute(
         self, step: int, split: str, what: str, count: int, plan: Callable[[int], list[Rollout]]
     ) -> list[Rollout]:
-        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when all of it failed."""
+        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when it is lost as a whole."""
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
         number = generation(known, count)
         self.reporter.phase(what, count)
@@ -134,7 +135,7 @@ class Loop:
         first = _last_line(failed[0].error) if failed else ""
         if failed:
             logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
-        if len(failed) == len(rollouts):
+        if is_lost(rollouts):
             raise RunnerError(
                 f"{what}: all {len(rollouts)} failed, there is nothing to learn from. The first: {first} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
@@ -216,7 +217,9 @@ class Loop:
                 lambda number: val_rollouts(run, step, self.val, attempts, generation=number),
             )
         result = evaluate_rollouts(step, rollouts)
-        values = {"eval/reward": result.reward or 0.0, "eval/failed": float(result.failed)}
+        values = {"eval/failed": float(result.failed)}
+        if result.reward is not None:
+            values["eval/reward"] = result.reward
         if not again:
             values["seconds/eval"] = self._seconds["eval"]
         await self.stack.store.log_metrics(run, self.done, values)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from lightning.errors import DataError
-from lightning.types import Json, Rollout, Status, Task
+from lightning.types import Fault, Json, Rollout, Status, Task
 
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")
@@ -56,14 +56,25 @@ def _order(length: int, seed: str) -> list[int]:
 
 
 def generation(rollouts: Sequence[Rollout], planned: int) -> int:
-    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when every rollout of a try has failed.
+    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when a try was lost as a whole.
 
     A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again,
     under new ids.
     """
     newest = newest_generation(rollouts)
     mine = of_generation(rollouts, newest)
-    return newest + (len(mine) == planned and all(rollout.status is Status.FAILED for rollout in mine))
+    return newest + (len(mine) == planned and is_lost(mine))
+
+
+def is_lost(rollouts: Sequence[Rollout]) -> bool:
+    """Whether nothing can be learned from these, so that they must be planned again: every rollout of a step has failed.
+
+    A held-out evaluation is lost only to the infrastructure; that an agent fails every task is a result.
+    """
+    return all(
+        rollout.status is Status.FAILED and (rollout.split == TRAIN or rollout.fault is Fault.INFRASTRUCTURE)
+        for rollout in rollouts
+    )
 
 
 def newest_generation(rollouts: Sequence[Rollout]) -> int:

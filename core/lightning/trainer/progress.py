@@ -78,9 +78,9 @@ class Reporter:
     def evaluated(self, result: Evaluation) -> None:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
+        reward = "-" if result.reward is None else f"{result.reward:.3f}"
         self.console.print(
-            f"[bold]held-out after {result.step} steps: reward {result.reward or 0.0:.3f}[/bold] "
-            f"over {result.rollouts} tasks{failed}",
+            f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
             highlight=False,
             soft_wrap=True,
         )

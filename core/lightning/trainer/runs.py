@@ -90,8 +90,12 @@ def run_id_of(folder: Path) -> str:
 
 
 def name_folder(folder: Path, run: str) -> None:
-    """Write the run's id into its folder."""
-    (folder / RUN_FILE).write_text(json.dumps({"id": run}) + "\n")
+    """Write the run's id into its folder, once and whole."""
+    if (folder / RUN_FILE).exists():
+        return
+    unfinished = folder / f".{RUN_FILE}"
+    unfinished.write_text(json.dumps({"id": run}) + "\n")
+    unfinished.replace(folder / RUN_FILE)
 
 
 async def check_run(store: Store, run: str, described: Mapping[str, Json], *, resume: bool) -> Run:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning.config import Config
 from lightning.errors import PolicyServerError
@@ -105,23 +105,22 @@ class Stack:
     async def _recovered(self, restarts: int) -> bool:
         """Whether the policy server had died and is back. Raises the supervisor's error when it gave up."""
         for _ in range(NOTICE_SECONDS):
-            if self.restarts > restarts or (self._supervisor is not None and self._supervisor.done()):
+            if self.restarts > restarts or not self._serving.is_set() or self._gave_up():
                 break
             await asyncio.sleep(1.0)
         else:
             return False
-        if self._supervisor is not None and self._supervisor.done():
-            self._supervisor.result()
-        await self._serving.wait()
+        await self._unless_supervisor_fails(asyncio.create_task(self._serving.wait()))
         return True
 
-    async def _unless_supervisor_fails(self, doing: asyncio.Task[None]) -> None:
-        watching: set[asyncio.Task[None]] = {doing}
-        if self._supervisor is not None:
-            watching.add(self._supervisor)
+    def _gave_up(self) -> bool:
+        return self._supervisor is not None and self._supervisor.done()
+
+    async def _unless_supervisor_fails(self, doing: asyncio.Task[Any]) -> None:
+        watching = {doing} if self._supervisor is None else {doing, self._supervisor}
         try:
             await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done() and self._supervisor is not None and self._supervisor.done():
+            if not doing.done() and self._supervisor is not None:
                 self._supervisor.result()
             await doing
         finally:
@@ -155,6 +154,18 @@ async def gateway_secret(store: Store, run: str) -> bytes:
     return bytes.fromhex(kept)
 
 
+async def open_gateway(
+    resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
+) -> Gateway:
+    """A gateway in front of a policy server that has started; `resources` closes it."""
+    secret = await gateway_secret(store, run)
+    upstream = Upstream(policy.url, policy.model)
+    gateway = Gateway(store, [upstream], config.gateway, secret=secret, version=policy.version)
+    await gateway.start()
+    resources.push_async_callback(gateway.close)
+    return gateway
+
+
 async def open_stack(
     resources: AsyncExitStack,
     *,
@@ -170,15 +181,7 @@ async def open_stack(
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     await together(policy.start(), runner.start())
-    gateway = Gateway(
-        store,
-        [Upstream(policy.url, policy.model)],
-        config.gateway,
-        secret=await gateway_secret(store, run.id),
-        version=policy.version,
-    )
-    await gateway.start()
-    resources.push_async_callback(gateway.close)
+    gateway = await open_gateway(resources, store, policy, config, run.id)
     stack = Stack(run, config, folder, store, policy, gateway, runner, version=policy.version)
     stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above

@@ -49,7 +49,8 @@ class Trainer:
     name of a registered one. `adapters` names the adapters to install in the agents' processes (default: all found),
     `train_agents` the agents to train, as globs on the caller path (default: all). `engine`, `runner` and the scheme of
     `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file; the keyword arguments after it are
-    shortcuts for its commonest fields and win over it. `out` is the run's folder; its name is the run's id.
+    shortcuts for its commonest fields and win over it. `out` is the run's folder; its name at the first
+    start is the run's id.
 
     Raises `ConfigError` for impossible settings and `PluginError` for unknown names, before anything is started.
     """
@@ -87,6 +88,8 @@ class Trainer:
         }
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
         _check_lifetimes(self.config)
+        if resume and out is None:
+            raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = resolve_model(model)
         self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
         self.train_agents = tuple(train_agents)
@@ -223,7 +226,8 @@ def _check_lifetimes(config: Config) -> None:
 def run_to_end(main: Coroutine[object, object, T]) -> T:
     """Run a coroutine from ordinary code, also inside a notebook whose thread has a loop already.
 
-    SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then KeyboardInterrupt is raised.
+    Outside a notebook SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then
+    KeyboardInterrupt is raised.
     """
     try:
         asyncio.get_running_loop()

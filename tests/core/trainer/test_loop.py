@@ -108,6 +108,7 @@ class LedgerPolicy:
     die_at: int = -1
     gap: float = 0.0
     restarted_with: int = -1
+    restart_fails: bool = False
     died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -139,6 +140,8 @@ class LedgerPolicy:
 
     async def restart(self, weights: Path | None, version: int) -> None:
         self.died.clear()
+        if self.restart_fails:
+            raise PolicyServerError("no memory for a restart")
         self.version = self.restarted_with = version
 
     async def close(self) -> None: ...
@@ -151,6 +154,7 @@ async def agent(task: Task, llm: Any) -> float:
         for _ in range(2):
             body = {"model": llm.model, "messages": [{"role": "user", "content": str(task.input)}]}
             async with session.post(f"{llm.base_url}/chat/completions", json=body) as reply:
+                reply.raise_for_status()
                 said = (await reply.json())["choices"][0]["message"]["content"]
                 total += len(said)
     return float(total % 3)
@@ -337,11 +341,25 @@ async def test_a_step_that_failed_as_a_whole_is_tried_again_on_resume(tmp_path: 
     assert summary.rollouts == (STEPS + 1) * 8
 
 
-async def test_an_evaluation_that_failed_as_a_whole_is_an_error_and_is_tried_again(tmp_path: Path) -> None:
-    def broken(task: Task, llm: Any) -> float:
-        raise ValueError("the database is down")
+async def test_an_evaluation_that_the_agent_failed_is_a_result_without_a_reward(tmp_path: Path) -> None:
+    async def helpless(task: Task, llm: Any) -> float:
+        reward = await agent(task, llm)
+        if str(task.input).startswith("held out"):
+            raise ValueError("too hard")
+        return reward
 
-    async with bench(tmp_path, broken) as made:
+    async with bench(tmp_path, helpless) as made:
+        await made.loop.run({})
+        await assert_finished(made)
+        summary = await summarize(made.store, "run")
+    assert [result.reward for result in summary.evaluations] == [None] * 4, "never a reward of 0"
+    assert [result.failed for result in summary.evaluations] == [3] * 4
+
+
+async def test_an_evaluation_lost_to_the_infrastructure_is_an_error_and_is_tried_again(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        made.policy.fake.default = Reply(status=500, message="out of memory")
+        made.policy.fake.script = None
         with pytest.raises(RunnerError, match="held-out tasks after 0 steps: all 3 failed"):
             await made.loop.run({})
     async with bench(tmp_path) as made:
@@ -373,6 +391,18 @@ async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(tmp_
         assert made.policy.restarted_with == 1
         await assert_finished(made)
         supervisor.cancel()
+
+
+async def test_a_restart_that_fails_during_an_update_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.supervise())
+        made.policy.die_at, made.policy.restart_fails = 2, True
+        async with asyncio.timeout(60):
+            with pytest.raises(PolicyServerError, match="no memory for a restart"):
+                await made.loop.run({})
+    async with bench(tmp_path) as made:
+        await made.loop.run({})
+        await assert_finished(made)
 
 
 async def test_checkpoints_that_the_store_does_not_know_are_never_deleted(tmp_path: Path) -> None:

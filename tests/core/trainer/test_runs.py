@@ -85,6 +85,11 @@ def test_an_algorithm_with_a_function_in_it_says_that_it_cannot_be_made_again() 
     assert described["arguments"] is None
 
 
+def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give its folder as `out`"):
+        Trainer(tmp_path, resume=True)
+
+
 def test_a_key_that_would_expire_under_its_agent_is_refused(tmp_path: Path) -> None:
     config = with_settings(Config(), {"runner.timeout": 7200.0})
     with pytest.raises(ConfigError, match=r"gateway\.token_ttl \(3600 s\) is shorter than runner\.timeout \(7200 s\)"):
