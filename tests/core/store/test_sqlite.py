@@ -8,7 +8,6 @@ import random
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
@@ -48,7 +47,7 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.go.set()
 
-    def submit(self, operation: Callable[[Transaction], object]) -> Future[object]:
+    def submit(self, operation: Callable[[Transaction], object]) -> asyncio.Future[object]:
         return self.writer.submit(operation)
 
     @property
@@ -71,17 +70,19 @@ def fail(tx: Transaction) -> object:
 async def test_operations_that_wait_together_are_committed_together(sqlite: SqliteStore) -> None:
     with Held(sqlite) as held:
         futures = [held.submit(state(f"k{i}")) for i in range(100)]
-    assert [future.result(30) for future in futures] == [1] * 100
+    assert await asyncio.wait_for(asyncio.gather(*futures), 30) == [1] * 100
     assert held.commits == 1
 
 
 async def test_one_failing_operation_fails_only_its_caller(sqlite: SqliteStore) -> None:
     with Held(sqlite) as held:
         before, bad, again, after = (held.submit(op) for op in (state("a"), fail, state("a"), state("b")))
-    assert before.result(30) == 1
-    assert isinstance(bad.exception(30), KeyError)
-    assert isinstance(again.exception(30), StoreError)
-    assert after.result(30) == 1
+    assert await asyncio.wait_for(before, 30) == 1
+    with pytest.raises(KeyError, match="mine"):
+        await bad
+    with pytest.raises(StoreError):
+        await again
+    assert await asyncio.wait_for(after, 30) == 1
     assert held.commits == 1
     assert [await sqlite.get_state("run", name) for name in ("a", "b", "never")] == [1, 1, None]
 
@@ -93,9 +94,10 @@ async def test_a_lost_transaction_is_done_again_one_by_one(sqlite: SqliteStore) 
 
     with Held(sqlite) as held:
         before, bad, after = (held.submit(op) for op in (state("a"), lose, state("b")))
-    assert before.result(30) == 1
-    assert isinstance(bad.exception(30), StoreError)
-    assert after.result(30) == 1
+    assert await asyncio.wait_for(before, 30) == 1
+    with pytest.raises(StoreError):
+        await bad
+    assert await asyncio.wait_for(after, 30) == 1
     assert [await sqlite.get_state("run", name) for name in ("a", "b")] == [1, 1]
 
 
@@ -125,8 +127,27 @@ async def test_a_caller_that_left_before_its_turn_is_skipped(sqlite: SqliteStore
     with Held(sqlite) as held:
         gone, stays = held.submit(state("gone")), held.submit(state("stays"))
         assert gone.cancel()
-    assert stays.result(30) == 1
+    assert await asyncio.wait_for(stays, 30) == 1
     assert await sqlite.get_state("run", "gone") is None
+
+
+def test_callers_on_several_loops_are_told_each_on_their_own(tmp_path: Path) -> None:
+    store, told = SqliteStore(tmp_path / "store.db"), []
+    asyncio.run(store.open())
+
+    async def put(number: int) -> None:
+        await asyncio.gather(*(store.put_state("run", f"{number}/{each}", number) for each in range(20)))
+        told.append((number, asyncio.get_running_loop()))
+
+    threads = [threading.Thread(target=lambda number=number: asyncio.run(put(number))) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(number for number, _ in told) == [0, 1, 2, 3]
+    assert len({loop for _, loop in told}) == 4
+    assert asyncio.run(store.get_state("run", "3/19")) == 3
+    asyncio.run(store.close())
 
 
 async def test_a_failed_append_leaves_no_parent_behind(sqlite: SqliteStore, rollout: RolloutOf, call: CallOf) -> None:

@@ -145,12 +145,14 @@ class SqliteStore:
             await asyncio.to_thread(_close, writer, readers)
 
     async def _write(self, operation: Callable[[Transaction], T]) -> T:
-        return await asyncio.wrap_future(self._open_writer().submit(operation))
+        return await self._open_writer().submit(operation)
 
     async def _read(self, operation: Callable[[Transaction], T]) -> T:
         writer, readers = self._open_writer(), self._readers
         # A private in-memory database has one connection: there, reads queue with the writes.
-        return await asyncio.wrap_future(writer.submit(operation) if readers is None else readers.submit(operation))
+        if readers is None:
+            return await writer.submit(operation)
+        return await asyncio.wrap_future(readers.submit(operation))
 
     def _open_writer(self) -> Writer:
         writer = self._writer

@@ -6,10 +6,12 @@ fails takes none of its neighbours with it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
@@ -24,13 +26,14 @@ MAX_GROUP: Final = 512
 
 
 class _Job(Generic[T]):
-    """An operation and the caller who waits for it. It may run twice, but it is committed once."""
+    """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once."""
 
-    def __init__(self, operation: Callable[[Transaction], T]) -> None:
+    def __init__(self, operation: Callable[[Transaction], T], loop: asyncio.AbstractEventLoop) -> None:
         self._operation = operation
         self._result: T | None = None
         self._error: Exception | None = None
-        self.future: Future[T] = Future()
+        self.loop = loop
+        self.waiter: asyncio.Future[T] = loop.create_future()
 
     def run(self, transaction: Transaction) -> None:
         """Run the operation; raise what it raises."""
@@ -41,11 +44,29 @@ class _Job(Generic[T]):
         self._error = error
 
     def deliver(self) -> None:
-        """Tell the caller. Only after COMMIT or ROLLBACK."""
+        """Tell the caller, on the caller's loop. Only after COMMIT or ROLLBACK."""
+        if self.waiter.done():
+            return
         if self._error is not None:
-            self.future.set_exception(self._error)
+            self.waiter.set_exception(self._error)
         else:
-            self.future.set_result(self._result)  # type: ignore[arg-type]  # T may be Optional itself
+            self.waiter.set_result(self._result)  # type: ignore[arg-type]  # T may be Optional itself
+
+
+def _deliver(group: Sequence[_Job[object]]) -> None:
+    """Wake each loop once for all its callers: a wake-up for each would hand the interpreter lock to and fro."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Job[object]]] = {}
+    for job in group:
+        by_loop.setdefault(job.loop, []).append(job)
+    for loop, jobs in by_loop.items():
+        # A closed loop has nobody left who waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_deliver_here, jobs)
+
+
+def _deliver_here(jobs: Sequence[_Job[object]]) -> None:
+    for job in jobs:
+        job.deliver()
 
 
 class Writer:
@@ -65,14 +86,14 @@ class Writer:
         self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[Transaction], T]) -> Future[T]:
-        """Queue an operation. Raises `StoreError` after `close`."""
-        job = _Job(operation)
+    def submit(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
+        """Queue an operation for the running loop to wait for. Raises `StoreError` after `close`."""
+        job = _Job(operation, asyncio.get_running_loop())
         with self._lock:
             if self._closed:
                 raise closed_error(self._settings)
             self._jobs.put(job)  # type: ignore[arg-type]  # the queue does not look at results
-        return job.future
+        return job.waiter
 
     def close(self) -> None:
         """Commit what is queued, then close the file. Blocks; idempotent."""
@@ -114,7 +135,7 @@ class Writer:
                 return None
             if job is None:
                 self._stop = True
-            elif job.future.set_running_or_notify_cancel():
+            elif not job.waiter.cancelled():
                 return job
         return None
 
@@ -135,8 +156,7 @@ class Writer:
             else:
                 for job in group:
                     self._commit_alone(job)
-        for job in group:
-            job.deliver()
+        _deliver(group)
 
     def _run_in_savepoint(self, job: _Job[object], transaction: Transaction) -> None:
         self._connection.execute("SAVEPOINT job")
