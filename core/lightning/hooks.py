@@ -13,7 +13,7 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pluggy
 
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
 hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
-
-Emit = "Callable[[ToolEvent], None]"
-Undo = "Callable[[], None]"
-
-
-class Register(Protocol):
-    """Give a name to a factory, a class or a function."""
-
-    def __call__(self, name: str, factory: object) -> None:
-        """Raises `PluginError` when the name is taken."""
 
 
 @hookspec

@@ -58,7 +58,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) -> AsyncIterator[Serving]:
+async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serving]:
     """Serve a model folder through a gateway that records into `folder`. Raises what the rooms raise."""
     if config.gateway.host not in LOOPBACK:
         raise ConfigError(
@@ -72,7 +72,7 @@ async def serve(model: Path, config: Config, folder: Path, *, version: int = 0) 
         await store.open()
         resources.push_async_callback(store.close)
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
-        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", version=version)
+        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
         resources.push_async_callback(policy.close)
         await policy.start()
         gateway = await open_gateway(resources, store, policy, config, run.id)

@@ -81,7 +81,7 @@ def test_interrupting_ends_cleanly(demo_run: Any, middle: Middle) -> None:
     children = demo_run.descendants("")
     demo_run.process.send_signal(signal.SIGINT)
     assert demo_run.wait() == 130, demo_run.output
-    assert "--resume" in demo_run.output
+    assert "stopped; nothing that was recorded is lost. Go on with:" in demo_run.output
     assert "Traceback" not in demo_run.output
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive

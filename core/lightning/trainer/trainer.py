@@ -93,7 +93,7 @@ class Trainer:
         self.model = resolve_model(model)
         self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
         self.train_agents = tuple(train_agents)
-        self.engine, self.runner = engine, runner
+        self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         for tracker in self.config.trainer.trackers:
             plugins().tracker(tracker)
