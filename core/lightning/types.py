@@ -190,7 +190,8 @@ class Transition:
     `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order they began.
     With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
     and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
-    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass.
+    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
+    under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
     """
 
     rollout: str
@@ -209,6 +210,7 @@ class Transition:
     constrained: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
+    tool_calls: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, int, int]:
