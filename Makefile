@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-fast test-slow lint fix bench docs golden constraints clean
 
 demo: $(READY)
-	$(BIN)/lightning demo math
+	$(BIN)/lightning demo raw
 
 test: test-fast test-slow
 

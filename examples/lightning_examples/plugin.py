@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.demos import Demo
 
+FOLDERS = {"raw": "raw_python", "sql": "sql_langchain", "rag": "rag_openai_agents", "math": "math_autogen"}
+"""The folder of each demonstration."""
+
 
 @hookimpl
 def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
-    """`lightning demo math`."""
-    register("math", _math)
+    """`lightning demo raw`, `sql`, `rag` and `math`."""
+    for name, folder in FOLDERS.items():
+        register(name, partial(_demo, folder))
 
 
-def _math() -> Demo:
-    # Imported on use: it brings the openai client, which listing demos does not need.
-    from lightning_examples.raw_python.demo import demo
-
-    return demo()
+def _demo(folder: str) -> Demo:
+    # Imported on use: it brings the example's framework, which listing demos does not need.
+    return cast("Demo", import_module(f"lightning_examples.{folder}.demo").demo())

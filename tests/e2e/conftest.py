@@ -24,14 +24,14 @@ STEPS = 3
 
 @dataclass
 class DemoRun:
-    """A run of `lightning demo math` with few, small steps."""
+    """A run of `lightning demo raw` with few, small steps."""
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         command = [
-            sys.executable, "-m", "lightning", "demo", "math", "--out", str(self.folder), "--steps", str(STEPS),
+            sys.executable, "-m", "lightning", "demo", "raw", "--out", str(self.folder), "--steps", str(STEPS),
             "--held-out", "8", "--set", "trainer.tasks_per_step=4", "--set", "runner.concurrency=8", *more,
         ]  # fmt: skip
         with (self.folder.parent / "output.txt").open("ab") as log:

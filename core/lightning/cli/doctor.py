@@ -141,9 +141,9 @@ def _plugins() -> Iterator[Check]:
             cure = "reinstall lightning" if own else f"pip install --upgrade {info.distribution}, or pip uninstall it"
             yield Check(f"plugin {info.name}", "broken", info.error, cure, needed=own)
     try:
-        plugins().demo("math")
+        plugins().demo("raw")
     except PluginError as error:
-        yield Check("demo math", "missing", str(error), "reinstall lightning", needed=True)
+        yield Check("demo raw", "missing", str(error), "reinstall lightning", needed=True)
 
 
 def _show(checks: list[Check], ok: bool) -> None:
