@@ -24,6 +24,7 @@ from lightning.batch.build import Normalization, build_samples, name_of
 from lightning.batch.flaws import Flaw, find_flaw, is_trained
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
+from lightning.credit.intermediate import ToolReward, check_tool_reward, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
 from lightning.errors import ConfigError, DataError
 from lightning.types import Transition
@@ -42,7 +43,9 @@ class LightningRL:
 
     `low_level` is the single-call algorithm: `grpo` (mean and deviation of the group), `dr_grpo` (mean only, weights by a
     constant) or `rloo` (mean of the other rollouts). `group_size` rollouts are sampled per task. `credit` spreads a
-    rollout's advantage over its calls: a registered name or a function. Ratios are clipped to [1 - `clip_low`,
+    rollout's advantage over its calls: a registered name or a function. `tool_reward` makes tool runs count: a reward for
+    each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`; like a `lightning.reward`, what it gives is
+    added to the rollout's return. Ratios are clipped to [1 - `clip_low`,
     1 + `clip_high`]. `normalization` None means `rollout-mean`, for `dr_grpo` `constant`: then a rollout's sum over
     tokens is divided by `constant_tokens`. `advantage_eps` is added to GRPO's deviation.
 
@@ -57,6 +60,7 @@ class LightningRL:
     _: KW_ONLY
     group_size: int = 8
     credit: str | Credit = "identical"
+    tool_reward: ToolReward | None = None
     clip_low: float = 0.2
     clip_high: float = 0.28
     entropy_coefficient: float = 0.0
@@ -68,6 +72,8 @@ class LightningRL:
         _one_of("low_level", self.low_level, get_args(LowLevel))
         if self.normalization is not None:
             _one_of("normalization", self.normalization, get_args(Normalization))
+        if self.tool_reward is not None:
+            check_tool_reward(self.tool_reward)
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size={self.group_size}: a rollout is compared with the others of its task, so use 2+"
@@ -98,7 +104,7 @@ class LightningRL:
         advantages: list[npt.NDArray[np.float64]] = []
         for group in groups:
             _check_rewards(group)
-            whole = dropped.without_flawed(group)
+            whole = self._rewarded(dropped.without_flawed(group))
             with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
                 reason = _reason_to_skip(group, whole)
                 values = credit(whole, estimator) if not reason else []
@@ -119,6 +125,13 @@ class LightningRL:
         trained = {span.rollout for sample in samples for span in sample.spans}
         used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
         return Batch(samples, used, dict(skipped), dropped.counts())
+
+    def _rewarded(self, group: Group) -> Group:
+        """The group with the rewards that its tools earn."""
+        rule = self.tool_reward
+        if rule is None:
+            return group
+        return Group(group.id, tuple(with_tool_rewards(trajectory, rule) for trajectory in group.trajectories))
 
     def _normalization(self) -> Normalization:
         if self.normalization is not None:

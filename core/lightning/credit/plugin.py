@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """`identical` (the default) and `discounted`."""
+    """`identical` (the default), `discounted` and `intermediate`."""
     from lightning.credit.assign import Discounted, identical
+    from lightning.credit.intermediate import Intermediate
 
     register("identical", identical)
     register("discounted", Discounted())
+    register("intermediate", Intermediate())

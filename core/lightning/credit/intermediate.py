@@ -1,0 +1,100 @@
+"""Rewards inside a rollout: what a tool's status is worth, and which call each reward belongs to.
+
+The invariant: everything here is a pure function of what was recorded, so an audit derives the same rewards again. A tool
+run belongs to the call whose response asked for it, by the id of the tool call; only where nobody knows an id does time
+decide, as for a `lightning.reward` that names no call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit.protocol import GroupAdvantage
+from lightning.errors import ConfigError, DataError
+from lightning.types import StepReward, ToolEvent
+
+ToolReward: TypeAlias = "Callable[[ToolEvent], float] | Mapping[str, float]"
+"""Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
+a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
+
+STATUSES = ("ok", "error", "unknown")
+
+
+def check_tool_reward(rule: ToolReward) -> None:
+    """Raises `ConfigError` for a mapping from anything but a tool's statuses to finite numbers."""
+    if not isinstance(rule, Mapping):
+        if not callable(rule):
+            raise ConfigError(f"tool_reward={rule!r}: give a function of a ToolEvent, or a reward for each status")
+        return
+    for status, value in rule.items():
+        if status not in STATUSES:
+            raise ConfigError(f"tool_reward has no status {status!r}: a tool run is one of {', '.join(STATUSES)}")
+        if not isinstance(value, int | float) or not np.isfinite(value):
+            raise ConfigError(f"tool_reward[{status!r}]={value!r} is not a finite number")
+
+
+def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
+    """The trajectory with one more step reward, `tool:NAME`, for each tool run that the rule gives something other than 0.
+
+    Raises `DataError` when the rule gives no finite number.
+    """
+    asked = {call_id: call.id for call in trajectory.transitions for call_id in call.tool_calls}
+    given = []
+    for event in trajectory.tool_events:
+        value = rule.get(event.status, 0.0) if isinstance(rule, Mapping) else rule(event)
+        if not isinstance(value, int | float) or not np.isfinite(value):
+            raise DataError(
+                f"tool_reward gave {value!r} for the tool {event.name!r} ({event.status}) of rollout "
+                f"{trajectory.rollout.id}: it has to return a finite number"
+            )
+        if value:
+            given.append(StepReward(float(value), f"tool:{event.name}", asked.get(event.call_id, ""), event.at))
+    return replace(trajectory, step_rewards=(*trajectory.step_rewards, *given)) if given else trajectory
+
+
+def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
+    """The step rewards of each call, shape (calls,).
+
+    A reward belongs to the call with its response id (the first choice, where there are several); one without an id, or
+    whose call was not kept, to the last call that had ended by then, and to the first call when none had.
+    """
+    calls = trajectory.transitions
+    rewards = np.zeros(len(calls))
+    by_id: dict[str, int] = {}
+    for index, call in enumerate(calls):
+        by_id.setdefault(call.id, index)
+    for reward in trajectory.step_rewards if calls else ():
+        index = by_id.get(reward.response_id, -1) if reward.response_id else -1
+        if index < 0:
+            ended = [index for index, call in enumerate(calls) if call.ended_at <= reward.at]
+            index = max(ended, key=lambda position: (calls[position].ended_at, position), default=0)
+        rewards[index] += reward.value
+    return rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Intermediate:
+    """The outcome's advantage for every call, and to each call alone what it earned itself, above the group's mean per call.
+
+    So a call is praised or blamed for its own tools, and the rest of its rollout only for the outcome: (advantage of the
+    returned rewards) + `weight` · (the call's step rewards - their mean over all calls of the group).
+    """
+
+    weight: float = 1.0
+
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """One array of advantages, shape (calls,), for each trajectory."""
+        outcomes = advantage(np.array([member.reward for member in group.trajectories], dtype=np.float64))
+        own = [call_rewards(member) for member in group.trajectories]
+        every = np.concatenate(own) if own else np.zeros(0)
+        mean = every.mean() if len(every) else 0.0
+        return [
+            np.full(len(rewards), outcome) + self.weight * (rewards - mean)
+            for outcome, rewards in zip(outcomes, own, strict=True)
+        ]

@@ -1,0 +1,119 @@
+"""Rewards inside a rollout: what tools earn, and which call each reward belongs to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit import Intermediate, call_rewards, centre, with_tool_rewards
+from lightning.errors import ConfigError, DataError
+from lightning.plugins import plugins
+from lightning.testing.trajectories import make_group, make_trajectory
+from lightning.trainer.runs import describe_algorithm
+from lightning.types import StepReward, ToolEvent
+
+CALL = ((1, 2), (3,))
+
+
+def three_calls(*events: ToolEvent, rewards: tuple[StepReward, ...] = (), reward: float = 1.0) -> Trajectory:
+    """Calls 0, 1, 2 end at 10, 20, 30 and ask for the tools a0, a1, a2."""
+    made = make_trajectory([CALL] * 3, reward=reward)
+    calls = tuple(
+        replace(call, tool_calls=(f"a{seq}",), started_at=10.0 * seq, ended_at=10.0 * seq + 10)
+        for seq, call in enumerate(made.transitions)
+    )
+    return replace(made, transitions=calls, tool_events=events, step_rewards=rewards)
+
+
+def test_a_tool_earns_its_reward_for_the_call_that_asked_for_it_whenever_it_ended() -> None:
+    trajectory = three_calls(
+        ToolEvent("search", "error", call_id="a0", at=99.0),
+        ToolEvent("search", "ok", call_id="a1", at=15.0),
+    )
+    rewarded = with_tool_rewards(trajectory, {"ok": 0.5, "error": -1.0})
+    assert [item.name for item in rewarded.step_rewards] == ["tool:search", "tool:search"]
+    assert call_rewards(rewarded).tolist() == [-1.0, 0.5, 0.0]
+
+
+def test_a_tool_without_a_call_id_goes_to_the_last_call_that_had_ended() -> None:
+    trajectory = three_calls(ToolEvent("search", "error", at=25.0), ToolEvent("search", "error", at=1.0))
+    assert call_rewards(with_tool_rewards(trajectory, {"error": -1.0})).tolist() == [-1.0, -1.0, 0.0]
+
+
+def test_a_function_of_the_event_replaces_the_rule() -> None:
+    trajectory = three_calls(
+        ToolEvent("search", "ok", call_id="a0", output="no results"), ToolEvent("clock", "ok", call_id="a1")
+    )
+    rewarded = with_tool_rewards(trajectory, lambda event: -0.25 if event.output == "no results" else 0.0)
+    assert rewarded.step_rewards == (StepReward(-0.25, "tool:search", trajectory.transitions[0].id),)
+
+
+def test_statuses_that_earn_nothing_leave_the_trajectory_alone() -> None:
+    trajectory = three_calls(ToolEvent("search", "unknown", call_id="a0"))
+    assert with_tool_rewards(trajectory, {"error": -1.0}) is trajectory
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(-10, 10), st.sampled_from(["", "rollout-0/0", "rollout-0/2", "somebody else's"]), st.floats(0, 40)
+        ),
+        max_size=20,
+    )
+)
+def test_every_reward_belongs_to_exactly_one_call(given_rewards: list[tuple[float, str, float]]) -> None:
+    rewards = tuple(StepReward(value, "r", response, at) for value, response, at in given_rewards)
+    found = call_rewards(three_calls(rewards=rewards))
+    assert found.shape == (3,)
+    np.testing.assert_allclose(found.sum(), sum(value for value, _, _ in given_rewards), atol=1e-9)
+
+
+def test_a_rollout_without_calls_has_no_call_rewards() -> None:
+    assert call_rewards(replace(make_trajectory([]), step_rewards=(StepReward(1.0),))).shape == (0,)
+
+
+def test_tool_rewards_are_part_of_the_return_that_groups_compare() -> None:
+    tied = make_group([1.0, 1.0])
+    failed = replace(tied.trajectories[0], tool_events=(ToolEvent("search", "error"),))
+    group = Group("g", (failed, tied.trajectories[1]))
+    assert LightningRL("dr_grpo").batch([group]).skipped == {"all_rewards_equal": 1}
+    batch = LightningRL("dr_grpo", tool_reward={"error": -0.5}).batch([group])
+    assert [float(row.advantages[-1]) for row in batch.samples] == [-0.25, 0.25]
+
+
+def test_intermediate_blames_the_call_whose_tool_failed_and_nobody_else() -> None:
+    failed = with_tool_rewards(three_calls(ToolEvent("search", "error", call_id="a1"), reward=1.0), {"error": -0.6})
+    spread = Intermediate(weight=2.0)(Group("g", (failed, three_calls(reward=0.0))), centre)
+    np.testing.assert_allclose(spread[0], np.array([0.5, 0.5, 0.5]) + 2 * (np.array([0.0, -0.6, 0.0]) + 0.1))
+    np.testing.assert_allclose(spread[1], np.array([-0.5, -0.5, -0.5]) + 2 * 0.1)
+
+
+def test_intermediate_is_found_by_name() -> None:
+    assert plugins().credit("intermediate") == Intermediate()
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"), [({"failed": -1.0}, "'failed'"), ({"error": float("nan")}, "nan"), (7, "tool_reward=7")]
+)
+def test_a_rule_that_is_none_is_refused(rule: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LightningRL(tool_reward=rule)  # type: ignore[arg-type]
+
+
+def test_a_function_that_gives_no_number_is_named_with_its_tool() -> None:
+    trajectory = three_calls(ToolEvent("search", "ok"))
+    with pytest.raises(DataError, match="gave None for the tool 'search'"):
+        with_tool_rewards(trajectory, lambda _: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_rule_by_status_is_kept_with_the_run() -> None:
+    algorithm = LightningRL(tool_reward={"error": -0.1})
+    arguments = describe_algorithm(algorithm)["arguments"]
+    assert isinstance(arguments, dict)
+    assert LightningRL(**json.loads(json.dumps(arguments))) == algorithm
