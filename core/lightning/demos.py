@@ -28,5 +28,7 @@ class Demo:
     describe: Callable[[Task], str]
     algorithm: Callable[[], Algorithm]
     settings: Mapping[str, object] = field(default_factory=dict)
+    train_agents: Sequence[str] = ()
+    """The agents to train, as globs on the caller path; none named means all of them."""
     source: Path | None = None
     """The agent's own source file, shown as the next thing to read."""

@@ -44,7 +44,14 @@ def demo(
         settings["trainer.steps"] = steps
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
-    trainer = Trainer(chosen.model, chosen.algorithm(), out=folder, resume=resume, config=config)
+    trainer = Trainer(
+        chosen.model,
+        chosen.algorithm(),
+        train_agents=chosen.train_agents,
+        out=folder,
+        resume=resume,
+        config=config,
+    )
     with stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
     _report(chosen, summary, trainer, folder, console)
