@@ -5,15 +5,20 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 
 from __future__ import annotations
 
+from lightning.instrument.callers import ask, current_caller
 from lightning.instrument.components import component, component_path, tool
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward
 from lightning.instrument.tap import install_tap
+from lightning.instrument.versions import check_supported
 
 __all__ = [
     "Session",
     "activate",
+    "ask",
+    "check_supported",
     "component",
     "component_path",
+    "current_caller",
     "current_session",
     "emit",
     "install_tap",

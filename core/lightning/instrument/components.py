@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
+from lightning.instrument.callers import current_caller
 from lightning.instrument.context import current_session
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent
@@ -143,15 +144,9 @@ def _tool(name: str, function: Callable[P, R]) -> Callable[P, R]:
     def scope(call: tuple[tuple[object, ...], dict[str, object]]) -> _Scope:
         if current_session() is None:
             return _Scope(_path.get())
-        return _ToolScope(label, _identify(), _arguments(signature, *call))
+        return _ToolScope(label, current_caller(), _arguments(signature, *call))
 
     return _wrap(function, scope)
-
-
-def _identify() -> Caller | None:
-    from lightning.plugins import plugins
-
-    return plugins().identify()
 
 
 _Call = tuple[tuple[object, ...], dict[str, object]]

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from types import ModuleType
 from typing import Protocol, cast
 
+from lightning.instrument.callers import current_caller
 from lightning.instrument.context import context_session, is_gateway, log_once
 from lightning.types import Caller
 
@@ -48,9 +49,7 @@ def headers_for(url: str) -> Mapping[str, str]:
     session = context_session()
     if session is not None and url.startswith(session.gateway):
         headers[ROLLOUT_HEADER] = session.llm.api_key
-    from lightning.plugins import plugins
-
-    caller = plugins().identify()
+    caller = current_caller()
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
     return headers

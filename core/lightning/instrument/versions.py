@@ -1,0 +1,37 @@
+"""Refuses a framework that an adapter was not made for, before it attaches to what may have changed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+
+from lightning.errors import PluginError
+
+
+def check_supported(supported: Mapping[str, tuple[str, str]]) -> None:
+    """Raise `PluginError`, with the command that cures it, for an installed distribution outside its range.
+
+    `supported` is distribution -> (first version that works, first that is not known to), such as `("1.2", "2")`. Only the
+    numbers of a release count: `2.0rc1` is 2.0. What is not installed, or has no metadata, is not checked.
+    """
+    for distribution, (low, high) in supported.items():
+        try:
+            installed = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not _numbers(low) <= _numbers(installed) < _numbers(high):
+            wanted = f"{distribution}>={low},<{high}"
+            raise PluginError(
+                f"{distribution} {installed} is installed, but this adapter works with {wanted}. "
+                f"Run: pip install '{wanted}'"
+            )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`1.10.0rc1` as (1, 10); zeros at the end do not count, so that 2 equals 2.0."""
+    release = re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)
+    numbers = [int(part) for part in release[1].split(".")] if release else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
