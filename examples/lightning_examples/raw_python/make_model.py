@@ -6,23 +6,20 @@ reinforcement, and a tiny Qwen3 learns to imitate them. The invariant: on one ma
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch
 from lightning.types import Task
 
 from lightning_examples.raw_python.agent import MAX_CALLS, SYSTEM, TOOLS, calculate, grade, search
 from lightning_examples.raw_python.tasks import tasks
-from lightning_examples.recipe.chatml import Conversation, Message, build_tokenizer, encode, render, tool_call
-from lightning_examples.recipe.model import build, save, tiny_config
-from lightning_examples.recipe.pretrain import Plan, Stage, pretrain
+from lightning_examples.recipe.chatml import Conversation, Message, tool_call
+from lightning_examples.recipe.make import command, make_folder
+from lightning_examples.recipe.pretrain import Plan
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +84,6 @@ def success(demonstrations: Sequence[Conversation], problems: Sequence[Task]) ->
 
 def make(folder: Path, seed: int, plan: Plan) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
-    started = time.process_time()
     rng = random.Random(f"demonstrations {seed}")  # noqa: S311 — reproducible, not secret
     problems = tasks(DEMONSTRATIONS, seed=seed)
     cut = round(len(problems) * CLEANER_SHARE)
@@ -97,20 +93,7 @@ def make(folder: Path, seed: int, plan: Plan) -> None:
         "demonstrators are right in %.2f and %.2f", success(cleaner, problems[:cut]), success(noisy, problems[cut:])
     )
 
-    tokenizer = build_tokenizer(render(conversation) for conversation in [*cleaner, *noisy])
-    stages = [
-        Stage([encode(tokenizer, conversation) for conversation in cleaner], CLEANER_SHARE),
-        Stage([encode(tokenizer, conversation) for conversation in noisy], 1 - CLEANER_SHARE),
-    ]
-    model = build(tiny_config(tokenizer), seed)
-    log.info("%d tokens in the vocabulary, %d weights", len(tokenizer), model.num_parameters())
-
-    def report(step: int, loss: float) -> None:
-        if step % 250 == 0:
-            log.info("step %d: loss %.3f, %.0f s of CPU", step, loss, time.process_time() - started)
-
-    pretrain(model, stages, plan, report)
-    save(model, tokenizer, folder)
+    make_folder(folder, [(cleaner, CLEANER_SHARE), (noisy, 1 - CLEANER_SHARE)], plan)
 
 
 def _distraction(task: Task, rng: random.Random) -> tuple[str, dict[str, str], str]:
@@ -123,14 +106,7 @@ def _distraction(task: Task, rng: random.Random) -> tuple[str, dict[str, str], s
 
 def main() -> None:
     """Read the command line and make the folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    make(options.folder, options.seed, Plan(steps=options.steps, seed=options.seed))
+    command(__doc__, make, STEPS)
 
 
 if __name__ == "__main__":
