@@ -135,6 +135,8 @@ class RunnerConfig(Section):
     """Seconds until a silent runner's work is given to another."""
     adapters: tuple[str, ...] | None = None
     """Adapters to install in the agents' processes; null installs every one that is found."""
+    reroute: tuple[str, ...] = ()
+    """Hosts whose calls are brought to the policy, for agents that name a provider in their code (`api.openai.com`)."""
     preload: tuple[str, ...] = ()
     """Modules the fork server imports once, so that a new process starts at once."""
     rollouts_per_process: int = Field(default=1000, ge=1)

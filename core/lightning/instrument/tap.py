@@ -1,8 +1,8 @@
 """The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from.
 
-The invariant: only requests to the gateway of an active rollout are touched, a tap can never make a request fail, and
-after the last undo the libraries are exactly as they were. Neither library is imported here; one that is imported
-later is tapped when it is.
+The invariant: only requests to the gateway of an active rollout are touched, and those that are to be rerouted to it; a tap
+can never make a request fail, and after the last undo the libraries are exactly as they were. Neither library is imported
+here; one that is imported later is tapped when it is.
 """
 
 from __future__ import annotations
@@ -10,24 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol, cast
+from typing import cast
 
 from lightning.instrument.callers import current_caller
 from lightning.instrument.context import context_session, is_gateway, log_once
+from lightning.instrument.reroute import Request, reroute
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
 CALLER_HEADER = "x-lightning-caller"
 LIBRARIES = ("httpx", "httpx2")
-
-
-class _Request(Protocol):
-    @property
-    def url(self) -> object: ...
-    @property
-    def headers(self) -> MutableMapping[str, str]: ...
 
 
 def encode_caller(caller: Caller) -> str:
@@ -55,8 +49,9 @@ def headers_for(url: str) -> Mapping[str, str]:
     return headers
 
 
-def _mark(request: _Request) -> None:
+def _mark(request: Request) -> None:
     try:
+        reroute(request, _tap.hosts)
         if headers := headers_for(str(request.url)):
             request.headers.update(headers)
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
@@ -69,11 +64,13 @@ class _Tap:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._users = 0
+        self.hosts: tuple[str, ...] = ()
         self._undo: list[Callable[[], None]] = []
 
-    def acquire(self) -> None:
+    def acquire(self, hosts: Sequence[str]) -> None:
         with self._lock:
             self._users += 1
+            self.hosts = (*self.hosts, *hosts)
             if self._users > 1:
                 return
             from lightning.plugins.importing import on_import
@@ -81,9 +78,13 @@ class _Tap:
             for name in LIBRARIES:
                 self._undo.append(on_import(name, self._attach))
 
-    def release(self) -> None:
+    def release(self, hosts: Sequence[str]) -> None:
         with self._lock:
             self._users -= 1
+            kept = list(self.hosts)
+            for host in hosts:
+                kept.remove(host)
+            self.hosts = tuple(kept)
             if self._users == 0:
                 while self._undo:
                     self._undo.pop()()
@@ -104,7 +105,7 @@ class _Tap:
 
 
 def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
-    def send(self: object, request: _Request, *args: object, **kwargs: object) -> object:
+    def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
         _mark(request)
         return original(self, request, *args, **kwargs)
 
@@ -112,7 +113,7 @@ def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
-    async def send(self: object, request: _Request, *args: object, **kwargs: object) -> object:
+    async def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
         _mark(request)
         return await cast("Awaitable[object]", original(self, request, *args, **kwargs))
 
@@ -127,16 +128,18 @@ def _restore(client: type, wrapped: object, original: object) -> None:
 _tap = _Tap()
 
 
-def install_tap() -> Callable[[], None]:
+def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
     """Tap `Client.send` and `AsyncClient.send` of httpx and httpx2, now or when they are imported; return the undo.
 
-    May be called any number of times and from any thread; the tap goes when every call has been undone.
+    Requests that a rollout sends to a host of `reroute` go to its gateway instead. May be called any number of times and
+    from any thread; the tap goes when every call has been undone.
     """
-    _tap.acquire()
+    hosts = tuple(reroute)
+    _tap.acquire(hosts)
     done = threading.Lock()
 
     def undo() -> None:
         if done.acquire(blocking=False):
-            _tap.release()
+            _tap.release(hosts)
 
     return undo

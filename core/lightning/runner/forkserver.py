@@ -84,9 +84,20 @@ class Worker:
 class ForkServer:
     """Start with `start`, end with `close`; both belong to one event loop."""
 
-    def __init__(self, shipped: bytes, *, preload: Sequence[str] = (), adapters: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        shipped: bytes,
+        *,
+        preload: Sequence[str] = (),
+        adapters: Sequence[str] | None = None,
+        reroute: Sequence[str] = (),
+    ) -> None:
         self._shipped = shipped
-        self._setup = {"preload": list(preload), "adapters": None if adapters is None else list(adapters)}
+        self._setup = {
+            "preload": list(preload),
+            "adapters": None if adapters is None else list(adapters),
+            "reroute": list(reroute),
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._listener: asyncio.Task[None] | None = None

@@ -58,7 +58,7 @@ class InlineRunner:
             return
         self._slots = asyncio.Semaphore(self._config.concurrency)
         with contextlib.ExitStack() as installing:
-            installing.callback(install_tap())
+            installing.callback(install_tap(self._config.reroute))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))
             self._installed = installing.pop_all()
 

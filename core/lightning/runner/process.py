@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 class ProcessRunner:
     """A pool of at most `config.concurrency` persistent workers, forked from a process that has the imports done.
 
-    Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment; what they print goes where
-    this process prints; standard input is empty. Only a process that left its process group (a daemon) escapes a kill.
+    Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two; what they
+    print goes where this process prints; standard input is empty. Only a process that left its process group (a daemon)
+    escapes a kill.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
@@ -118,6 +119,7 @@ class ProcessRunner:
             asyncio.get_running_loop().call_later(GRACE, self._server.kill, worker)  # if a thread of the agent keeps it
 
     async def _new_server(self) -> ForkServer:
-        server = ForkServer(self._shipped, preload=self._config.preload, adapters=self._config.adapters)
+        config = self._config
+        server = ForkServer(self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute)
         await server.start()
         return server

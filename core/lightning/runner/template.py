@@ -40,7 +40,7 @@ def main(descriptor: int, parent: int) -> None:
         if not error:
             gc.collect()
             gc.freeze()  # forked workers then share these pages instead of copying them
-            _Template(control, parent, shipped, setup["adapters"]).serve()
+            _Template(control, parent, shipped, setup["adapters"], setup["reroute"]).serve()
 
 
 def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> str:
@@ -66,9 +66,11 @@ def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> str:
 class _Template:
     """The loop that forks, kills and reaps. Messages to the parent: `forked` or `failed` for a request, then `exited`."""
 
-    def __init__(self, control: socket.socket, parent: int, shipped: bytes, adapters: list[str] | None) -> None:
+    def __init__(
+        self, control: socket.socket, parent: int, shipped: bytes, adapters: list[str] | None, reroute: list[str] | None
+    ) -> None:
         self._control, self._parent, self._pid = control, parent, os.getpid()
-        self._shipped, self._adapters = shipped, adapters
+        self._shipped, self._adapters, self._reroute = shipped, adapters, reroute or []
         self._children: set[int] = set()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -143,7 +145,7 @@ class _Template:
                 mine.close()
             die_with_parent(self._pid, signal.SIGKILL)
             with socket.socket(fileno=descriptor) as sock:
-                worker.serve(sock, self._shipped, self._adapters)
+                worker.serve(sock, self._shipped, self._adapters, self._reroute)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0

@@ -26,11 +26,11 @@ from lightning.runner.ship import unpack_agent
 from lightning.types import LLM, Outcome, Task
 
 
-def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None) -> None:
+def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None, reroute: Sequence[str]) -> None:
     """Answer requests until the parent closes the socket."""
     _reseed()
     agent = unpack_agent(shipped)
-    install_tap()
+    install_tap(reroute)
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
         while (request := frames.receive(sock)) is not None:
@@ -75,8 +75,13 @@ async def _awaited(result: Awaitable[Reward]) -> Reward:
 
 @contextlib.contextmanager
 def _environment(llm: LLM) -> Iterator[None]:
-    """The variables that OpenAI clients read by themselves, for agents that were never told about `llm`."""
-    ours = {"OPENAI_BASE_URL": llm.base_url, "OPENAI_API_KEY": llm.api_key}
+    """The variables that clients of OpenAI and Anthropic read by themselves, for agents never told about `llm`."""
+    ours = {
+        "OPENAI_BASE_URL": llm.base_url,
+        "OPENAI_API_KEY": llm.api_key,
+        "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),  # their client adds it
+        "ANTHROPIC_API_KEY": llm.api_key,
+    }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
