@@ -23,7 +23,7 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
-_PIECES = Regex(r"\d{1,2}| ?[^\s\d]+|\s")
+PIECES = r"\d{1,2}| ?[^\s\d]+|\s"
 """Numbers in pieces of two digits, words with the space before them, every other space by itself: pieces long enough for
 short prompts and regular enough for a tiny model to copy them."""
 
@@ -59,12 +59,15 @@ def chat_template() -> str:
     return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 768) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE on `texts` (rendered conversations); at most `vocab_size` tokens, any text can be encoded."""
+def build_tokenizer(texts: Iterable[str], vocab_size: int = 768, pieces: str = PIECES) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE on `texts` (rendered conversations); at most `vocab_size` tokens, any text can be encoded.
+
+    `pieces` is a regular expression: text is first cut into its matches, and no token ever crosses a cut.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(_PIECES, "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
