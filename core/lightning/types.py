@@ -126,12 +126,14 @@ def _not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
 class LLM:
     """What an agent needs to call the policy: give these three to any OpenAI-compatible client.
 
-    `api_key` is a signed token that belongs to one attempt of one rollout and expires with it.
+    `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
+    templates that components have in this rollout, by the component's name, where they are not the agent's own.
     """
 
     base_url: str
     api_key: str
     model: str
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def url_with_token(self) -> str:
@@ -221,6 +223,30 @@ class Transition:
     def version(self) -> int:
         """The version that sampled the first response token."""
         return self.versions[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side.
+
+    `(rollout, attempt, span_id)` is the idempotency key. Ids are lower-case hexadecimal (`trace_id` 32 digits, the others 16);
+    `parent_id` is empty at the top of a trace. Times are Unix seconds; `kind` is `internal`, `server`, `client`, `producer`
+    or `consumer`, `status` is `ok`, `error` or `unset`, and `service` names the program that made the span.
+    """
+
+    rollout: str
+    attempt: int
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    name: str = ""
+    kind: str = "internal"
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    status: str = "unset"
+    error: str = ""
+    service: str = ""
+    attributes: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning.types import Json, Lease, Outcome, Rollout, Run, Status, StepRecord, StepReward, ToolEvent, Transition
+from lightning.types import (
+    Json,
+    Lease,
+    Outcome,
+    Rollout,
+    Run,
+    Span,
+    Status,
+    StepRecord,
+    StepReward,
+    ToolEvent,
+    Transition,
+)
+
+MAX_SPANS = 10_000
+"""Spans kept of one attempt; a service in an endless loop must not fill the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,18 @@ class Store(Protocol):
 
     async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
         """The step rewards an attempt (default: the current one) was completed with."""
+
+    # spans ------------------------------------------------------------------------------------------------------
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """Store spans durably; return how many of them are stored now, those that were before included.
+
+        The first content of a span id stays. Exporters send late, so spans of the current attempt are taken after its end
+        too; what is refused is what belongs to an unknown rollout or another than its current attempt, and what an attempt
+        has beyond `MAX_SPANS`. Repeating gives the same answer.
+        """
+
+    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
+        """The spans of an attempt (default: the rollout's current one) in the order they began."""
 
     # steps and metrics ------------------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:

@@ -21,6 +21,7 @@ from lightning.types import (
     LogProbs,
     Rollout,
     Run,
+    Span,
     Status,
     StepRecord,
     StepReward,
@@ -157,7 +158,8 @@ def transition_from_row(
     rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
 ) -> Transition:
     """From `sql.CALL_COLUMNS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
-    seq, response, caller, versions, status, finish_reason, choice, temperature, constrained, started_at, ended_at = row
+    seq, response, caller, versions, status, finish_reason, choice, temperature, constrained, *rest = row
+    started_at, ended_at, tool_calls = rest
     return Transition(
         rollout=rollout,
         attempt=attempt,
@@ -175,6 +177,45 @@ def transition_from_row(
         constrained=bool(constrained),
         started_at=started_at,
         ended_at=ended_at,
+        tool_calls=tuple(_rows(tool_calls, "the tool calls of a transition")),
+    )
+
+
+def span_values(span: Span) -> tuple[Value, ...]:
+    """In the order of `sql.SPAN_COLUMNS`. Raises `DataError` when a time is no number or an attribute no JSON."""
+    what = f"of span {span.span_id!r} of rollout {span.rollout!r}"
+    return (
+        span.span_id,
+        span.trace_id,
+        span.parent_id,
+        plain_text(span.name),
+        span.kind,
+        finite(span.started_at, f"started_at {what}"),
+        finite(span.ended_at, f"ended_at {what}"),
+        span.status,
+        plain_text(span.error),
+        plain_text(span.service),
+        dump(dict(span.attributes), f"an attribute {what}"),
+    )
+
+
+def span_from_row(rollout: str, attempt: int, row: Row) -> Span:
+    """From `sql.SPAN_COLUMNS`."""
+    span_id, trace_id, parent_id, name, kind, started_at, ended_at, status, error, service, attributes = row
+    return Span(
+        rollout=rollout,
+        attempt=attempt,
+        trace_id=trace_id,
+        span_id=span_id,
+        parent_id=parent_id,
+        name=name,
+        kind=kind,
+        started_at=started_at,
+        ended_at=ended_at,
+        status=status,
+        error=error,
+        service=service,
+        attributes=_mapping(attributes, f"the attributes of span {span_id!r} of rollout {rollout!r}"),
     )
 
 

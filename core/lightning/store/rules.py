@@ -26,7 +26,7 @@ from lightning.store.rows import (
     tool_events_to_text,
     versions_to_text,
 )
-from lightning.types import Fault, Outcome, Rollout, Status, Transition
+from lightning.types import Fault, Json, Outcome, Rollout, Status, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,10 @@ def expired_error(worker: str, attempt: int) -> str:
 def transition_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
-    Two transitions are the same for the store if and only if these agree.
+    Two transitions are the same for the store if and only if these agree. Tool calls are part of it where there are any:
+    rows of the schemas that had no place for them keep their digests.
     """
+    tool_calls: list[Json] = [list(transition.tool_calls)] if transition.tool_calls else []
     text = dump(
         [
             transition.rollout,
@@ -136,6 +138,7 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             bool(transition.constrained),
             float(transition.started_at),
             float(transition.ended_at),
+            *tool_calls,
         ],
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

@@ -85,13 +85,13 @@ SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attemp
 # transitions ----------------------------------------------------------------------------------------------------
 CALL_COLUMNS: Final = (
     "t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, t.constrained, "
-    "t.started_at, t.ended_at"
+    "t.started_at, t.ended_at, t.tool_calls"
 )
 TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
 INSERT_TRANSITION: Final = (
     "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
-    "temperature, constrained, started_at, ended_at, digest, tokens) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "temperature, constrained, started_at, ended_at, tool_calls, digest, tokens) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
 SELECT_TRANSITIONS: Final = (
@@ -113,6 +113,18 @@ SELECT_NEXT_SEQ: Final = (
     "SELECT coalesce(max(t.seq) + 1, 0) FROM transitions t JOIN rollouts r ON r.n = t.rollout "
     "WHERE r.id = ? AND t.attempt = ?"
 )
+
+# spans ----------------------------------------------------------------------------------------------------------
+SPAN_COLUMNS: Final = (
+    "span_id, trace_id, parent_id, name, kind, started_at, ended_at, status, error, service, attributes"
+)
+INSERT_SPAN: Final = (
+    f"INSERT INTO spans (rollout, attempt, {SPAN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
+    "ON CONFLICT (rollout, attempt, span_id) DO NOTHING"
+)
+COUNT_SPANS: Final = "SELECT count(*) FROM spans WHERE rollout = ? AND attempt = ?"
+SELECT_SPAN: Final = "SELECT 1 FROM spans WHERE rollout = ? AND attempt = ? AND span_id = ?"
+SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? ORDER BY started_at, span_id"  # noqa: S608
 
 # steps, metrics, state ------------------------------------------------------------------------------------------
 STEP_COLUMNS: Final = "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, at"

@@ -466,6 +466,7 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
             constrained=True,
             started_at=1.7e9 + 0.123456,
             ended_at=1.7e9 + 1.5,
+            tool_calls=("call_1", "\ud800 \0"),
         ),
         call(2, (), (), logprobs=logprobs(), status=CallStatus.ERROR, caller=Caller("")),
     ]
@@ -487,6 +488,7 @@ async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: S
         replace(nan, versions=(VersionRun(0, 1),)),
         replace(nan, id="other"),
         replace(nan, caller=Caller("other")),
+        replace(nan, tool_calls=("call_1",)),
     ):
         with pytest.raises(ConflictError, match=r"\('a', 1, 0\)"):
             await leased.append([call(7), other])

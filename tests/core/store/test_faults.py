@@ -10,14 +10,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.store.sqlite import SqliteStore, migrations
+from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.store.sqlite.migrations import MIGRATIONS
-from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition
+from lightning.types import Caller, Outcome, Rollout, Run, Span, StepReward, Task, ToolEvent, Transition
 
 CallOf = Callable[..., Transition]
 
@@ -185,19 +186,49 @@ async def test_migrations_run_once_when_processes_open_a_new_file_together(tmp_p
     connection.close()
 
 
-async def test_a_file_of_the_first_schema_is_brought_forward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: CallOf
-) -> None:
-    path = tmp_path / "store.db"
-    with monkeypatch.context() as patch:
-        patch.setattr(migrations, "MIGRATIONS", MIGRATIONS[:1])
-        old = await filled(path)
-        await old.append([call(0)])
-        await old.close()
-    store = SqliteStore(path)
+def frozen(path: Path, version: int) -> Path:
+    """A database as the release that had this schema version wrote it."""
+    connection = sqlite3.connect(path)
+    connection.executescript((Path(__file__).parent / "frozen" / f"version-{version}.sql").read_text())
+    connection.close()
+    return path
+
+
+def test_every_schema_that_was_is_kept() -> None:
+    assert {file.name for file in (Path(__file__).parent / "frozen").glob("*.sql")} == {
+        f"version-{version}.sql" for version in range(1, len(MIGRATIONS))
+    }
+
+
+@pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
+async def test_a_file_of_an_older_schema_is_brought_forward(tmp_path: Path, call: CallOf, version: int) -> None:
+    store = SqliteStore(frozen(tmp_path / "store.db", version))
     await store.open()
-    await store.complete("a", 1, Outcome(reward=1.0, labels={"call-0": Caller("x")}))
-    assert await store.transitions("a") == [call(0, caller=Caller("x"))]
+    (found,) = await store.transitions("b")
+    assert (found.id, list(found.prompt_ids), list(found.response_ids)) == ("call-b0", [1, 2, 3], [8])
+    assert (found.caller, found.tool_calls) == (Caller("writer", ("root", "writer"), "span"), ())
+    assert await store.append([found]) == 0  # its digest is still what the older release wrote
+    new = call(1, rollout="b", prompt=(1, 2, 3, 8, 9), tool_calls=("t-1",))
+    assert await store.append([new]) == 1
+    assert await store.append_spans([Span("b", 1, "0" * 32, "1" * 16)]) == 1
+    await store.complete("b", 1, Outcome(reward=1.0, labels={"call-b0": Caller("x")}))
+    assert await store.transitions("b") == [replace(found, caller=Caller("x")), new]
+    await store.close()
+
+
+async def test_what_the_second_schema_recorded_is_still_there(tmp_path: Path) -> None:
+    store = SqliteStore(frozen(tmp_path / "store.db", 2))
+    await store.open()
+    assert [(call.id, call.caller.agent) for call in await store.transitions("a")] == [
+        ("call-a0", "writer"),
+        ("call-a1", "judge"),
+    ]
+    assert await store.tool_events("a") == [ToolEvent("t", "ok", "c1", {"x": 1}, "out", at=2.0)]
+    assert await store.step_rewards("a") == [StepReward(0.25, "fmt", "call-a0", 2.0)]
+    (step,) = await store.list_steps("run")
+    assert (step.rollouts, step.digest, step.metrics) == ((("a", 1),), "digest", {"loss": 0.5})
+    assert await store.spans("a") == []
+    assert (await store.get_state("run", "gateway_secret"), (await store.get_rollout("a")).reward) == ("00ff", 0.5)  # type: ignore[union-attr]
     await store.close()
 
 
@@ -214,6 +245,8 @@ EDITS = (
     "UPDATE transitions SET finish_reason = 'length' WHERE seq = 1",
     "UPDATE transitions SET id = 'x' WHERE seq = 1",
     "UPDATE transitions SET temperature = 0.5 WHERE seq = 1",
+    "UPDATE transitions SET tool_calls = '[\"x\"]' WHERE seq = 1",
+    "UPDATE transitions SET tool_calls = '5' WHERE seq = 1",
     "UPDATE transitions SET parent = NULL WHERE seq = 1",
     "UPDATE transitions SET parent = n WHERE seq = 1",
     "UPDATE transitions SET parent = 77 WHERE seq = 2",

@@ -26,6 +26,7 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
+    Span,
     Status,
     StepRecord,
     StepReward,
@@ -64,6 +65,7 @@ class Model:
     trained: int | None = None
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     calls: dict[tuple[int, int], Transition] = field(default_factory=dict)
+    spans: dict[tuple[int, str], Span] = field(default_factory=dict)
 
     def called(self, attempt: int) -> list[Transition]:
         """The calls of an attempt under the names they have by now."""
@@ -186,6 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
                 token_ids(prompt),
                 token_ids([choice, 8]),
                 logprobs([-0.5, float("-inf")]),
+                tool_calls=(f"t{seq}",) * choice,
             )
             for seq, prompt, choice in calls
         ]
@@ -206,6 +209,17 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.runner.run(self.store.append(given)) == len(stored) - len(model.calls)
         model.calls = stored
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data(), back=BACK, told=st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 1)), max_size=3))
+    def append_spans(self, data: st.DataObject, back: int, told: list[tuple[str, int]]) -> None:
+        model = self.pick(data)
+        attempt = model.attempt - back
+        given = [Span(model.id, attempt, "t", name, name=f"{name}{number}") for name, number in told]
+        taken = given if attempt == model.attempt > 0 else []
+        assert self.runner.run(self.store.append_spans(given)) == len(taken)
+        for span in taken:
+            model.spans.setdefault((attempt, span.span_id), span)
 
     @precondition(lambda self: self.models)
     @rule(data=st.data(), again=st.booleans(), ready=st.booleans())
@@ -242,6 +256,14 @@ class StoreMachine(RuleBasedStateMachine):
         found = self.runner.run(self.store.transitions_of(attempts))
         for (name, attempt), calls in zip(attempts, found, strict=True):
             assert calls == self.models[name].called(attempt)
+
+    @precondition(lambda self: self.models)
+    @invariant()
+    def every_span_is_there(self) -> None:
+        for model in self.models.values():
+            for attempt in range(model.attempt + 1):
+                expected = [model.spans[key] for key in sorted(model.spans) if key[0] == attempt]
+                assert self.runner.run(self.store.spans(model.id, attempt)) == expected
 
     @precondition(lambda self: self.steps)
     @invariant()

@@ -119,7 +119,29 @@ _FIRST: Final = (
 
 _LABELS: Final = ("ALTER TABLE attempts ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",)
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS)
+_SPANS: Final = (
+    "ALTER TABLE transitions ADD COLUMN tool_calls TEXT NOT NULL DEFAULT '[]'",
+    # `rollout` holds the `n` of a row, as in transitions.
+    """CREATE TABLE spans (
+        n INTEGER PRIMARY KEY,
+        rollout INTEGER NOT NULL,
+        attempt INTEGER NOT NULL,
+        span_id TEXT NOT NULL,
+        trace_id TEXT NOT NULL,
+        parent_id TEXT NOT NULL,
+        name TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        started_at REAL NOT NULL,
+        ended_at REAL NOT NULL,
+        status TEXT NOT NULL,
+        error TEXT NOT NULL,
+        service TEXT NOT NULL,
+        attributes TEXT NOT NULL,
+        UNIQUE (rollout, attempt, span_id)
+    )""",
+)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 

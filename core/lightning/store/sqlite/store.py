@@ -20,6 +20,7 @@ from lightning.store import rows, rules
 from lightning.store.protocol import MetricPoint, Page
 from lightning.store.sqlite import records
 from lightning.store.sqlite import rollouts as rollout_ops
+from lightning.store.sqlite import spans as span_ops
 from lightning.store.sqlite import transitions as transition_ops
 from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
 from lightning.store.sqlite.writer import Writer, closed_error
@@ -30,6 +31,7 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
+    Span,
     Status,
     StepRecord,
     StepReward,
@@ -241,6 +243,15 @@ class SqliteStore:
     async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
         """See `Store.step_rewards`."""
         return await self._read(lambda tx: records.step_rewards(tx, rollout, attempt))
+
+    # spans ------------------------------------------------------------------------------------------------------
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """See `Store.append_spans`."""
+        return await self._write(lambda tx: span_ops.append(tx, spans))
+
+    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
+        """See `Store.spans`."""
+        return await self._read(lambda tx: span_ops.read(tx, rollout, attempt))
 
     # steps, metrics, small state --------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:

@@ -1,0 +1,50 @@
+"""Appending spans and reading them back.
+
+The invariant: a span belongs to the attempt that was current when it arrived, its first content stays, and no attempt has more
+than `MAX_SPANS` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.errors import StoreError
+from lightning.store import rows, sql
+from lightning.store.protocol import MAX_SPANS
+from lightning.store.sqlite.connection import Transaction
+from lightning.store.sqlite.rollouts import standing
+from lightning.types import Span
+
+
+def append(transaction: Transaction, spans: Sequence[Span]) -> int:
+    """See `Store.append_spans`."""
+    attempts: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        attempts.setdefault((span.rollout, span.attempt), []).append(span)
+    return sum(_append(transaction, rollout, attempt, group) for (rollout, attempt), group in attempts.items())
+
+
+def _append(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
+    try:
+        where = standing(transaction, rollout)
+    except StoreError:  # a rollout nobody created must not cost the spans of the others
+        return 0
+    if attempt < 1 or where.position.attempt != attempt:
+        return 0
+    key = (where.n, attempt)
+    (count,) = transaction.one(sql.COUNT_SPANS, key) or (0,)
+    stored = 0
+    for span in spans:
+        if count < MAX_SPANS:
+            count += transaction.run(sql.INSERT_SPAN, (*key, *rows.span_values(span)))
+            stored += 1
+        else:
+            stored += transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
+    return stored
+
+
+def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
+    """See `Store.spans`."""
+    where = standing(transaction, rollout)
+    attempt = where.position.attempt if attempt is None else attempt
+    return [rows.span_from_row(rollout, attempt, row) for row in transaction.all(sql.SELECT_SPANS, (where.n, attempt))]

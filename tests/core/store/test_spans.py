@@ -1,0 +1,95 @@
+"""What every store promises about spans, which arrive late, twice and out of order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from lightning.errors import DataError, StoreError
+from lightning.store import Store
+from lightning.store.sqlite import spans as span_ops
+from lightning.types import Fault, Outcome, Rollout, Span
+
+RolloutOf = Callable[..., Rollout]
+
+
+def span(number: int = 1, **changes: object) -> Span:
+    made = Span(
+        "a", 1, "f" * 32, f"{number:016x}", name=f"span {number}", started_at=float(number), ended_at=number + 0.5
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def leased(store: Store, rollout: RolloutOf) -> Store:
+    """A store whose rollout `a` runs its attempt 1 of 2."""
+    await store.create_rollouts([rollout(), rollout("b")])
+    await store.lease("run", "w")
+    return store
+
+
+async def test_a_span_comes_back_exactly(leased: Store) -> None:
+    given = span(
+        parent_id="e" * 16,
+        name="execute_tool π \ud800",
+        kind="server",
+        status="error",
+        error="Timeout",
+        service="shop",
+        attributes={"a": [1, 2.5, None, True], "b": {"c": "\ud800 \0"}},
+        started_at=1.7e9 + 0.25,
+    )
+    assert await leased.append_spans([given]) == 1
+    (found,) = await leased.spans("a")
+    assert found == replace(given, name="execute_tool π \\ud800")
+    assert await leased.spans("a", 1) == [found]
+
+
+async def test_the_order_is_that_of_their_beginnings(leased: Store) -> None:
+    assert await leased.append_spans([span(3), span(1)]) == 2
+    assert await leased.append_spans([span(2)]) == 1
+    assert await leased.spans("a") == [span(1), span(2), span(3)]
+
+
+async def test_a_repeated_span_is_taken_and_its_first_content_stays(leased: Store) -> None:
+    assert await leased.append_spans([span(1), span(1, name="twice in one request")]) == 2
+    assert await leased.append_spans([span(1, name="other"), span(2)]) == 2
+    assert await leased.spans("a") == [span(1), span(2)]
+    assert await leased.append_spans([]) == 0
+
+
+async def test_late_spans_of_the_current_attempt_are_taken_and_those_of_an_earlier_one_are_not(leased: Store) -> None:
+    assert await leased.append_spans([span(1)]) == 1
+    await leased.complete("a", 1, Outcome(fault=Fault.INFRASTRUCTURE))
+    assert await leased.append_spans([span(2)]) == 1  # ended, but nothing has taken its place yet
+    await leased.lease("run", "w")
+    assert await leased.append_spans([span(3), span(1, attempt=2)]) == 1
+    await leased.complete("a", 2, Outcome(reward=1.0))
+    assert await leased.append_spans([span(4), span(4, attempt=2), span(5, attempt=3)]) == 1
+    assert await leased.spans("a", 1) == [span(1), span(2)]
+    assert await leased.spans("a") == [span(1, attempt=2), span(4, attempt=2)]
+
+
+async def test_spans_of_nobody_do_not_cost_those_of_others(leased: Store) -> None:
+    nobody = [span(1, rollout="nobody"), span(1, rollout="b", attempt=0), span(1, rollout="b")]
+    assert await leased.append_spans([*nobody, span(1)]) == 1
+    assert await leased.spans("a") == [span(1)]
+    assert await leased.spans("b") == []
+    with pytest.raises(StoreError, match="'nobody' is unknown"):
+        await leased.spans("nobody")
+
+
+@pytest.mark.parametrize("changes", [{"started_at": math.nan}, {"ended_at": math.inf}, {"attributes": {"a": object()}}])
+async def test_what_a_span_cannot_hold_is_named(leased: Store, changes: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="of span '0000000000000001' of rollout 'a'"):
+        await leased.append_spans([span(2), span(1, **changes)])
+    assert await leased.spans("a") == []
+
+
+async def test_an_attempt_has_room_for_so_many(leased: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_ops, "MAX_SPANS", 3)
+    assert await leased.append_spans([span(number) for number in range(1, 6)]) == 3
+    assert await leased.append_spans([span(number) for number in range(1, 6)]) == 3
+    assert await leased.spans("a") == [span(1), span(2), span(3)]
