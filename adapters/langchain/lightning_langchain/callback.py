@@ -1,0 +1,137 @@
+"""What LangChain's callbacks tell: which runs are under way, inside which others, and how each tool run ended.
+
+The invariant: a run is known from its start to its end and no longer. Runs whose end LangChain never reports (a cancelled
+tool) go with the outermost run around them; `MAX_RUNS` bounds what is left even then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import lightning
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.runnables.config import ensure_config
+from lightning.instrument import ask, component_path
+from lightning.instrument import emit as to_rollout
+
+CREATE_AGENT = "langchain_create_agent"
+"""What `create_agent` calls its graphs in their metadata; their nodes `model` and `tools` are no names of the user's."""
+MAX_RUNS = 50_000
+
+
+class _Run(NamedTuple):
+    root: UUID
+    parent: UUID | None
+    path: tuple[str, ...]
+    components: tuple[str, ...]
+    """The `lightning.component`s around its start: those entered since belong behind the path."""
+    agent: bool = False
+    tool: lightning.ToolEvent | None = None
+
+
+receivers: list[Callable[[lightning.ToolEvent], None]] = []
+"""Who gets the tool events: the last one; without any, the rollout that the code runs for."""
+_runs: dict[UUID, _Run] = {}
+_lock = threading.Lock()
+_model_call: ContextVar[UUID | None] = ContextVar("lightning_langchain_model_call", default=None)
+
+
+def _path(run: _Run | None, name: str = "") -> tuple[str, ...]:
+    now = component_path()
+    if run is None:
+        path = now
+    else:
+        known = len(run.components)
+        path = run.path + (now[known:] if now[:known] == run.components else ())
+    return path if not name or path[-1:] == (name,) else (*path, name)
+
+
+def _open(said: dict[str, Any], name: str, **more: Any) -> None:
+    with _lock:
+        run_id, parent_id = said["run_id"], said["parent_run_id"]
+        parent = _runs.get(parent_id)
+        root = parent.root if parent else run_id
+        _runs[run_id] = _Run(root, parent_id, _path(parent, name), component_path(), **more)
+        if len(_runs) > MAX_RUNS:
+            del _runs[next(iter(_runs))]
+
+
+def _close(run_id: UUID, status: str = "unknown", output: str = "", error: str = "") -> None:
+    with _lock:
+        run = _runs.pop(run_id, None)
+        ended = [run] if run else []
+        if run and run.root == run_id:
+            ended += [_runs.pop(left) for left in [key for key, one in _runs.items() if one.root == run_id]]
+    for one in ended:
+        if one.tool:
+            event = replace(one.tool, status=status if one is run else "unknown", output=output, error=error)
+            (receivers[-1] if receivers else to_rollout)(event)
+
+
+def _caller(run_id: UUID | None) -> lightning.Caller | None:
+    run = _runs.get(run_id) if run_id else None
+    path = _path(run)
+    if run is None or not path:
+        return None
+    return lightning.Caller(path[-1], path, str(run_id), str(run.parent or ""), "langchain")
+
+
+def caller_now() -> lightning.Caller | None:
+    """Who sends a request from this thread or task: the model call here, else whatever of LangChain runs this code."""
+    call = _model_call.get()
+    return _caller(call if call in _runs else getattr(ensure_config().get("callbacks"), "parent_run_id", None))
+
+
+class LightningCallback(BaseCallbackHandler):
+    """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
+
+    run_inline = True  # in the caller's own thread and task, where the request finds what is set here
+
+    def __init__(self) -> None:
+        ask(caller_now)
+
+    def on_chain_start(self, serialized: Any, inputs: Any, **run: Any) -> None:
+        """A graph, a node, or a link of a chain begins; names that nobody gave do not count."""
+        name, said, parent = run.get("name") or "", run.get("metadata") or {}, _runs.get(run["parent_run_id"])
+        unnamed = name == "LangGraph"
+        created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") == CREATE_AGENT)
+        if created and unnamed and not _path(parent):
+            name = "agent"
+        elif unnamed or name.startswith("Runnable") or (parent and parent.agent and name in ("model", "tools")):
+            name = ""
+        _open(run, name, agent=created)
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
+        """The next request from here is this call's, and so are its retries."""
+        _open(run, run.get("name") or "")
+        _model_call.set(run["run_id"])
+
+    def on_tool_start(self, serialized: Any, input_str: str, **run: Any) -> None:
+        """A tool begins; what it calls belongs to it."""
+        name = (serialized or {}).get("name") or run.get("name") or "tool"
+        call_id, arguments = run.get("tool_call_id") or "", run.get("inputs") or input_str
+        caller = _caller(run["parent_run_id"])
+        _open(run, name, tool=lightning.ToolEvent(name, "unknown", call_id, arguments, caller=caller))
+
+    def on_tool_end(self, output: Any, **run: Any) -> None:
+        """It returned; a handled failure comes as a message that says so."""
+        text = str(getattr(output, "content", output))
+        failed = getattr(output, "status", "") == "error"
+        _close(run["run_id"], "error" if failed else "ok", text, text if failed else "")
+
+    def on_tool_error(self, error: BaseException, **run: Any) -> None:
+        """It raised. LangGraph's interrupts come this way too and are no failures."""
+        interrupted = any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
+        _close(run["run_id"], "unknown" if interrupted else "error", error="" if interrupted else repr(error))
+
+    def on_chain_end(self, outputs: Any, **run: Any) -> None:
+        """The same, whether it went well or not."""
+        _close(run["run_id"])
+
+    on_chain_error = on_llm_end = on_llm_error = on_chain_end  # type: ignore[assignment]  # what came out is not looked at
+    on_llm_start = on_chat_model_start  # type: ignore[assignment]  # nor what went in
