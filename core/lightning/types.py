@@ -133,7 +133,7 @@ class LLM:
     base_url: str
     api_key: str
     model: str
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def url_with_token(self) -> str:

@@ -40,12 +40,27 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
     around a `yield` stays open while the generator waits, so the consumer's own calls get the name as well (Python's
     generators share the context of whoever iterates them). Raises `DataError` for an empty name or one with a slash, since
     slashes separate the names of a path in `train_agents`.
+
+    `prompt` makes a prompt template part of the component: the agent reads it back from `.prompt`, which in a rollout is the
+    template under trial (`runner.prompts`, or the optimizer's), and the given one everywhere else.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, prompt: str | None = None) -> None:
         self.name = _checked(
             name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
         )
+
+        self._prompt = prompt
+
+    @property
+    def prompt(self) -> str:
+        """The prompt template to use here and now. Raises `DataError` when the component was made without one."""
+        if self._prompt is None:
+            raise DataError(
+                f"component({self.name!r}) has no prompt: give it one, component({self.name!r}, prompt=...)"
+            )
+        session = current_session()
+        return self._prompt if session is None else session.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
         _path.set((*_path.get(), self.name))

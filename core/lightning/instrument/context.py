@@ -51,6 +51,7 @@ class Session:
         self._step_rewards: list[StepReward] = []
         self._labels: dict[str, Caller] = {}
         self._sizes: dict[str, int] = {}
+        self._unasked = set(llm.prompts)
         self._strangers: dict[int, threading.Thread] = {}
         self._open = True
 
@@ -100,9 +101,22 @@ class Session:
             if self._takes("labels", count, len(response_id) + size_of(caller)):
                 self._labels[response_id] = caller
 
+    def prompt(self, name: str, default: str) -> str:
+        """The prompt template of a component in this rollout."""
+        self._unasked.discard(name)
+        return self.llm.prompts.get(name, default)
+
     def close(self) -> None:
         """Take no more reports."""
         self._open = False
+        for name in sorted(self._unasked):
+            log_once(
+                f"prompt {name}",
+                "no component asked for the prompt %r in a rollout: is there a component(%r, prompt=...), and is its "
+                ".prompt what the agent sends?",
+                name,
+                name,
+            )
 
     def knows(self, thread: int) -> bool:
         """Whether a thread without a context, given by its ident, may be the rollout's: it is not one of `disown`."""

@@ -78,7 +78,7 @@ def failed(fault: Fault, error: str, session: Session | None = None, seconds: fl
 def encode_request(task: Task, llm: LLM) -> bytes:
     """One attempt to run, as JSON."""
     fields = {"input": task.input, "expected": task.expected, "metadata": dict(task.metadata), "id": task.id}
-    return _dump({"task": fields, "llm": [llm.base_url, llm.api_key, llm.model]})
+    return _dump({"task": fields, "llm": [llm.base_url, llm.api_key, llm.model, dict(llm.prompts)]})
 
 
 def decode_request(data: bytes) -> tuple[Task, LLM]:

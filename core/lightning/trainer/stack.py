@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,8 +65,10 @@ class Stack:
         """The model as one attempt sees it; evaluations may fix the temperature."""
         temperature = self.config.trainer.eval_temperature
         if lease.rollout.split == VAL and temperature is not None:
-            return self.gateway.llm(lease, sampling={"temperature": temperature})
-        return self.gateway.llm(lease)
+            llm = self.gateway.llm(lease, sampling={"temperature": temperature})
+        else:
+            llm = self.gateway.llm(lease)
+        return replace(llm, prompts=self.config.runner.prompts)
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
