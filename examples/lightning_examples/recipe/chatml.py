@@ -27,6 +27,9 @@ PIECES = r"\d{1,2}| ?[^\s\d]+|\s"
 """Numbers in pieces of two digits, words with the space before them, every other space by itself: pieces long enough for
 short prompts and regular enough for a tiny model to copy them."""
 
+VOCABULARY = 768
+"""Tokens, at most: with hidden states of 64 numbers, a model of less than a megabyte."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -59,7 +62,9 @@ def chat_template() -> str:
     return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8").removesuffix("\n")
 
 
-def build_tokenizer(texts: Iterable[str], vocab_size: int = 768, pieces: str = PIECES) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    texts: Iterable[str], vocab_size: int = VOCABULARY, pieces: str = PIECES
+) -> PreTrainedTokenizerFast:
     """Train byte-level BPE on `texts` (rendered conversations); at most `vocab_size` tokens, any text can be encoded.
 
     `pieces` is a regular expression: text is first cut into its matches, and no token ever crosses a cut.

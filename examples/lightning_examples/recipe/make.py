@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_examples.recipe.chatml import PIECES, Conversation, build_tokenizer, encode, render
+from lightning_examples.recipe.chatml import PIECES, VOCABULARY, Conversation, build_tokenizer, encode, render
 from lightning_examples.recipe.model import build, save, tiny_config
 from lightning_examples.recipe.pretrain import Plan, Stage, pretrain
 
@@ -18,16 +18,21 @@ log = logging.getLogger(__name__)
 
 
 def make_folder(
-    folder: Path, demonstrations: Sequence[tuple[Sequence[Conversation], float]], plan: Plan, pieces: str = PIECES
+    folder: Path,
+    demonstrations: Sequence[tuple[Sequence[Conversation], float]],
+    plan: Plan,
+    *,
+    vocab_size: int = VOCABULARY,
+    pieces: str = PIECES,
 ) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core.
 
     `demonstrations` are the stages of the warm start, in order, each with its share of the steps (their sum is 1). The
-    tokenizer, the first weights and the order of rows follow from them and from `plan.seed`; `pieces` is the tokenizer's.
+    tokenizer, the first weights and the order of rows follow from them and from `plan.seed`; `vocab_size` and `pieces` are the tokenizer's.
     """
     started = time.process_time()
     texts = (render(conversation) for stage, _ in demonstrations for conversation in stage)
-    tokenizer = build_tokenizer(texts, pieces=pieces)
+    tokenizer = build_tokenizer(texts, vocab_size, pieces)
     stages = [
         Stage([encode(tokenizer, conversation) for conversation in stage], share) for stage, share in demonstrations
     ]
