@@ -28,7 +28,8 @@ def make_folder(
     """Write tokenizer, configuration and weights to `folder`; minutes on one core.
 
     `demonstrations` are the stages of the warm start, in order, each with its share of the steps (their sum is 1). The
-    tokenizer, the first weights and the order of rows follow from them and from `plan.seed`; `vocab_size` and `pieces` are the tokenizer's.
+    tokenizer, the first weights and the order of rows follow from them and from `plan.seed`; `vocab_size` and `pieces` are
+    the tokenizer's.
     """
     started = time.process_time()
     texts = (render(conversation) for stage, _ in demonstrations for conversation in stage)
