@@ -21,9 +21,8 @@ def make_folder(
     folder: Path,
     demonstrations: Sequence[tuple[Sequence[Conversation], float]],
     plan: Plan,
-    *,
-    vocab_size: int = VOCABULARY,
     pieces: str = PIECES,
+    vocab_size: int = VOCABULARY,
 ) -> None:
     """Write tokenizer, configuration and weights to `folder`; minutes on one core.
 
