@@ -1,6 +1,7 @@
 """Attaches adapters to their frameworks and asks them who is calling.
 
-The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter.
+The invariant: an adapter that fails costs its own knowledge and nothing else: no agent's call, no other adapter. A call
+that nobody could name because of that says so in its transition.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple
 
 import pluggy
 
@@ -16,6 +18,20 @@ from lightning.plugins.info import PluginInfo
 from lightning.types import Caller, ToolEvent
 
 logger = logging.getLogger(__name__)
+
+FAILED = "adapter-failed:"
+"""What `Caller.framework` begins with, before the adapter's name, in a call that an adapter's fault left without its name."""
+
+NOBODY = Caller("agent")
+"""As the gateway names a call that comes without a name."""
+
+
+class Identifier(NamedTuple):
+    """One adapter's `lightning_identify`. `fallback` (pluggy's `trylast`) names whatever no framework's adapter did."""
+
+    name: str
+    ask: Callable[[], object]
+    fallback: bool
 
 
 class Installation:
@@ -42,7 +58,8 @@ class Adapters:
     def __init__(self, manager: pluggy.PluginManager, infos: Mapping[str, PluginInfo]) -> None:
         self._manager, self._infos = manager, infos
         self._installations: list[Installation] = []
-        self._identifiers: tuple[tuple[str, Callable[[], object]], ...] | None = None
+        self._identifiers: tuple[Identifier, ...] | None = None
+        self._absent: tuple[str, ...] = ()
         self._said: set[str] = set()
 
     def begin(self, emit: Callable[[ToolEvent], None], names: frozenset[str] | None) -> Installation:
@@ -97,29 +114,41 @@ class Adapters:
         self._identifiers = None
 
     def identify(self) -> Caller | None:
-        """The first answer, by pluggy's order; while anything is installed, only installed adapters are asked."""
+        """The first answer, by pluggy's order; while anything is installed, only installed adapters are asked.
+
+        Where an adapter failed, now or when it was installed, and no other framework's adapter knows the caller, the
+        answer (a fallback's, else `agent`) is marked by its `framework`: `FAILED` and the adapter's name.
+        """
         identifiers = self._identifiers
         if identifiers is None:
-            identifiers = self._identifiers = tuple(self._find_identifiers())
-        for name, ask in identifiers:
+            identifiers = self._find_identifiers()
+        failed = self._absent
+        for name, ask, fallback in identifiers:
             try:
                 caller = ask()
             except Exception as error:  # noqa: BLE001 — a stranger's code must not cost the agent its call
                 self._complain(name, f"its lightning_identify failed: {error!r}")
+                failed = (name, *failed)
                 continue
             if isinstance(caller, Caller):
-                return caller
+                return _marked(caller, failed) if fallback else caller
             if caller is not None:
                 self._complain(name, f"its lightning_identify returned {caller!r}, not a lightning.Caller")
-        return None
+                failed = (name, *failed)
+        return _marked(NOBODY, failed) if failed else None
 
-    def _find_identifiers(self) -> list[tuple[str, Callable[[], object]]]:
+    def _find_identifiers(self) -> tuple[Identifier, ...]:
+        """Who is to be asked, in order; remembers who cannot be, because it was not installed."""
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
-        return [
-            (item.plugin_name, cast("Callable[[], object]", item.function))
+        known = tuple(
+            Identifier(item.plugin_name, item.function, item.trylast)
             for item in implementations
-            if not self._installations or any(known.asks(item.plugin_name) for known in self._installations)
-        ]
+            if not self._installations or any(one.asks(item.plugin_name) for one in self._installations)
+        )
+        asked = {item.name for item in known}
+        self._absent = tuple(sorted({name for one in self._installations for name in one.failed} - asked))
+        self._identifiers = known
+        return known
 
     def _pass_on(self, emit: Callable[[ToolEvent], None], event: ToolEvent) -> None:
         try:
@@ -133,3 +162,7 @@ class Adapters:
         if name not in self._said:
             self._said.add(name)
             logger.warning("the adapter %s: %s (said once)", self._infos[name], problem)
+
+
+def _marked(caller: Caller, failed: tuple[str, ...]) -> Caller:
+    return replace(caller, framework=FAILED + failed[0]) if failed else caller

@@ -1,0 +1,456 @@
+"""The conformance kit: what every adapter has to do, as tests. Subclass `AdapterContract` and run pytest.
+
+The invariant: the checks know no framework; they look at what reached the policy server and at what the store holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import pytest
+
+from lightning.instrument import activate
+from lightning.plugins.adapters import FAILED
+from lightning.testing.contract_harness import CAPABILITIES, ContractHarness, Make, check, in_thread, named, unbroken
+from lightning.testing.contract_house import Ran
+from lightning.testing.contract_policy import ANSWER, BAD, HANG, REFUSE
+from lightning.testing.vllm_shapes import Reply
+from lightning.types import CallStatus, ToolEvent
+
+__all__ = ["CAPABILITIES", "AdapterContract"]
+
+CONCURRENT = 8
+THREADS = 4
+
+
+class AdapterContract(ContractHarness):
+    """The kit. Give a subclass named `Test...` the plugin's name, what it claims, and a few small agents:
+
+        class TestAcme(AdapterContract):
+            adapter = "acme"                                    # the entry point's name, up to the dot
+            capabilities = frozenset({"tools", "stream"})       # of CAPABILITIES; the rest is skipped, saying so
+
+            def solver(self, llm, dialect="chat"): ...
+            async def run(self, agent, text, *, stream=False): ...
+
+    Everything runs against the real gateway and store and a scripted policy server, with the network held to the
+    loopback address. A failing check says what the adapter did wrong.
+    """
+
+    # who is calling -----------------------------------------------------------------------------------------------
+    def test_every_call_is_named(self) -> None:
+        """Each model call carries its agent's name, a path that holds it, and token ids."""
+        ran = self.go(self.solver)
+        solved(ran)
+        for call in ran.calls:
+            check(
+                call.caller.agent == "solver",
+                f"call {call.seq} is named {named(call.caller)}, but the agent is called 'solver'. "
+                "lightning_identify() is asked in the task that sends the request: what did it see there?",
+            )
+            check(
+                call.caller.agent in call.caller.path,
+                f"call {call.seq} has the path {call.caller.path}: it runs outermost to innermost and includes the agent",
+            )
+            check(call.caller.framework, f"call {call.seq}: Caller.framework is empty; say your framework's name")
+            check(call.prompt_ids and call.response_ids, f"call {call.seq} has no token ids")
+
+    def test_two_agents_keep_their_names(self) -> None:
+        """Agents that run after one another do not inherit each other's names."""
+        self.need("pair")
+        ran = self.go(self.pair)
+        check(
+            ran.agents == ["writer", "checker"],
+            f"`pair` runs writer, then checker, with one model call each; the calls are named {ran.agents}",
+        )
+
+    def test_nested_parallel_agents_keep_their_names(self) -> None:
+        """Agents inside tools of an agent, at the same time: each call has its own agent and its whole path."""
+        self.need("nested")
+        ran = self.go(self.boss)
+        check(
+            sorted(ran.agents) == ["boss", "boss", "echo", "solver", "solver"],
+            f"`boss` makes two calls, solver two and echo one; the calls are named {ran.agents}",
+        )
+        check(
+            ran.agents[0] == ran.agents[-1] == "boss",
+            f"boss calls first and last, and the calls in order are named {ran.agents}",
+        )
+        for agent, tool in (("solver", "ask_math"), ("echo", "ask_echo")):
+            for call in ran.calls:
+                if call.caller.agent == agent:
+                    check(
+                        _in_order(("boss", tool, agent), call.caller.path),
+                        f"a call of {agent} has the path {call.caller.path}; it should hold boss, {tool} and {agent}, in "
+                        "this order: the path runs from the outermost agent through tools to the innermost agent",
+                    )
+
+    def test_calls_have_spans(self) -> None:
+        """Each model call has a span id of its own, and a parent."""
+        self.need("spans")
+        ran = self.go(self.solver)
+        spans = [call.caller.span_id for call in ran.calls]
+        check(all(spans), f"Caller.span_id is empty in {[named(call.caller) for call in ran.calls]}")
+        check(
+            len(set(spans)) == len(spans),
+            f"two model calls share a span id: {spans}; it is the call's, not the agent's",
+        )
+        for call in ran.calls:
+            parent = call.caller.parent_id
+            check(
+                parent and parent != call.caller.span_id,
+                f"call {call.seq} has span {call.caller.span_id!r} and parent {parent!r}: the parent is what the call ran in",
+            )
+
+    def test_identify_is_steady(self) -> None:
+        """`lightning_identify()` says the same when asked again, and nothing where no agent runs."""
+        answers: list[list[object]] = []
+
+        def thrice(ask: Callable[[], object]) -> Callable[[], object]:
+            def asked() -> object:
+                answers.append([ask() for _ in range(3)])
+                return answers[-1][0]
+
+            return asked
+
+        with self.identify(thrice), self.installed():
+            self.nobody("before any agent ran")
+            answers.clear()
+            solved(unbroken(self.play(self.solver)))
+            seen = [item for item in answers if item[0] is not None]
+            self.nobody("after the rollout")
+            in_thread(lambda: self.nobody("in a thread of its own, after the rollout"))
+        check(len(seen) >= 2, "lightning_identify() was not asked for each model call, or did not know who was calling")
+        for first, *others in seen:
+            check(
+                all(other == first for other in others),
+                f"lightning_identify() said {first}, and asked again at once {others}: asking must change nothing",
+            )
+
+    # what the agent does ------------------------------------------------------------------------------------------
+    @pytest.mark.parametrize("text", ["hi", BAD])
+    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+    def test_agent_is_unchanged(self, text: str, stream: bool) -> None:
+        """With the adapter and without it: the same final text, the same requests, byte by byte."""
+        if stream:
+            self.need("stream")
+        self._unchanged(self.solver, text, stream=stream)
+
+    @pytest.mark.parametrize("which", ["pair", "boss"])
+    def test_agents_are_unchanged(self, which: str) -> None:
+        """The same for several agents; parallel ones may send their requests in any order."""
+        self.need({"pair": "pair", "boss": "nested"}[which])
+        self._unchanged(getattr(self, which), "hi", stream=False)
+
+    def _unchanged(self, make: Make, text: str, *, stream: bool) -> None:
+        with self.without():
+            alone = self.play(make, text, stream=stream)
+        if alone.error is not None:
+            raise alone.error
+        check(not self.emitted, f"without the adapter it still reported {self.emitted}")
+        beside = self.go(make, text, stream=stream)
+        check(
+            beside.answer.encode() == alone.answer.encode(),
+            f"without the adapter the agent says {alone.answer!r}, with it {beside.answer!r}",
+        )
+        for ours, its in zip(sorted(beside.bodies), sorted(alone.bodies), strict=False):
+            check(ours == its, f"with the adapter the agent sends another request.\nwithout: {its}\nwith:    {ours}")
+        check(
+            len(beside.bodies) == len(alone.bodies),
+            f"without the adapter the agent makes {len(alone.bodies)} model calls, with it {len(beside.bodies)}",
+        )
+
+    def test_streaming_equals_plain(self) -> None:
+        """A streamed run leaves the same transitions as a plain one."""
+        self.need("stream")
+        plain, streamed = self.go(self.solver), self.go(self.solver, stream=True)
+        solved(streamed)
+        check(
+            streamed.answer == plain.answer,
+            f"plain the agent says {plain.answer!r}, streaming {streamed.answer!r}",
+        )
+        check(
+            traces(streamed) == traces(plain),
+            f"the calls of a streamed run differ from a plain one's:\nplain:    {traces(plain)}\nstreamed: {traces(streamed)}",
+        )
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+    @pytest.mark.parametrize("dialect", ["responses", "messages"])
+    def test_dialects_are_named(self, dialect: str, stream: bool) -> None:
+        """The agent calls another API than chat: the same names, the same sampled tokens."""
+        self.need(dialect)
+        if stream:
+            self.need("stream")
+        ran = self.go(functools.partial(self.solver, dialect=dialect), stream=stream)
+        solved(ran)
+        check(ran.agents == ["solver"] * 2, f"through {dialect} the calls are named {ran.agents}")
+        expected = [list(call.response_ids) for call in self.go(self.solver).calls]
+        got = [list(call.response_ids) for call in ran.calls]
+        check(
+            got == expected, f"the tokens sampled through {dialect} differ from those through chat: {got}, {expected}"
+        )
+
+    # tools --------------------------------------------------------------------------------------------------------
+    def test_tools_are_reported(self) -> None:
+        """Each run of a tool is one event, with its status and the agent that called it; a raising tool is an error."""
+        self.need("tools")
+        ran = self.go(self.solver, BAD)
+        solved(ran, calls=3)
+        events = calculator(ran)
+        check(
+            [event.status for event in events] == ["error", "ok"],
+            f"the tool raised, then worked; its events say {[(event.name, event.status) for event in ran.events]}: one "
+            "event for each run, 'error' when it raised (even if the framework makes a text of that), 'ok' when not",
+        )
+        check(
+            "bad expression" in events[0].error, f"ToolEvent.error is {events[0].error!r}, without what the tool raised"
+        )
+        check("42" in events[1].output, f"ToolEvent.output is {events[1].output!r}; the tool returned 42")
+        for event in events:
+            caller = event.caller
+            check(
+                caller is not None and "solver" in caller.path,
+                f"the event of calculator says that {named(caller)} called it; solver did",
+            )
+
+    def test_tool_events_name_their_call(self) -> None:
+        """An event's call id is one that the model gave in this rollout, a different one for each run."""
+        self.need("tool_call_ids")
+        ran = self.go(self.solver, BAD)
+        asked = [name for call in ran.calls for name in call.tool_calls]
+        got = [event.call_id for event in calculator(ran)]
+        check(
+            got == asked and len(set(got)) == 2,
+            f"the model called tools under the ids {asked}; ToolEvent.call_id of the runs: {got}",
+        )
+
+    def test_nested_tools_name_their_call(self) -> None:
+        """Tools that hold agents, and the tools of those agents: every event's call id is in the store."""
+        self.need("tool_call_ids")
+        self.need("nested")
+        ran = self.go(self.boss)
+        asked = {name for call in ran.calls for name in call.tool_calls}
+        for event in ran.events:
+            check(
+                event.call_id in asked,
+                f"the event of {event.name} has the call id {event.call_id!r}; the model's are {sorted(asked)}",
+            )
+        names = sorted(event.name for event in ran.events)
+        check(
+            names == ["ask_echo", "ask_math", "calculator"],
+            f"the tools ask_echo, ask_math and calculator ran once each; reported: {names}",
+        )
+
+    # side by side -------------------------------------------------------------------------------------------------
+    def test_concurrent_rollouts_do_not_mix(self) -> None:
+        """Rollouts at the same time on one loop: calls and events stay with their own."""
+
+        async def all_at_once() -> list[Ran]:
+            return await asyncio.gather(*(self.attempt(self.solver, "hi") for _ in range(CONCURRENT)))
+
+        with self.installed():
+            together = self.house.agents.run(all_at_once())
+        self._separate(together)
+
+    def _separate(self, together: Sequence[Ran]) -> None:
+        for ran in together:
+            solved(unbroken(ran))
+            check(ran.agents == ["solver"] * 2, f"in a rollout beside others the calls are named {ran.agents}")
+            if "tools" in self.capabilities:
+                count = len(calculator(ran))
+                check(count == 1, f"a rollout beside others ran its tool once and has {count} events")
+
+    def test_agent_in_a_thread(self) -> None:
+        """An agent that runs in a bare thread, without the rollout's context, keeps its names and events."""
+        self.need("threads")
+        with self.installed():
+            ran = self.house.agents.run(self.attempt(self.solver, "hi", threaded=True))
+        self._separate([ran])
+
+    def test_concurrent_rollouts_in_threads(self) -> None:
+        """Rollouts at the same time, each in a thread with its own context, as the inline runner has them."""
+        self.need("threads")
+
+        async def all_at_once() -> list[Ran]:
+            loop = asyncio.get_running_loop()
+            attempts = [
+                loop.run_in_executor(
+                    None, contextvars.copy_context().run, functools.partial(self.attempt_sync, self.solver, "hi")
+                )
+                for _ in range(THREADS)
+            ]
+            return await asyncio.gather(*attempts)
+
+        with self.installed():
+            together = self.house.agents.run(all_at_once())
+        self._separate(together)
+
+    def test_own_processor_beside_ours(self) -> None:
+        """The user's own callback sees what it saw before, and the adapter sees its own, whichever came first."""
+        self.need("own_processor")
+        with self.own_processor() as alone, self.without():
+            self.play(self.solver)
+        check(alone, "own_processor() saw nothing of a run without the adapter: is it attached inside its block?")
+        with self.own_processor() as before, self.installed():
+            first = unbroken(self.play(self.solver))
+        with self.installed(), self.own_processor() as after:
+            second = unbroken(self.play(self.solver))
+        for ran, seen, order in ((first, before, "before"), (second, after, "after")):
+            check(
+                len(seen) >= len(alone),
+                f"the user's own processor, attached {order} the adapter, saw {len(seen)} things instead of {len(alone)}",
+            )
+            check(ran.agents == ["solver"] * 2, f"beside a user's processor the calls are named {ran.agents}")
+            if "tools" in self.capabilities:
+                check(len(calculator(ran)) == 1, f"beside a user's processor the tool's events are {ran.events}")
+        with self.own_processor() as seen:
+            with self.installed():
+                self.play(self.solver)
+            count = len(seen)
+            with self.without():
+                self.play(self.solver)
+        check(len(seen) > count, "uninstalling the adapter took the user's own processor away")
+
+    # faults -------------------------------------------------------------------------------------------------------
+    def test_uninstalling_leaves_no_trace(self) -> None:
+        """After the undo the adapter hears nothing; installed again, it reports everything once."""
+        solved(self.go(self.solver))
+        first = len(self.emitted)
+        self.clean("after the adapter was uninstalled")
+        with self.without():
+            bare = self.play(self.solver)
+        solved(bare)
+        check(len(self.emitted) == first, f"uninstalled, the adapter still reported {self.emitted[first:]}")
+        again = self.go(self.solver)
+        check(
+            len(self.emitted) == 2 * first,
+            f"installed for the first time it reported {first} events of a run, installed again "
+            f"{len(self.emitted) - first}: lightning_install's undo has to take back all that it attached",
+        )
+        check(again.agents == ["solver"] * 2, f"installed again, the calls are named {again.agents}")
+
+    def clean(self, when: str) -> None:
+        """Check `leftovers`."""
+        left = self.leftovers()
+        check(not left, f"{when} it still holds {left!r}")
+
+    def test_retries_keep_one_identity(self) -> None:
+        """A call that the client sends again is the same call: same agent, same span."""
+        self.house.fake.queue(Reply(status=500))
+        ran = self.go(self.solver)
+        solved(ran, calls=3)
+        statuses = [call.status for call in ran.calls]
+        check(
+            statuses == [CallStatus.ERROR, CallStatus.OK, CallStatus.OK],
+            f"the policy server failed once and the client should have tried again; the calls were {statuses}",
+        )
+        failed, retried, following = (call.caller for call in ran.calls)
+        check(failed == retried, f"the failed call is {failed}, its retry {retried}: they are one call")
+        if "spans" in self.capabilities:
+            check(following.span_id != retried.span_id, f"the next call has the span of the one before: {following}")
+
+    def test_broken_receiver_does_not_break_the_agent(self) -> None:
+        """What receives events raises: the agent goes on."""
+
+        def broken(event: ToolEvent) -> NoReturn:
+            raise RuntimeError(f"the kit's receiver is broken ({event.name})")
+
+        with self.installed(broken):
+            ran = self.play(self.solver, BAD)
+        solved(ran, calls=3)
+        check(ran.agents == ["solver"] * 3, f"with a broken receiver the calls are named {ran.agents}")
+
+    def test_broken_identify_does_not_break_the_agent(self) -> None:
+        """`lightning_identify` raises: the agent goes on, and the calls are marked."""
+
+        def broken() -> NoReturn:
+            raise RuntimeError("the kit broke lightning_identify")
+
+        with self.identify(lambda _: broken), self.installed():
+            ran = self.play(self.solver)
+        solved(ran)
+        marks = {call.caller.framework for call in ran.calls}
+        check(marks == {f"{FAILED}{self.adapter}"}, f"the calls of a failing adapter are marked {marks}")
+
+    def test_provider_failure_surfaces(self) -> None:
+        """The policy server refuses: the agent's user sees it, and nothing of it is left."""
+        with self.installed():
+            ran = self.play(self.solver, REFUSE)
+            check(
+                ran.error is not None,
+                f"the model call failed and the agent answered {ran.answer!r}: who hid the failure?",
+            )
+            self._next_is_clean("a failed model call")
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+    def test_cancelling_leaves_no_state(self, stream: bool) -> None:
+        """The run is cancelled while the model is sampling: its call is aborted, and nothing of it is left."""
+        if stream:
+            self.need("stream")
+        with self.installed():
+            cancelled = self.house.agents.run(self._cancelled(stream=stream))
+            check(
+                [call.caller.agent for call in cancelled.calls] == ["solver"],
+                f"the cancelled call is named {cancelled.agents}",
+            )
+            statuses = [call.status for call in cancelled.calls]
+            check(
+                statuses == [CallStatus.ABORTED],
+                f"the call of a cancelled run is {statuses}, not aborted: was the connection left open?",
+            )
+            self._next_is_clean("a cancelled run")
+
+    async def _cancelled(self, *, stream: bool) -> Ran:
+        fake = self.house.fake
+        before, gone = len(fake.requests), len(fake.aborted)
+        lease, llm = self.house.lease()
+        with activate(llm) as session:
+            running = asyncio.ensure_future(self.run(self.solver(llm), HANG, stream=stream))
+            await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=10.0)
+            check(done, "the run was cancelled and goes on: something swallows asyncio.CancelledError")
+            self.nobody("after the run was cancelled")
+            await self.house.until(lambda: len(fake.aborted) > gone, "the policy server to be told that the call ended")
+            await self.house.until(lambda: bool(self.house.calls(lease)), "the aborted call in the store")
+        error = None if running.cancelled() else running.exception()
+        check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
+        return self.house.finish(lease, session, "", error or asyncio.CancelledError())
+
+    def _next_is_clean(self, what: str) -> None:
+        self.nobody(f"after {what}")
+        following = unbroken(self.play(self.solver))
+        solved(following)
+        check(following.agents == ["solver"] * 2, f"after {what} the next run's calls are named {following.agents}")
+        if "tools" in self.capabilities:
+            check(len(calculator(following)) == 1, f"after {what} the next run's events are {following.events}")
+        self.clean(f"after {what} and one good run")
+
+
+def solved(ran: Ran, calls: int = 2) -> None:
+    """Check that the solver did its work: its calls, its answer."""
+    __tracebackhide__ = True
+    if ran.error is not None:
+        raise ran.error
+    check(ANSWER in ran.answer, f"the solver's final text is {ran.answer!r}; the model said {ANSWER!r}")
+    check(len(ran.calls) == calls, f"the solver makes {calls} model calls; in the store there are {len(ran.calls)}")
+
+
+def traces(ran: Ran) -> list[tuple[str, list[int]]]:
+    """Who called, with the sampled token ids."""
+    return [(call.caller.agent, list(call.response_ids)) for call in ran.calls]
+
+
+def calculator(ran: Ran) -> list[ToolEvent]:
+    """The runs of the solver's tool."""
+    return [event for event in ran.events if event.name == "calculator"]
+
+
+def _in_order(names: Sequence[str], path: Sequence[str]) -> bool:
+    """Whether the names stand in a path, in this order, with anything between them."""
+    rest = iter(path)
+    return all(name in rest for name in names)

@@ -1,0 +1,289 @@
+"""How the conformance kit runs an adapter's agents: what a subclass supplies, and the runner's part around it.
+
+The invariant: a rollout here goes the way it goes in training (tap, adapter by its entry point, `activate`, gateway, store),
+so what a check reads is what would be trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
+import pluggy
+
+from lightning.errors import DataError, LightningError, MissingExtraError
+from lightning.instrument import activate, emit, install_tap
+from lightning.plugins import plugins
+from lightning.plugins.adapters import FAILED
+from lightning.testing.contract_house import LIMIT, House, Ran
+from lightning.testing.network import hold_network
+from lightning.types import LLM, Caller, ToolEvent
+
+try:
+    import pytest
+except ImportError as error:
+    raise MissingExtraError("testing", "pytest") from error
+
+CAPABILITIES = {
+    "tools": "reports each run of a tool with its status",
+    "tool_call_ids": "reports the id of the model's call that a tool ran for",
+    "stream": "`run(..., stream=True)`",
+    "pair": "`pair`, two agents after one another",
+    "nested": "`boss`, agents inside an agent's tools, in parallel",
+    "spans": "gives each model call a span id",
+    "threads": "agents may run in threads, by `run_sync`",
+    "responses": "`solver(llm, 'responses')`, the OpenAI Responses API",
+    "messages": "`solver(llm, 'messages')`, the Anthropic Messages API",
+    "own_processor": "`own_processor`, the user's own callbacks beside the adapter's",
+}
+"""What an adapter may claim, and what it then has to do or to supply."""
+
+KEYS = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "LANGSMITH_API_KEY")
+"""Of the machine that runs the kit; an agent must not find them."""
+
+_HOUSE = pytest.StashKey[House]()
+
+Make = Callable[[LLM], object]
+T = TypeVar("T")
+
+
+class ContractHarness:
+    """What `AdapterContract`'s checks are written with; see there."""
+
+    adapter: ClassVar[str] = ""
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+
+    # what a subclass supplies -------------------------------------------------------------------------------------
+    def solver(self, llm: LLM, dialect: str = "chat") -> object:
+        """An agent called `solver` with the instructions "You are solver." and one tool.
+
+        The tool is `calculator(expression: str) -> str`: it evaluates, and raises `ValueError("bad expression")` for "bad".
+        What it raises reaches the model as the tool's result, in the framework's own way, and the agent goes on until the
+        model answers in text. Leave the client's retries as the framework has them. `dialect` is the API to call:
+        `chat`, and `responses` or `messages` if these are claimed.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.solver")
+
+    def pair(self, llm: LLM) -> object:
+        """An agent `writer` ("You are writer."), then an agent `checker` ("You are checker.")."""
+        raise NotImplementedError(f"{type(self).__name__}.pair")
+
+    def boss(self, llm: LLM) -> object:
+        """An agent `boss` ("You are boss.") whose tools are agents: `ask_math` runs `solver`, `ask_echo` runs `echo`.
+
+        The model calls both at once, each with a text as its first parameter; run them in parallel, as far as the
+        framework does. `echo` ("You are echo.") has no tools.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.boss")
+
+    async def run(self, agent: object, text: str, *, stream: bool = False) -> str:
+        """Run an agent on a user's text, streaming if so wished, and return its final text. Close what you open."""
+        raise NotImplementedError(f"{type(self).__name__}.run")
+
+    def run_sync(self, agent: object, text: str) -> str:
+        """Run an agent in a thread without an event loop; by default `run` on a loop of its own."""
+        return asyncio.run(self.run(agent, text))
+
+    def own_processor(self) -> AbstractContextManager[list[object]]:
+        """The user's own callback or processor, attached inside the block; yields the list of what it has seen."""
+        raise NotImplementedError(f"{type(self).__name__}.own_processor")
+
+    def leftovers(self) -> object:
+        """What the adapter still holds when no rollout runs: anything that is not empty fails the check."""
+        return ()
+
+    # the runner's part --------------------------------------------------------------------------------------------
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        unknown = sorted(set(cls.capabilities) - set(CAPABILITIES))
+        if unknown:
+            raise DataError(f"{cls.__name__}.capabilities has {unknown}; the kit knows {sorted(CAPABILITIES)}")
+
+    @pytest.fixture(autouse=True)
+    def _in_house(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """The servers, no keys of the machine, and no network but the loopback address."""
+        if not self.adapter:
+            pytest.fail(f"{type(self).__name__}.adapter: say the name of your plugin (its entry point's, up to a dot)")
+        self.house = house_of(request.config)
+        self.emitted: list[ToolEvent] = []
+        for name in KEYS:
+            monkeypatch.delenv(name, raising=False)
+        with hold_network() as refused:
+            yield
+        check(
+            not refused,
+            f"{', '.join(sorted(set(refused)))}: the framework or the adapter wanted to reach this. While the adapter is "
+            "installed nothing may be sent anywhere but to the gateway (the kit refused it)",
+        )
+
+    def need(self, capability: str) -> None:
+        """Skip a check that the adapter does not claim."""
+        if capability not in self.capabilities:
+            pytest.skip(f"the adapter {self.adapter} does not claim {capability!r} ({CAPABILITIES[capability]})")
+
+    @contextlib.contextmanager
+    def installed(self, receiver: Callable[[ToolEvent], None] | None = None) -> Iterator[None]:
+        """The adapter, and the tap, installed as the runner installs them. Fails when it does not let itself install."""
+        with _complaints() as said, contextlib.ExitStack() as undoing:
+            undoing.callback(install_tap())
+            try:
+                undoing.callback(plugins().install_adapters(receiver or self._emit, [self.adapter]))
+            except LightningError as error:
+                pytest.fail(
+                    f"{error} Is the package installed (pip install -e .), with its entry point?", pytrace=False
+                )
+            waiting = [info for info in plugins().plugins() if info.name == self.adapter and info.state == "waiting"]
+            check(
+                not waiting,
+                f"the adapter {self.adapter} still waits for the import of {waiting and waiting[0].waits_for}: import the "
+                "framework at the top of the test module",
+            )
+            check(not said, "\n".join(said))
+            yield
+            said.clear()
+            undoing.close()
+            check(not said, "\n".join(said))
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """The tap alone, with no adapter."""
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(install_tap())
+            undoing.callback(plugins().install_adapters(self._emit, []))
+            yield
+
+    def _emit(self, event: ToolEvent) -> None:
+        self.emitted.append(event)
+        emit(event)
+
+    def go(self, make: Make, text: str = "hi", *, stream: bool = False) -> Ran:
+        """One rollout with the adapter installed, as `play`; fails when the agent raises."""
+        with self.installed():
+            ran = self.play(make, text, stream=stream)
+        return unbroken(ran)
+
+    def play(self, make: Make, text: str = "hi", *, stream: bool = False) -> Ran:
+        """One rollout, on the loop of all agents, with whatever is installed right now."""
+        before = len(self.house.fake.requests)
+        ran = self.house.agents.run(self.attempt(make, text, stream=stream))
+        return replace(ran, bodies=self.house.bodies(before))
+
+    async def attempt(self, make: Make, text: str, *, stream: bool = False, threaded: bool = False) -> Ran:
+        """One rollout, in the current task; `threaded` runs the agent in a bare thread. What it raises is in the result."""
+        lease, llm = self.house.lease()
+        answer, error = "", None
+        with activate(llm) as session:
+            try:
+                async with asyncio.timeout(LIMIT):
+                    if threaded:
+                        answer = in_thread(lambda: self.run_sync(make(llm), text))
+                    else:
+                        answer = await self.run(make(llm), text, stream=stream)
+            except Exception as raised:  # noqa: BLE001 — the checks look at it
+                error = raised
+            self.nobody("after the agent had ended, in the same task")
+        return self.house.finish(lease, session, answer, error)
+
+    def attempt_sync(self, make: Make, text: str) -> Ran:
+        """One rollout in the current thread, by `run_sync`."""
+        lease, llm = self.house.lease()
+        answer, error = "", None
+        with activate(llm) as session:
+            try:
+                answer = self.run_sync(make(llm), text)
+            except Exception as raised:  # noqa: BLE001 — the checks look at it
+                error = raised
+        return self.house.finish(lease, session, answer, error)
+
+    def nobody(self, when: str) -> None:
+        """Check that the adapter names nobody where no agent runs."""
+        caller = plugins().identify()
+        check(
+            caller is None or caller.framework.startswith(FAILED),
+            f"lightning_identify() answered {caller} {when}; outside an agent it has to be None, or another agent's "
+            "calls get this name",
+        )
+
+    @contextlib.contextmanager
+    def identify(self, wrap: Callable[[Callable[[], object]], Callable[[], object]]) -> Iterator[None]:
+        """Put something around the adapter's `lightning_identify`; install the adapter inside the block."""
+        item = self._hook()
+        original = item.function
+        item.function = wrap(original)
+        try:
+            yield
+        finally:
+            item.function = original
+
+    def _hook(self) -> pluggy.HookImpl:
+        for item in plugins().hook.lightning_identify.get_hookimpls():
+            if item.plugin_name == self.adapter:
+                return item
+        pytest.fail(f"the adapter {self.adapter} has no lightning_identify marked with @lightning.hookimpl")
+
+
+def house_of(config: pytest.Config) -> House:
+    """The servers of this test session, started when they are first asked for."""
+    if _HOUSE not in config.stash:
+        house = House()
+        house.start()
+        config.stash[_HOUSE] = house
+        config.add_cleanup(house.close)
+    return config.stash[_HOUSE]
+
+
+def check(condition: object, message: str) -> None:
+    """Fail with words for the adapter's author."""
+    __tracebackhide__ = True
+    if not condition:
+        pytest.fail(message, pytrace=False)
+
+
+def unbroken(ran: Ran) -> Ran:
+    """A rollout whose agent ended well and whose adapter did not fail."""
+    __tracebackhide__ = True
+    if ran.error is not None:
+        raise ran.error
+    marked = sorted({call.caller.framework for call in ran.calls if call.caller.framework.startswith(FAILED)})
+    check(not marked, f"the adapter failed during the rollout ({', '.join(marked)}): see the captured log")
+    return ran
+
+
+def named(caller: Caller | None) -> str:
+    """A caller in a message."""
+    return "nobody" if caller is None else f"{'/'.join(caller.path)} (agent {caller.agent!r})"
+
+
+def in_thread(function: Callable[[], T]) -> T:
+    """Run in a bare thread, which has no context of its own; return what it returns, raise what it raises."""
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001 — carried over to the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, name="lightning-contract-agent", daemon=True).start()
+    return outcome.result(LIMIT)
+
+
+@contextlib.contextmanager
+def _complaints() -> Iterator[list[str]]:
+    """What the plugin manager says about adapters inside the block."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.plugins.adapters")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)

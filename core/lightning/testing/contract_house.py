@@ -1,0 +1,130 @@
+"""What the conformance kit runs agents against: the real gateway and store before a scripted policy server.
+
+The invariant: the servers live on an event loop in a thread of their own, so an agent may block its own thread; and all
+async agents of a test session run on one loop, since frameworks cache clients which belong to the loop they were made on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lightning.config import GatewayConfig
+from lightning.gateway import Gateway, Upstream
+from lightning.instrument import Session
+from lightning.runner.outcomes import raised, returned
+from lightning.store.memory import MemoryStore
+from lightning.testing.contract_policy import play
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.types import LLM, Lease, Rollout, Run, Task, ToolEvent, Transition
+
+T = TypeVar("T")
+
+LIMIT = 60.0
+"""Seconds that anything in the kit may take before it counts as stuck."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one rollout left behind. `answer` is the agent's final text, or `error` is what it raised."""
+
+    answer: str
+    error: BaseException | None
+    calls: Sequence[Transition]
+    events: Sequence[ToolEvent]
+    bodies: Sequence[str] = ()
+    """The requests as they reached the policy server, as JSON text in the order in which they arrived."""
+
+    @property
+    def agents(self) -> list[str]:
+        """The agent of each call, in the order in which the calls began."""
+        return [call.caller.agent for call in self.calls]
+
+
+@dataclass
+class House:
+    """The servers of a test session. Methods block and may be called from any thread but the servers' own."""
+
+    fake: FakeVLLM = field(default_factory=lambda: FakeVLLM(script=play))
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lightning-contract", daemon=True)
+        self._store = MemoryStore()
+        self._gateway: Gateway | None = None
+        self._numbers = itertools.count()
+        self.agents = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        """The loop of all async agents."""
+
+    def start(self) -> None:
+        """Start the servers."""
+        self._thread.start()
+        self.do(self._start())
+
+    async def _start(self) -> None:
+        await self.fake.start()
+        await self._store.open()
+        self._gateway = Gateway(
+            self._store, [Upstream(self.fake.url, self.fake.model)], GatewayConfig(), secret=b"the conformance kit's"
+        )
+        await self._gateway.start()
+
+    def close(self) -> None:
+        """Stop the servers and the agents' loop."""
+        self.agents.close()
+        self.do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.close()
+        await self._store.close()
+        await self.fake.close()
+        await self._loop.shutdown_default_executor()
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the servers' loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT)
+
+    def lease(self) -> tuple[Lease, LLM]:
+        """A new rollout, leased, and what its agent needs."""
+        return self.do(self._lease(f"contract-{next(self._numbers)}"))
+
+    async def _lease(self, name: str) -> tuple[Lease, LLM]:
+        await self._store.put_run(Run(name, name))
+        await self._store.create_rollouts([Rollout(id=name, run=name, task=Task(input=name), group=name)])
+        (lease,) = await self._store.lease(name, "contract", ttl=3600.0)
+        assert self._gateway is not None, "the house has been started"
+        return lease, self._gateway.llm(lease)
+
+    def finish(self, lease: Lease, session: Session, answer: str, error: BaseException | None) -> Ran:
+        """Report a rollout as the runner does, and read from the store what it left there."""
+        outcome = returned(1.0, session, 0.0) if error is None else raised(error, session, 0.0)
+        rollout, attempt = lease.rollout.id, lease.attempt
+        self.do(self._store.complete(rollout, attempt, outcome))
+        events = self.do(self._store.tool_events(rollout, attempt))
+        return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
+
+    def calls(self, lease: Lease) -> list[Transition]:
+        """The rollout's calls that are in the store by now."""
+        return self.do(self._store.transitions(lease.rollout.id, lease.attempt))
+
+    def bodies(self, start: int = 0) -> list[str]:
+        """The requests that have reached the policy server since it had `start` of them."""
+        return [json.dumps(request.body) for request in self.fake.requests[start:]]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait, on any loop, for something to come true. Raises `AssertionError` after `LIMIT`."""
+        try:
+            async with asyncio.timeout(LIMIT):
+                while not condition():  # noqa: ASYNC110 — what is waited for happens on another loop
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise AssertionError(f"after {LIMIT:g} s still waiting for {what}") from None
