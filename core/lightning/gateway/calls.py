@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.models import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body import ClientGoneError, read_body, read_object, write_object
-from lightning.gateway.dialects import Capture, Dialect, Plan
+from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
 from lightning.gateway.disconnect import Watch
-from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, send_bytes, send_refusal
+from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, send_bytes
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity, forwarded_headers
 from lightning.gateway.recorder import Recorder, Ticket
@@ -52,6 +52,7 @@ class Call:
     ticket: Ticket
     live: LiveCall
     headers: list[tuple[str, str]]
+    translator: Translator | None = None
     started: bool = False
 
     @property
@@ -113,15 +114,16 @@ class CallEndpoint:
         claims = self._identity.claims(scope)
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
         caller = self._identity.caller(scope, body.get("model"))
+        request_id = f"{PROCESS}{next(NUMBERS):x}"
+        capture = Capture(self._dialect.id_prefix + request_id)
+        body, translator = self._dialect.translate(body, claims, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         temperature, constrained = temperature_of(body), is_constrained(body)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature, constrained
-        request_id = f"{PROCESS}{next(NUMBERS):x}"
-        capture = Capture(self._dialect.id_prefix + request_id)
         live = LiveCall(request_id, plan.choices, plan.n, self._book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
-        return Call(self._dialect, plan, ticket, live, forwarded_headers(scope))
+        return Call(self._dialect, plan, ticket, live, forwarded_headers(scope), translator)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         self._book.follow(call.live)
@@ -140,7 +142,7 @@ class CallEndpoint:
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
-        path, plan = call.dialect.path, call.plan
+        path, plan = call.dialect.upstream, call.plan
         response = await self._forwarder.send(call.ticket.rollout, path, plan.body, call.headers, call.live)
         try:
             if response.status == 200 and plan.stream:
@@ -154,10 +156,13 @@ class CallEndpoint:
     def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
         if response.status != 200:
             headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
-            return Answer(response.status, payload, headers, CallStatus.ERROR if response.status >= 500 else None)
+            said = call.dialect.upstream_refusal(response.status, payload)
+            return Answer(response.status, said, headers, CallStatus.ERROR if response.status >= 500 else None)
         try:
             reply = orjson.loads(payload)
             call.dialect.read_reply(reply, call.capture)
+            if call.translator is not None:
+                return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
             stripped = call.dialect.strip(reply, call.plan)
         except SHAPE_ERRORS as error:
             raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
@@ -182,23 +187,27 @@ class CallEndpoint:
                 await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
         if not holding:
             raise UpstreamError("it ended the stream before the answer was complete")
-        return bytes(held + cutter.rest())
+        if call.translator is None:
+            return bytes(held + cutter.rest())
+        return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
 
     def _read_event(self, event: bytes, call: Call) -> tuple[bytes, bool]:
         """What the agent sees of an event, and whether the answer is complete with it."""
-        data = data_of(event)
-        if data is None:
-            return event, False
-        if data == b"[DONE]":
-            return event, True
+        data, translator = data_of(event), call.translator
+        if data is None or data == b"[DONE]":
+            return event if translator is None else b"", data is not None
         plan, capture, dialect = call.plan, call.capture, call.dialect
         try:
             chunk = orjson.loads(data)
-            capture.failed = capture.failed or error_text(chunk)
             if capture.failed:
-                return event, True
+                return event if translator is None else b"", True
+            if error := error_text(chunk):
+                capture.failed = error
+                return event if translator is None else translator.broken(_upstream_error(error)), True
             dialect.read_chunk(chunk, capture)
             last = capture.finished(plan.choices)
+            if translator is not None:
+                return translator.chunk(chunk), last
             if dialect.exists_only_for_us(chunk, plan):
                 return b"", last
             return (b"data: " + write_object(chunk) + b"\n\n" if dialect.strip(chunk, plan) else event), last
@@ -211,6 +220,8 @@ class CallEndpoint:
             self._counters.count(CallStatus.ERROR)
         else:
             await self._record(call, answer.outcome)
+            if call.translator is not None and answer.outcome is CallStatus.OK:
+                call.translator.recorded()
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
@@ -243,9 +254,11 @@ class CallEndpoint:
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         self._counters.refused += 1
         if call is not None and call.started:
-            await send({"type": "http.response.body", "body": refusal.event, "more_body": False})
+            event = refusal.event if call.translator is None else call.translator.broken(refusal)
+            await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            await send_refusal(send, refusal)
+            body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
+            await send_bytes(send, refusal.status, body, headers)
 
 
 def _id_header(call: Call) -> Header:
@@ -254,3 +267,7 @@ def _id_header(call: Call) -> Header:
 
 def _stream_outcome(call: Call) -> CallStatus:
     return CallStatus.ERROR if call.capture.failed else CallStatus.OK
+
+
+def _upstream_error(message: str) -> RefusalError:
+    return RefusalError(500, "policy_server_error", message)

@@ -30,15 +30,22 @@ TYPES = {
 class RefusalError(Exception):
     """A request that is answered with an error. Raised anywhere below the route, sent once at the route."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Sequence[Header] = ()) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, headers: Sequence[Header] = (), *, param: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.headers = status, code, tuple(headers)
+        self.status, self.code, self.headers, self.param = status, code, tuple(headers), param
+
+    @property
+    def error(self) -> dict[str, str | None]:
+        """What OpenAI's error object says."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"message": str(self), "type": kind, "code": self.code, "param": self.param}
 
     @property
     def body(self) -> bytes:
         """The OpenAI error object."""
-        kind = TYPES.get(self.status, "server_error")
-        return orjson.dumps({"error": {"message": str(self), "type": kind, "code": self.code, "param": None}})
+        return orjson.dumps({"error": self.error})
 
     @property
     def event(self) -> bytes:
@@ -55,8 +62,3 @@ async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Hea
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def send_refusal(send: Send, refusal: RefusalError) -> None:
-    """Send a refusal as a whole answer."""
-    await send_bytes(send, refusal.status, refusal.body, (JSON_TYPE, *refusal.headers))

@@ -46,7 +46,7 @@ OURS = frozenset(
     }
 )
 """Headers that end at the gateway: credentials, and what belongs to one connection."""
-OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-")
+OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-", b"anthropic-")
 
 
 class Identity:
@@ -58,15 +58,17 @@ class Identity:
 
     def claims(self, scope: Scope) -> Claims:
         """The attempt this request belongs to. Raises `RefusalError` (401)."""
-        authorization = b""
+        authorization = key = b""
         for name, value in scope["headers"]:
             if name == ROLLOUT_HEADER:
                 return self._signer.verify(value.decode("latin-1"))
             if name == b"authorization":
                 authorization = value
+            elif name == b"x-api-key":
+                key = value
         token = scope.get("path_params", {}).get("token")
         if token is None:
-            token = bearer(authorization)
+            token = bearer(authorization) or key.decode("latin-1")
         return self._signer.verify(token)
 
     def caller(self, scope: Scope, model: object) -> Caller:

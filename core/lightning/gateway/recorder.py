@@ -148,6 +148,7 @@ def build(ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallSt
             constrained=plan.constrained,
             started_at=ticket.started_at,
             ended_at=ended_at,
+            tool_calls=tuple(choice.tool_calls),
         )
         for offset, (index, choice) in enumerate(choices)
     ]

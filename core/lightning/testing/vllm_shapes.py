@@ -149,8 +149,8 @@ class ChatShape(Shape):
     prefix = "chatcmpl-"
 
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        """Every message's text, roles and tools included."""
-        return [tokenize(json.dumps([body["messages"], body.get("tools")]))]
+        """Every message's text, roles and tools included; as with a chat template, the order of JSON's keys is no matter."""
+        return [tokenize(json.dumps([body["messages"], body.get("tools")], sort_keys=True))]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
         """See `Shape`."""

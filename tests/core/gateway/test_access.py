@@ -109,7 +109,7 @@ async def test_a_bad_rollout_header_is_refused_even_with_a_good_key(house):
 
 async def test_a_token_opens_nothing_else(house):
     http = await house.http()
-    for path in ("/embeddings", "/responses", "/rollouts", "/audio/speech"):
+    for path in ("/embeddings", "/responses/resp_1/cancel", "/rollouts", "/audio/speech"):
         answer = await http.post(path, json={})
         assert answer.status_code == 404
         assert "POST /v1/chat/completions" in said(answer)["message"]

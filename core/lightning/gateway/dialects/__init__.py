@@ -1,9 +1,10 @@
 """The API shapes the gateway speaks. A new one is a module here and a line in `DIALECTS`."""
 
-from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan
+from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan, Translator
 from lightning.gateway.dialects.chat import Chat
 from lightning.gateway.dialects.completions import Completions
+from lightning.gateway.dialects.responses import Responses
 
-DIALECTS: tuple[Dialect, ...] = (Chat(), Completions())
+DIALECTS: tuple[type[Chat | Completions | Responses], ...] = (Chat, Completions, Responses)
 
-__all__ = ["DIALECTS", "Capture", "Chat", "Choice", "Completions", "Dialect", "Plan"]
+__all__ = ["DIALECTS", "Capture", "Chat", "Choice", "Completions", "Dialect", "Plan", "Responses", "Translator"]

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lightning.gateway.errors import RefusalError, UpstreamError
 from lightning.gateway.sampling import Body
+from lightning.gateway.tokens import Claims
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 MOST_CHOICES = 16_384
@@ -39,13 +40,17 @@ class Plan:
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as seen so far. `aligned` turns false when some token came without its logprob."""
+    """One completion as seen so far. `aligned` turns false when some token came without its logprob.
+
+    `tool_calls` are the ids of its tool calls, in order, as vLLM made them up and the agent sees them.
+    """
 
     prompt_ids: TokenIds | None = None
     response_ids: TokenIds = field(default_factory=token_ids)
     logprobs: LogProbs = field(default_factory=logprobs)
     aligned: bool = True
     finish_reason: str = ""
+    tool_calls: list[str] = field(default_factory=list)
 
     def add(self, ids: list[int], values: list[float | None] | None) -> None:
         """Take the ids and logprobs of one answer or one chunk."""
@@ -83,14 +88,41 @@ class Capture:
         return len(self.choices) >= expected and all(choice.finish_reason for choice in self.choices.values())
 
 
+class Translator(Protocol):
+    """One call of a dialect that is asked of vLLM as a chat completion: what the agent sees of vLLM's answer.
+
+    The invariant: a stream, put together, says what the whole answer would have said; nothing that says the answer is
+    complete is in what `chunk` returns before the chunk with the finish reason.
+    """
+
+    def whole(self, reply: Body) -> Body:
+        """The dialect's object for a whole answer."""
+
+    def chunk(self, chunk: Body) -> bytes:
+        """The dialect's events for one chunk, possibly none."""
+
+    def end(self) -> bytes:
+        """The events that end a stream."""
+
+    def broken(self, refusal: RefusalError) -> bytes:
+        """The event that tells that a stream broke off."""
+
+    def recorded(self) -> None:
+        """The call is durable; its last bytes leave next."""
+
+
 class Dialect(Protocol):
-    """One API shape. `path` is its route below `/v1`, `id_prefix` what vLLM puts before our request id."""
+    """One API shape. `path` is its route below `/v1`, `upstream` vLLM's; `id_prefix` begins the ids of its answers."""
 
     path: str
+    upstream: str
     id_prefix: str
 
+    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
+        """The request as `upstream` takes it. Raises `RefusalError` for what cannot be said there."""
+
     def plan(self, body: Body) -> Plan:
-        """Check a request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
+        """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
 
     def read_reply(self, reply: Body, capture: Capture) -> None:
         """Collect ids and logprobs from a whole answer."""
@@ -104,6 +136,28 @@ class Dialect(Protocol):
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
         """Whether vLLM would not have sent this chunk, had we not asked for ids."""
 
+    def refusal(self, refusal: RefusalError) -> bytes:
+        """A refusal of the gateway as this API's error object."""
+
+    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
+        """vLLM's own refusal as this API's error object."""
+
+
+class Native:
+    """What the dialects have in common that vLLM speaks itself: nothing is translated."""
+
+    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
+        """See `Dialect`."""
+        return body, None
+
+    def refusal(self, refusal: RefusalError) -> bytes:
+        """See `Dialect`."""
+        return refusal.body
+
+    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
+        """See `Dialect`."""
+        return payload
+
 
 def packed_ids(values: list[int]) -> TokenIds:
     """Token ids from an answer as the project's array; packing first is twice as fast as `array` on a list."""
@@ -112,7 +166,7 @@ def packed_ids(values: list[int]) -> TokenIds:
 
 def refuse_parameter(name: str, why: str) -> RefusalError:
     """A 422 for a parameter the gateway itself has to understand."""
-    return RefusalError(422, "invalid_parameter", f"{name!r} {why}")
+    return RefusalError(422, "invalid_parameter", f"{name!r} {why}", param=name)
 
 
 def check_common(body: Body) -> tuple[bool, int]:

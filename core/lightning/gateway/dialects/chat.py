@@ -9,6 +9,7 @@ from __future__ import annotations
 from lightning.gateway.dialects.base import (
     Capture,
     Choice,
+    Native,
     Plan,
     check_common,
     choices_of,
@@ -19,38 +20,24 @@ from lightning.gateway.dialects.base import (
 from lightning.gateway.sampling import Body
 
 
-class Chat:
+class Chat(Native):
     """OpenAI chat completions."""
 
-    path = "/chat/completions"
+    path = upstream = "/chat/completions"
     id_prefix = "chatcmpl-"
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
-        stream, n = check_common(body)
-        plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
-        body["return_token_ids"] = True
-        if not plan.keep_logprobs and not body.get("top_logprobs"):
-            body["logprobs"], body["top_logprobs"] = True, 0
-        return plan
+        return plan_chat(body)
 
     def read_reply(self, reply: Body, capture: Capture) -> None:
         """See `Dialect`."""
         capture.id = reply.get("id") or capture.id
-        if (prompt := reply.get("prompt_token_ids")) is not None:
-            capture.prompt_ids = packed_ids(prompt)
-        for said in choices_of(reply):
-            _read_choice(said, capture.choice(said.get("index", 0)))
+        read_chat(reply, capture)
 
     def read_chunk(self, chunk: Body, capture: Capture) -> None:
         """See `Dialect`."""
-        if (prompt := chunk.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
-            capture.prompt_ids = packed_ids(prompt)
-        for said in choices_of(chunk):
-            _read_choice(said, capture.choice(said.get("index", 0)))
+        read_chat(chunk, capture)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`."""
@@ -68,6 +55,27 @@ class Chat:
         return bool(choices) and all(said.get("delta") == {} and not said.get("finish_reason") for said in choices)
 
 
+def plan_chat(body: Body) -> Plan:
+    """Check a chat request and ask for ids and logprobs (in place). Raises `RefusalError` (422)."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
+    stream, n = check_common(body)
+    plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
+    body["return_token_ids"] = True
+    if not plan.keep_logprobs and not body.get("top_logprobs"):
+        body["logprobs"], body["top_logprobs"] = True, 0
+    return plan
+
+
+def read_chat(answer: Body, capture: Capture) -> None:
+    """Collect ids and logprobs from a whole chat answer or from a chunk."""
+    if (prompt := answer.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
+        capture.prompt_ids = packed_ids(prompt)
+    for said in choices_of(answer):
+        _read_choice(said, capture.choice(said.get("index", 0)))
+
+
 def _wants_logprobs(body: Body) -> bool:
     """As vLLM decides it: `logprobs` true and `top_logprobs` (default 0) not null."""
     wanted = bool(body.get("logprobs"))
@@ -82,3 +90,6 @@ def _read_choice(said: Body, choice: Choice) -> None:
         choice.add(ids, None if content is None else [token["logprob"] for token in content])
     if reason := said.get("finish_reason"):
         choice.finish_reason = reason
+    message = said.get("delta") or said.get("message")
+    if message and (calls := message.get("tool_calls")):
+        choice.tool_calls += [name for call in calls if (name := call.get("id")) and name not in choice.tool_calls]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from lightning.gateway.dialects.base import (
     Capture,
     Choice,
+    Native,
     Plan,
     check_common,
     choices_of,
@@ -20,10 +21,10 @@ from lightning.gateway.dialects.base import (
 from lightning.gateway.sampling import Body
 
 
-class Completions:
+class Completions(Native):
     """OpenAI completions (the older, raw text API)."""
 
-    path = "/completions"
+    path = upstream = "/completions"
     id_prefix = "cmpl-"
 
     def plan(self, body: Body) -> Plan:

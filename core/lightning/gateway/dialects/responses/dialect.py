@@ -1,0 +1,50 @@
+"""The dialect itself: a request with its conversation so far, and the error shapes."""
+
+from __future__ import annotations
+
+from lightning.gateway.dialects.base import Translator, refuse_parameter
+from lightning.gateway.dialects.responses.history import History
+from lightning.gateway.dialects.responses.items import messages_of
+from lightning.gateway.dialects.responses.reply import ResponseTranslator
+from lightning.gateway.dialects.responses.request import chat_request, namespaces
+from lightning.gateway.dialects.translated import Translated
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.sampling import Body
+from lightning.gateway.tokens import Claims
+
+
+class Responses(Translated):
+    """OpenAI's Responses API."""
+
+    path = "/responses"
+    id_prefix = "resp_"
+
+    def __init__(self) -> None:
+        self._history = History()
+
+    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
+        """See `Dialect`."""
+        if not body.get("input"):
+            raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
+        instructions, previous = body.get("instructions"), body.get("previous_response_id")
+        if instructions is not None and not isinstance(instructions, str):
+            raise refuse_parameter("instructions", f"must be a string, not {type(instructions).__name__}.")
+        before = [] if previous is None else self._history.get((claims.rollout, claims.attempt, str(previous)))
+        said = messages_of(body["input"], before)
+        # Instructions hold for one response; the rest of the conversation is carried on.
+        system = [{"role": "system", "content": instructions}] if instructions else []
+        chat = chat_request(body, [*system, *said])
+
+        def remember(output: list[Body]) -> None:
+            if body.get("store") is not False:
+                self._history.put((claims.rollout, claims.attempt, response_id), messages_of(output, said))
+
+        return chat, ResponseTranslator(response_id, body, chat, namespaces(body), remember)
+
+    def refusal(self, refusal: RefusalError) -> bytes:
+        """See `Dialect`."""
+        return refusal.body
+
+    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
+        """See `Dialect`. vLLM's errors have OpenAI's shape."""
+        return payload

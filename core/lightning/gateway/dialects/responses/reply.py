@@ -1,0 +1,225 @@
+"""vLLM's chat answer as a Response, whole or event by event.
+
+The invariant: the object in the last event of a stream is the one the whole answer would have been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
+from lightning.gateway.dialects.translated import event
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.sampling import Body
+
+ECHOED: Mapping[str, object] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What a Response repeats of its request, with the defaults of the API."""
+SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+"""The same, but as it went to vLLM: a token may have overridden it."""
+PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
+
+
+class ResponseTranslator:
+    """One call. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says which tools have a
+    namespace; `remember` is called with the output once the call is durable."""
+
+    def __init__(
+        self,
+        response_id: str,
+        asked: Body,
+        chat: Body,
+        names: Mapping[str, tuple[str, str]],
+        remember: Callable[[list[Body]], None],
+    ) -> None:
+        self._id, self._asked, self._chat, self._names, self._remember = response_id, asked, chat, names, remember
+        self._parts = Parts()
+        self._created, self._sequence = int(time.time()), 0
+        self._model, self._finish = "", ""
+        self._usage: Body | None = None
+        self._keep_logprobs = bool(chat.get("logprobs"))
+        self._logprobs: list[Body] = []
+        self._piece_logprobs: list[Body] = []
+
+    # the whole answer -------------------------------------------------------------------------------------------
+    def whole(self, reply: Body) -> Body:
+        """See `Translator`."""
+        choice = reply["choices"][0]
+        self._read(reply, choice)
+        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
+            pass
+        return self._response()
+
+    def _read(self, answer: Body, choice: Body | None) -> None:
+        self._model = answer.get("model") or self._model
+        self._usage = answer.get("usage") or self._usage
+        self._piece_logprobs = []
+        if choice is None:
+            return
+        self._finish = choice.get("finish_reason") or self._finish
+        if self._keep_logprobs and (holder := choice.get("logprobs")):
+            self._piece_logprobs = holder.get("content") or []
+            self._logprobs += self._piece_logprobs
+
+    def _response(self, status: str = "", error: Body | None = None) -> Body:
+        cut = self._finish == "length"
+        status = status or ("incomplete" if cut else "completed")
+        asked, chat = self._asked, self._chat
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._model,
+            "output": self._output() if status in {"completed", "incomplete"} else [],
+            "prompt": None,
+            "reasoning": {"effort": None, "summary": None, **(asked.get("reasoning") or {})},
+            "usage": usage_of(self._usage),
+            **{name: default if asked.get(name) is None else asked[name] for name, default in ECHOED.items()},
+            **{name: default if chat.get(name) is None else chat[name] for name, default in SAMPLING.items()},
+        }
+
+    def _output(self) -> list[Body]:
+        last = len(self._parts.all) - 1
+        cut = self._finish == "length"
+        return [
+            self._item(part, "incomplete" if cut and part.index == last else "completed") for part in self._parts.all
+        ]
+
+    def _item(self, part: Part, status: str) -> Body:
+        frame: Body = {"id": self._item_id(part), "status": status}
+        empty = status == "in_progress"
+        if part.kind is Kind.TEXT:
+            content = [] if empty else [self._text(part)]
+            return {**frame, "type": "message", "role": "assistant", "content": content}
+        if part.kind is Kind.REASONING:
+            content = [] if empty else [{"type": "reasoning_text", "text": part.text}]
+            return {**frame, "type": "reasoning", "summary": [], "content": content}
+        space, name = self._names.get(part.name, ("", part.name))
+        call = {**frame, "type": "function_call", "call_id": part.call_id, "name": name, "arguments": part.text}
+        return {**call, "namespace": space} if space else call
+
+    def _item_id(self, part: Part) -> str:
+        return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
+
+    def _text(self, part: Part) -> Body:
+        """All logprobs of the answer (as in vLLM, also those of tokens that are no text) are with its last text."""
+        texts = [item for item in self._parts.all if item.kind is Kind.TEXT]
+        said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}
+
+    # a stream ---------------------------------------------------------------------------------------------------
+    def chunk(self, chunk: Body) -> bytes:
+        """See `Translator`."""
+        choices = chunk.get("choices") or []
+        self._read(chunk, choices[0] if choices else None)
+        said: list[Body] = []
+        if not self._sequence:
+            begun = self._response("in_progress")
+            said += [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
+        for choice in choices:
+            for happened in self._parts.feed(choice.get("delta") or {}):
+                said += self._events(happened)
+        return self._numbered(said)
+
+    def end(self) -> bytes:
+        """See `Translator`."""
+        self._piece_logprobs = []
+        said = [body for happened in self._parts.close() for body in self._events(happened)]
+        response = self._response()
+        said.append({"type": f"response.{response['status']}", "response": response})
+        return self._numbered(said)
+
+    def broken(self, refusal: RefusalError) -> bytes:
+        """See `Translator`. With the `error` object the OpenAI clients raise, without it they would go on in silence."""
+        error = refusal.error
+        return self._numbered([{**error, "type": "error", "error": error}])
+
+    def recorded(self) -> None:
+        """See `Translator`."""
+        self._remember(self._output())
+
+    def _numbered(self, said: list[Body]) -> bytes:
+        out = bytearray()
+        for body in said:
+            out += event({**body, "sequence_number": self._sequence})
+            self._sequence += 1
+        return bytes(out)
+
+    def _events(self, happened: Event) -> Iterator[Body]:
+        step, part, piece = happened
+        item_id, place = self._item_id(part), {"output_index": part.index}
+        if step is Step.OPEN:
+            yield {"type": "response.output_item.added", **place, "item": self._item(part, "in_progress")}
+        where = {"item_id": item_id, **place}
+        if part.kind is Kind.TOOL:
+            yield from self._tool_events(step, part, piece, where)
+        else:
+            yield from self._text_events(step, part, piece, {**where, "content_index": 0})
+        if step is Step.CLOSE:
+            cut = self._finish == "length" and part is self._parts.all[-1]
+            item = self._item(part, "incomplete" if cut else "completed")
+            yield {"type": "response.output_item.done", **place, "item": item}
+
+    def _tool_events(self, step: Step, part: Part, piece: str, where: Body) -> Iterator[Body]:
+        if step is Step.ADD:
+            yield {"type": "response.function_call_arguments.delta", **where, "delta": piece}
+        elif step is Step.CLOSE:
+            name = self._names.get(part.name, ("", part.name))[1]
+            yield {"type": "response.function_call_arguments.done", **where, "name": name, "arguments": part.text}
+
+    def _text_events(self, step: Step, part: Part, piece: str, where: Body) -> Iterator[Body]:
+        thinks = part.kind is Kind.REASONING
+        kind = "response.reasoning_text" if thinks else "response.output_text"
+        if step is Step.ADD:
+            delta = {"type": f"{kind}.delta", **where, "delta": piece}
+            yield delta if thinks else {**delta, "logprobs": [logprob_of(entry) for entry in self._piece_logprobs]}
+            return
+        content: Body = {"type": "reasoning_text", "text": part.text} if thinks else self._text(part)
+        if step is Step.OPEN:
+            yield {"type": "response.content_part.added", **where, "part": content}
+            return
+        done = {"type": f"{kind}.done", **where, "text": part.text}
+        yield done if thinks else {**done, "logprobs": content["logprobs"]}
+        yield {"type": "response.content_part.done", **where, "part": content}
+
+
+def logprob_of(entry: Body) -> Body:
+    """One token's logprob; both APIs say the same, but for what vLLM adds."""
+    said: Body = {name: entry.get(name) for name in ("token", "logprob", "bytes")}
+    top = [{name: item.get(name) for name in said} for item in entry.get("top_logprobs") or ()]
+    return {**said, "top_logprobs": top}
+
+
+def usage_of(usage: Body | None) -> Body | None:
+    """Token counts under the names of this API."""
+    if usage is None:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.get("completion_tokens") or 0,
+        "output_tokens_details": {"reasoning_tokens": thought},
+        "total_tokens": usage["total_tokens"],
+    }
