@@ -18,6 +18,7 @@ from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
 from lightning.gateway.stats import Counters, GatewayStats
 from lightning.gateway.tokens import TokenSigner
+from lightning.gateway.traces import TraceEndpoint
 from lightning.gateway.upstreams import GRACE, Pool, Upstream
 from lightning.gateway.versions import VersionBook
 from lightning.types import LLM, Lease
@@ -57,9 +58,9 @@ class Gateway:
         self._forwarder = Forwarder(self._pool, self._gate, self._book)
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)
-        self._front = build_front(
-            config, Identity(self._signer), self._forwarder, self._book, self._recorder, self._counters
-        )
+        identity = Identity(self._signer)
+        traces = TraceEndpoint(config, identity, self._signer, store, self._counters)
+        self._front = build_front(config, identity, self._forwarder, self._book, self._recorder, self._counters, traces)
         self.app = self._front.app
 
     async def start(self) -> None:

@@ -1,7 +1,8 @@
 """The routes of the gateway and what stands at those that are not calls.
 
 The invariant: every route but `/health` needs a token, and every error, even for a route that does not exist, has
-OpenAI's shape and says what would have worked.
+OpenAI's shape and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id and has errors of
+its own shape.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.stats import Counters
+from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.versions import VersionBook
 
 PREFIXES = ("/v1", "/r/{token}/v1")
-LISTED = ", ".join([*(f"POST /v1{dialect.path}" for dialect in DIALECTS), "GET /v1/models", "GET /health"])
+LISTED = ", ".join(
+    [*(f"POST /v1{dialect.path}" for dialect in DIALECTS), f"POST /v1{PATH}", "GET /v1/models", "GET /health"]
+)
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
 
@@ -52,13 +56,15 @@ def build_front(
     book: VersionBook,
     recorder: Recorder,
     counters: Counters,
+    traces: TraceEndpoint,
 ) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(identity, forwarder, book)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, forwarder, book, recorder, counters)
+        dialect.path: CallEndpoint(dialect, config, identity, forwarder, book, recorder, counters)
         for dialect in DIALECTS
     }
+    endpoints[PATH] = traces
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]

@@ -11,7 +11,8 @@ from lightning.types import CallStatus, Transition
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
     """A snapshot. `ok`, `aborted` and `error` count calls; `refused` requests that were answered with an error of the
-    gateway's own; tokens are those vLLM reported (each choice's prompt counts); `held` requests wait for an update."""
+    gateway's own; tokens are those vLLM reported (each choice's prompt counts); `held` requests wait for an update;
+    `spans` were stored, `spans_rejected` belonged to no attempt that could take them."""
 
     ok: int = 0
     aborted: int = 0
@@ -21,6 +22,8 @@ class GatewayStats:
     tokens_out: int = 0
     in_flight: int = 0
     held: int = 0
+    spans: int = 0
+    spans_rejected: int = 0
 
 
 class Counters:
@@ -29,6 +32,7 @@ class Counters:
     def __init__(self) -> None:
         self.calls = dict.fromkeys(CallStatus, 0)
         self.refused = self.tokens_in = self.tokens_out = self.in_flight = 0
+        self.spans = self.spans_rejected = 0
 
     def count(self, status: CallStatus, stored: Sequence[Transition] = ()) -> None:
         """One more call ended this way."""
@@ -48,4 +52,6 @@ class Counters:
             tokens_out=self.tokens_out,
             in_flight=self.in_flight,
             held=held,
+            spans=self.spans,
+            spans_rejected=self.spans_rejected,
         )

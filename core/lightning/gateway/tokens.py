@@ -15,12 +15,15 @@ import jwt
 
 from lightning.errors import ConfigError
 from lightning.gateway.errors import RefusalError
+from lightning.spans.trace import trace_id_of
 
 ALGORITHM = "HS256"
 AUDIENCE = "lightning-gateway"
 CURE = "The agent must pass llm.api_key (or use llm.url_with_token) exactly as it was given for this rollout."
 LONGEST = 4096
 CACHE_SIZE = 4096
+TRACES = 100_000
+"""Trace ids that are remembered at most; the oldest go first."""
 SHORTEST_SECRET = 16
 
 
@@ -45,13 +48,17 @@ class TokenSigner:
             )
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"lightning.gw").digest()
         self._verified: OrderedDict[str, Claims] = OrderedDict()
+        self._traces: OrderedDict[str, Claims] = OrderedDict()
 
     def issue(self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None) -> str:
         """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
-        claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": time.time() + ttl}
+        expires_at = time.time() + ttl
+        claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
         if sampling:
             claims["smp"] = dict(sampling)
-        return jwt.encode(claims, self._key, algorithm=ALGORITHM)
+        token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
+        self._remember(token, Claims(rollout, attempt, expires_at))
+        return token
 
     def verify(self, token: str) -> Claims:
         """The token's claims. Raises `RefusalError` (401) when it is missing, forged or expired."""
@@ -63,9 +70,23 @@ class TokenSigner:
             raise refuse_expired()
         claims = self._decode(token)
         self._verified[token] = claims
+        self._remember(token, claims)  # one that was issued before this process began
         if len(self._verified) > CACHE_SIZE:
             self._verified.popitem(last=False)
         return claims
+
+    def of_trace(self, trace_id: str) -> Claims | None:
+        """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
+        claims = self._traces.get(trace_id)
+        return claims if claims is not None and claims.expires_at > time.time() else None
+
+    def _remember(self, token: str, claims: Claims) -> None:
+        self._traces[trace_id_of(token)] = claims
+        now = time.time()
+        while len(self._traces) > TRACES or next(iter(self._traces.values())).expires_at <= now:
+            self._traces.popitem(last=False)
+            if not self._traces:
+                return
 
     def _decode(self, token: str) -> Claims:
         if not token:

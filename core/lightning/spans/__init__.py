@@ -1,1 +1,5 @@
-"""OpenTelemetry GenAI spans, in and out."""
+"""OpenTelemetry GenAI spans of a rollout: whose they are, how they arrive, and what they say about its tools and agents.
+
+The invariant: a span is evidence beside the gateway's record, never instead of it. What spans add to a rollout is settled when
+its attempt ends and is stored with the outcome, so nothing that arrives later changes what was trained.
+"""

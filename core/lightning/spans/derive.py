@@ -1,0 +1,135 @@
+"""What the spans of an attempt say about its tools and its agents, added to its outcome.
+
+The invariant: the result depends only on the outcome, the spans and the calls, so it is the same wherever it is computed; and
+what the agent's own process reported is never contradicted: spans fill in what nobody had said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast
+
+import orjson
+
+from lightning.spans.genai import (
+    AGENT_NAME,
+    ERROR_TYPE,
+    EXECUTE_TOOL,
+    INVOKE_AGENT,
+    OPERATION,
+    RESPONSE_ID,
+    TOOL_ARGUMENTS,
+    TOOL_CALL_ID,
+    TOOL_NAME,
+    TOOL_RESULT,
+)
+from lightning.spans.values import text
+from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
+
+FRAMEWORK = "otel"
+UNNAMED = Caller("agent")
+"""The caller of a call that no adapter, alias or header has named."""
+
+
+def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transition]) -> Outcome:
+    """The outcome with the tool runs and the callers that only its spans know.
+
+    A tool run is known already when its call id was reported; then a span only settles a status that was `unknown`. A call
+    is named after the agent whose span encloses the span with its response id, unless somebody named it before.
+    """
+    if not spans:
+        return outcome
+    tree = _Tree(spans)
+    named = {call.id for call in calls if call.caller == UNNAMED} - set(outcome.labels)
+    labels = {response: caller for response, caller in _callers(tree).items() if response in named}
+    events = _merged(outcome.tool_events, [_tool_event(tree, span) for span in tree.spans if _is(span, EXECUTE_TOOL)])
+    return replace(outcome, tool_events=events, labels={**outcome.labels, **labels})
+
+
+class _Tree:
+    """Spans in the order they began, and the way from each to the top. Parents that were never exported end the way."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = sorted(spans, key=lambda span: (span.started_at, span.span_id))
+        self._by_id = {span.span_id: span for span in self.spans}
+
+    def above(self, span: Span) -> Iterator[Span]:
+        """The ancestors, innermost first; a circle of parents is gone round once."""
+        seen = {span.span_id}
+        parent = self._by_id.get(span.parent_id)
+        while parent is not None and parent.span_id not in seen:
+            seen.add(parent.span_id)
+            yield parent
+            parent = self._by_id.get(parent.parent_id)
+
+    def caller(self, span: Span) -> Caller | None:
+        """The agent around a span; in its path the agents around that one, and the tools through which they were called."""
+        names: list[str] = []
+        for outer in self.above(span):
+            if _is(outer, INVOKE_AGENT):
+                names.append(_name(outer, AGENT_NAME, INVOKE_AGENT))
+            elif names and _is(outer, EXECUTE_TOOL):
+                names.append(_name(outer, TOOL_NAME, EXECUTE_TOOL))
+        if not names:
+            return None
+        return Caller(names[0], tuple(reversed(names)), span.span_id, span.parent_id, FRAMEWORK)
+
+
+def _is(span: Span, operation: str) -> bool:
+    return span.attributes.get(OPERATION) == operation
+
+
+def _name(span: Span, attribute: str, operation: str) -> str:
+    return text(span.attributes, attribute) or span.name.removeprefix(operation).strip() or operation
+
+
+def _callers(tree: _Tree) -> dict[str, Caller]:
+    """Who made the call with each response id. Where several spans tell of one call, the longest path knows most."""
+    found: dict[str, Caller] = {}
+    for span in tree.spans:
+        response = text(span.attributes, RESPONSE_ID)
+        caller = tree.caller(span) if response else None
+        if caller is not None and (response not in found or len(caller.path) > len(found[response].path)):
+            found[response] = caller
+    return found
+
+
+def _tool_event(tree: _Tree, span: Span) -> ToolEvent:
+    failed = span.status == "error" or ERROR_TYPE in span.attributes
+    caller = tree.caller(span) or UNNAMED
+    return ToolEvent(
+        name=_name(span, TOOL_NAME, EXECUTE_TOOL),
+        status="error" if failed else "ok",
+        call_id=text(span.attributes, TOOL_CALL_ID),
+        arguments=_arguments(span.attributes),
+        output=text(span.attributes, TOOL_RESULT),
+        error=span.error,
+        caller=replace(caller, span_id=span.span_id, parent_id=span.parent_id, framework=FRAMEWORK),
+        at=span.ended_at,
+    )
+
+
+def _arguments(attributes: Mapping[str, Json]) -> Json:
+    """The convention is an object, but attributes were texts for long: a text that is JSON is what it says."""
+    said = attributes.get(TOOL_ARGUMENTS)
+    if not isinstance(said, str):
+        return said
+    try:
+        return cast("Json", orjson.loads(said))
+    except orjson.JSONDecodeError:
+        return said
+
+
+def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[ToolEvent, ...]:
+    """Reported and seen tool runs, each once, in the order they ended; of one call id, the outermost span counts."""
+    events = list(reported)
+    by_id = {event.call_id: place for place, event in enumerate(events) if event.call_id}
+    for event in seen:
+        place = by_id.get(event.call_id) if event.call_id else None
+        if place is None:
+            by_id[event.call_id] = len(events)
+            events.append(event)
+        elif events[place].status == "unknown":
+            events[place] = replace(events[place], status=event.status, error=events[place].error or event.error)
+    return tuple(sorted(events, key=lambda event: event.at)) if len(events) > len(reported) else tuple(events)

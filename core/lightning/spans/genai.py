@@ -1,0 +1,30 @@
+"""The names of the GenAI semantic conventions that are read or written here; all of them are still in development there.
+
+The invariant: no other module spells out such a name, so that a renamed one is changed in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+OPERATION: Final = "gen_ai.operation.name"
+AGENT_NAME: Final = "gen_ai.agent.name"
+TOOL_NAME: Final = "gen_ai.tool.name"
+TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"
+TOOL_RESULT: Final = "gen_ai.tool.call.result"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+RESPONSE_ID: Final = "gen_ai.response.id"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+PROVIDER: Final = "gen_ai.provider.name"
+ERROR_TYPE: Final = "error.type"
+SERVICE_NAME: Final = "service.name"
+EXCEPTION_MESSAGE: Final = "exception.message"
+EXCEPTION_TYPE: Final = "exception.type"
+
+INVOKE_AGENT: Final = "invoke_agent"
+EXECUTE_TOOL: Final = "execute_tool"
+CHAT: Final = "chat"
