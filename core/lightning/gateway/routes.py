@@ -61,7 +61,7 @@ def build_front(
     """The routes, tied to the parts that serve them."""
     info = Info(identity, forwarder, book)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect, config, identity, forwarder, book, recorder, counters)
+        dialect.path: CallEndpoint(dialect(), config, identity, forwarder, book, recorder, counters)
         for dialect in DIALECTS
     }
     endpoints[PATH] = traces
