@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import pluggy
@@ -107,7 +108,9 @@ class ContractHarness:
             raise DataError(f"{cls.__name__}.capabilities has {unknown}; the kit knows {sorted(CAPABILITIES)}")
 
     @pytest.fixture(autouse=True)
-    def _in_house(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def _in_house(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> Iterator[None]:
         """The servers, no keys of the machine, and no network but the loopback address."""
         if not self.adapter:
             pytest.fail(f"{type(self).__name__}.adapter: say the name of your plugin (its entry point's, up to a dot)")
@@ -115,6 +118,9 @@ class ContractHarness:
         self.emitted: list[ToolEvent] = []
         for name in KEYS:
             monkeypatch.delenv(name, raising=False)
+        # Nothing here is encrypted, and reading the machine's certificates for each client is most of what a run costs.
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
         with hold_network() as refused:
             yield
         check(
@@ -216,11 +222,11 @@ class ContractHarness:
         """Put something around the adapter's `lightning_identify`; install the adapter inside the block."""
         item = self._hook()
         original = item.function
-        item.function = wrap(original)
+        setattr(item, "function", wrap(original))  # noqa: B010 — pluggy calls it final, for mypy
         try:
             yield
         finally:
-            item.function = original
+            setattr(item, "function", original)  # noqa: B010
 
     def _hook(self) -> pluggy.HookImpl:
         for item in plugins().hook.lightning_identify.get_hookimpls():
