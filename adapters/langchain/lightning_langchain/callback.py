@@ -87,13 +87,17 @@ def caller_now() -> lightning.Caller | None:
     return _caller(call if call in _runs else getattr(ensure_config().get("callbacks"), "parent_run_id", None))
 
 
+def _caller_by_hand() -> lightning.Caller | None:
+    return None if receivers else caller_now()
+
+
 class LightningCallback(BaseCallbackHandler):
     """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
 
     run_inline = True  # in the caller's own thread and task, where the request finds what is set here
 
     def __init__(self) -> None:
-        ask(caller_now)
+        ask(_caller_by_hand)
 
     def on_chain_start(self, serialized: Any, inputs: Any, **run: Any) -> None:
         """A graph, a node, or a link of a chain begins; names that nobody gave do not count."""
