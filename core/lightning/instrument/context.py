@@ -20,7 +20,9 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from lightning.errors import DataError
+from lightning.instrument.parent import parent_of_spans
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
+from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Session:
         self.llm = llm
         self.gateway = llm.base_url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"
         """Every URL of the gateway begins with this; it ends with a slash so that port 80 is not a prefix of port 8000."""
+        self.traceparent = traceparent_of(llm.api_key) if llm.api_key else ""
+        """The W3C header that lets another service's spans join this attempt; empty without a key."""
         self._tool_events: list[ToolEvent] = []
         self._step_rewards: list[StepReward] = []
         self._labels: dict[str, Caller] = {}
@@ -161,7 +165,8 @@ def activate(llm: LLM) -> Iterator[Session]:
     with _lock:
         _active.append(session)
     try:
-        yield session
+        with parent_of_spans(llm.api_key):
+            yield session
     finally:
         session.close()
         with _lock:

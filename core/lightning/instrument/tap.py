@@ -21,6 +21,7 @@ from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
 CALLER_HEADER = "x-lightning-caller"
+TRACE_HEADER = "traceparent"
 LIBRARIES = ("httpx", "httpx2")
 
 
@@ -43,6 +44,8 @@ def headers_for(url: str) -> Mapping[str, str]:
     session = context_session()
     if session is not None and url.startswith(session.gateway):
         headers[ROLLOUT_HEADER] = session.llm.api_key
+        if session.traceparent:
+            headers[TRACE_HEADER] = session.traceparent
     caller = current_caller()
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
@@ -53,7 +56,8 @@ def _mark(request: Request) -> None:
     try:
         reroute(request, _tap.hosts)
         if headers := headers_for(str(request.url)):
-            request.headers.update(headers)
+            said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
+            request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
 

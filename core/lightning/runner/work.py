@@ -16,6 +16,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Runner
+from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import LLM, CallStatus, Fault, Lease, Outcome, Rollout, Status, Transition
 
@@ -127,10 +128,11 @@ class _Work:
     async def _attempt(self, lease: Lease) -> None:
         outcome = await self._runner.run(lease, self._llm_for(lease))
         judged = outcome.fault is not Fault.INFRASTRUCTURE
-        if judged or outcome.labels:
+        spans = await self._store.spans(lease.rollout.id, lease.attempt)
+        if judged or outcome.labels or spans:
             calls = await self._store.transitions(lease.rollout.id, lease.attempt)
             _check_labels(lease, outcome, calls)
-            outcome = judge(outcome, calls) if judged else outcome
+            outcome = with_spans(judge(outcome, calls) if judged else outcome, spans, calls)
         self._held.pop(cast("asyncio.Task[None]", asyncio.current_task()), None)
         try:
             rollout = await self._store.complete(lease.rollout.id, lease.attempt, outcome)

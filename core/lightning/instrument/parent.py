@@ -1,0 +1,60 @@
+"""The rollout as the remote parent of every OpenTelemetry span that begins in it.
+
+The invariant: OpenTelemetry is never imported here; where the agent's program has it, what it instruments carries the rollout's
+`traceparent` to other services, and when the rollout ends the context is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+
+from lightning.spans.trace import root_span_id, trace_id_of
+
+API = "opentelemetry.trace"
+
+_attached: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent", default=None)
+
+
+@contextmanager
+def parent_of_spans(token: str) -> Iterator[None]:
+    """Let spans that begin in the block be children of the attempt with this token: now, or once the API is imported."""
+    if not token:
+        yield
+        return
+    from lightning.plugins.importing import on_import
+
+    parent = _Parent(token)
+    undo = on_import(API, parent.attach)
+    try:
+        yield
+    finally:
+        undo()
+        parent.detach()
+
+
+class _Parent:
+    """The parent of one attempt, attached to OpenTelemetry's context at most once."""
+
+    def __init__(self, token: str) -> None:
+        self._trace_id = trace_id_of(token)
+        self._undo: object = None
+
+    def attach(self, api: ModuleType) -> None:
+        remote = api.SpanContext(
+            int(self._trace_id, 16),
+            int(root_span_id(self._trace_id), 16),
+            is_remote=True,
+            trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
+        )
+        self._undo = sys.modules["opentelemetry.context"].attach(api.set_span_in_context(api.NonRecordingSpan(remote)))
+        _attached.set(self)
+
+    def detach(self) -> None:
+        # Attached in a copy of this context (the API was imported by the agent's own task), it has ended with the copy.
+        if _attached.get() is self:
+            _attached.set(None)
+            sys.modules["opentelemetry.context"].detach(self._undo)
