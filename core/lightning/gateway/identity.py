@@ -7,6 +7,7 @@ only a label, so nonsense in it costs the label and never the call.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import orjson
 from starlette.types import Scope
@@ -73,14 +74,15 @@ class Identity:
 
     def caller(self, scope: Scope, model: object) -> Caller:
         """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
+        unnamed = DEFAULT_CALLER
         for name, value in scope["headers"]:
-            if name == CALLER_HEADER:
-                found = self._parse(value)
-                if found is not None:
+            if name == CALLER_HEADER and (found := self._parse(value)) is not None:
+                if found.path or found.agent != DEFAULT_CALLER.agent:
                     return found
+                unnamed = found  # from an adapter that failed: it says so in `framework`, and no name
         if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):
-            return Caller(model[len(ALIAS) :])
-        return DEFAULT_CALLER
+            return replace(unnamed, agent=model[len(ALIAS) :])
+        return unnamed
 
     def _parse(self, value: bytes) -> Caller | None:
         try:

@@ -26,6 +26,11 @@ NOBODY = Caller("agent")
 """As the gateway names a call that comes without a name."""
 
 
+def failed_adapter(caller: Caller) -> str:
+    """The adapter whose fault left a call without its name; empty for any other call."""
+    return caller.framework.removeprefix(FAILED) if caller.framework.startswith(FAILED) else ""
+
+
 class Identifier(NamedTuple):
     """One adapter's `lightning_identify`. `fallback` (pluggy's `trylast`) names whatever no framework's adapter did."""
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from lightning.instrument import activate
-from lightning.plugins.adapters import FAILED
+from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_harness import CAPABILITIES, ContractHarness, Make, check, in_thread, named, unbroken
 from lightning.testing.contract_house import Ran
 from lightning.testing.contract_policy import ANSWER, BAD, HANG, REFUSE
@@ -373,8 +373,8 @@ class AdapterContract(ContractHarness):
         with self.identify(lambda _: broken), self.installed():
             ran = self.play(self.solver)
         solved(ran)
-        marks = {call.caller.framework for call in ran.calls}
-        check(marks == {f"{FAILED}{self.adapter}"}, f"the calls of a failing adapter are marked {marks}")
+        marks = {failed_adapter(call.caller) for call in ran.calls}
+        check(marks == {self.adapter}, f"the calls of a failing adapter should be marked with its name, not {marks}")
 
     def test_provider_failure_surfaces(self) -> None:
         """The policy server refuses: the agent's user sees it, and nothing of it is left."""

@@ -88,6 +88,7 @@ class FakeVLLM:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -117,6 +118,10 @@ class FakeVLLM:
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.model, "object": "model", "created": 1, "owned_by": "vllm", "root": self.model}
         return web.json_response({"object": "list", "data": [{**card, "parent": None, "max_model_len": 2048}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        (ids,) = ChatShape().prompts(json.loads(await request.read()))
+        return web.json_response({"count": len(ids), "max_model_len": 2048, "tokens": ids, "token_strs": None})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, ChatShape())

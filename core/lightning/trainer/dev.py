@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.collect import all_rollouts, is_trainable
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.progress import Reporter
@@ -18,7 +19,10 @@ from lightning.types import CallStatus, Rollout, Task
 
 @dataclass(frozen=True, slots=True)
 class DevRow:
-    """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`."""
+    """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`.
+
+    `failed_adapters` are those whose faults left calls without their names.
+    """
 
     task: str
     reward: float | None
@@ -30,6 +34,7 @@ class DevRow:
     prompt_tokens: int
     response_tokens: int
     calls_without_logprobs: int
+    failed_adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         prompt_tokens=sum(len(call.prompt_ids) for call in calls),
         response_tokens=sum(len(call.response_ids) for call in calls),
         calls_without_logprobs=sum(not call.logprobs for call in calls),
+        failed_adapters=tuple(sorted({name for call in calls if (name := failed_adapter(call.caller))})),
     )
 
 
@@ -80,6 +86,11 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[str]:
     if scored and not any(row.trained_calls for row in scored):
         seen = sorted({agent for row in scored for agent in row.agents})
         problems.append(f"train_agents {list(train_agents)} matches none of the agents seen: {', '.join(seen)}")
+    problems += [
+        f"the adapter {name} failed, so calls of its framework go without their agents' names: the log says how. "
+        f"Repair it, or name the adapters to use (runner.adapters) without it"
+        for name in sorted({name for row in rows for name in row.failed_adapters})
+    ]
     if any(row.calls_without_logprobs for row in scored):
         problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
     return problems

@@ -187,6 +187,11 @@ async def test_a_missing_prompt_is_a_422(house):
         (None, "gpt-4o:writer", Caller("agent")),
         (b'{"agent": "a"}', "policy:writer", Caller("a")),
         (
+            b'{"agent": "agent", "framework": "adapter-failed:x"}',
+            "policy:writer",
+            Caller("writer", framework="adapter-failed:x"),
+        ),
+        (
             b'{"agent":"a","path":["sql","a"],"span_id":"1","parent_id":"2","framework":"raw"}',
             "policy",
             Caller("a", ("sql", "a"), "1", "2", "raw"),

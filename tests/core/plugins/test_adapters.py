@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
+from lightning.plugins.adapters import failed_adapter
 from lightning.types import Caller, ToolEvent
 
 ADAPTER = """
@@ -32,7 +33,7 @@ emits = []
 
 @pytest.fixture(autouse=True)
 def only_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "raw")
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "raw,langchain,openai-agents,autogen,otel")
 
 
 def ignore(event: ToolEvent) -> None:
@@ -146,6 +147,40 @@ def test_one_adapter_that_cannot_be_installed_is_named_and_not_asked(install, wa
         "'bad' (bad 1.0) is not installed, its lightning_install failed: OSError('no')" in line
         for line in warnings_of()
     )
+    undo()
+
+
+FALLBACK = (
+    "from lightning import Caller, hookimpl\n@hookimpl(trylast=True)\ndef lightning_identify(): return Caller('main')\n"
+)
+FAILING = {
+    "install": "from lightning import hookimpl\n@hookimpl\ndef lightning_install(emit): raise OSError('no')\n"
+    "@hookimpl\ndef lightning_identify(): return None\n",
+    "raises": "from lightning import hookimpl\n@hookimpl\ndef lightning_identify(): 1 / 0\n",
+    "nonsense": "from lightning import hookimpl\n@hookimpl\ndef lightning_identify(): return 'writer'\n",
+}
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("body", FAILING.values(), ids=FAILING)
+def test_a_call_that_a_fault_left_without_its_name_is_marked(install, body: str, fallback: bool) -> None:
+    install("bad", {"bad": "bad_plugin"}, {"bad_plugin": body})
+    install("last", {"last": "last_plugin"}, {"last_plugin": FALLBACK if fallback else ""})
+    plugins = Plugins()
+    undo = plugins.install_adapters(ignore)
+    caller = plugins.identify()
+    undo()
+    assert caller == Caller("main" if fallback else "agent", framework="adapter-failed:bad")
+    assert failed_adapter(caller) == "bad"
+
+
+def test_an_adapter_that_was_not_installed_marks_nothing_once_it_is_gone(install) -> None:
+    install("bad", {"bad": "bad_plugin"}, {"bad_plugin": FAILING["install"]})
+    install("last", {"last": "last_plugin"}, {"last_plugin": FALLBACK})
+    plugins = Plugins()
+    plugins.install_adapters(ignore)()
+    undo = plugins.install_adapters(ignore, ["last"])
+    assert plugins.identify() == Caller("main")
     undo()
 
 
