@@ -101,6 +101,13 @@ class Forwarder:
         cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
+    async def tokenize(self, rollout: str, body: Body) -> tuple[int, bytes]:
+        """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
+        slot = await self.pool.pick(rollout)
+        payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
+        async with self.session.post(slot.url("/tokenize"), data=payload, timeout=MODELS_TIMEOUT) as response:
+            return response.status, await response.read()
+
     async def close(self) -> None:
         """Close idle connections and those still in use."""
         if self._health is not None:

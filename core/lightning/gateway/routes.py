@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.models import GatewayConfig
 from lightning.gateway.calls import CallEndpoint
+from lightning.gateway.counting import PATH as COUNT_PATH
+from lightning.gateway.counting import CountTokens
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.forward import Forwarder
@@ -30,9 +32,8 @@ from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.versions import VersionBook
 
 PREFIXES = ("/v1", "/r/{token}/v1")
-LISTED = ", ".join(
-    [*(f"POST /v1{dialect.path}" for dialect in DIALECTS), f"POST /v1{PATH}", "GET /v1/models", "GET /health"]
-)
+POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
+LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
 
@@ -64,6 +65,7 @@ def build_front(
         dialect.path: CallEndpoint(dialect(), config, identity, forwarder, book, recorder, counters)
         for dialect in DIALECTS
     }
+    endpoints[COUNT_PATH] = CountTokens(config, identity, forwarder)
     endpoints[PATH] = traces
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
@@ -102,7 +104,10 @@ class Info:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"There is no {request.method} {_without_token(request)} here. {EXISTING}"
+        path = _without_token(request)
+        message = f"There is no {request.method} {path} here. {EXISTING}"
+        if "/v1/v1/" in path:
+            message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
         return _answer(RefusalError(404, "unknown_route", message))
     if error.status_code == 405:
         message = f"{request.method} is not allowed for {_without_token(request)}. {EXISTING}"

@@ -3,8 +3,20 @@
 from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan, Translator
 from lightning.gateway.dialects.chat import Chat
 from lightning.gateway.dialects.completions import Completions
+from lightning.gateway.dialects.messages import Messages
 from lightning.gateway.dialects.responses import Responses
 
-DIALECTS: tuple[type[Chat | Completions | Responses], ...] = (Chat, Completions, Responses)
+DIALECTS: tuple[type[Chat | Completions | Responses | Messages], ...] = (Chat, Completions, Responses, Messages)
 
-__all__ = ["DIALECTS", "Capture", "Chat", "Choice", "Completions", "Dialect", "Plan", "Responses", "Translator"]
+__all__ = [
+    "DIALECTS",
+    "Capture",
+    "Chat",
+    "Choice",
+    "Completions",
+    "Dialect",
+    "Messages",
+    "Plan",
+    "Responses",
+    "Translator",
+]

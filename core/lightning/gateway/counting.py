@@ -1,0 +1,50 @@
+"""`POST /v1/messages/count_tokens`: how many tokens the prompt of a Messages request has.
+
+The invariant: they are counted by the policy server's own tokenizer and chat template, over the very chat messages that
+`/v1/messages` would send. Nothing is sampled, so nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from lightning.config.models import GatewayConfig
+from lightning.gateway.body import ClientGoneError, read_body, read_object
+from lightning.gateway.dialects.messages.dialect import Messages, prompt_of
+from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.forward import Forwarder
+from lightning.gateway.identity import Identity
+
+PATH = f"{Messages.path}/count_tokens"
+
+
+class CountTokens:
+    """The ASGI application behind the route."""
+
+    def __init__(self, config: GatewayConfig, identity: Identity, forwarder: Forwarder) -> None:
+        self._config, self._identity, self._forwarder = config, identity, forwarder
+        self._dialect = Messages()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Never raises for what is the agent's or vLLM's fault."""
+        try:
+            status, body = await self._count(scope, receive)
+            await send_bytes(send, status, body)
+        except RefusalError as refusal:
+            await send_bytes(send, refusal.status, self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers))
+        except ClientGoneError:
+            return
+
+    async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        claims = self._identity.claims(scope)
+        asked = read_object(await read_body(scope, receive, self._config.max_body_bytes))
+        try:
+            status, payload = await self._forwarder.tokenize(claims.rollout, prompt_of(asked))
+            if status != 200:
+                return status, self._dialect.upstream_refusal(status, payload)
+            return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})
+        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+            message = f"The policy server did not count the tokens ({error!r}). Ask again."
+            raise RefusalError(502, "upstream_failed", message) from error

@@ -1,0 +1,138 @@
+"""vLLM's chat answer as a Message, whole or event by event.
+
+The invariant: the blocks of a stream, put together, are those of the whole answer; only arguments that are no JSON object
+differ, which a stream passes on as they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+
+from lightning.gateway.dialects.messages.errors import error_object
+from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
+from lightning.gateway.dialects.translated import event
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.sampling import Body
+
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageTranslator:
+    """One call."""
+
+    def __init__(self, message_id: str) -> None:
+        self._id = message_id
+        self._parts = Parts()
+        self._begun, self._model, self._finish = False, "", ""
+        self._stop: object = None
+        self._usage: Body | None = None
+
+    def whole(self, reply: Body) -> Body:
+        """See `Translator`."""
+        choice = reply["choices"][0]
+        self._read(reply, choice)
+        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
+            pass
+        content = [self._block(part) for part in self._parts.all]
+        return self._message(content, usage_of(self._usage)) | self._reason()
+
+    def _read(self, answer: Body, choice: Body | None) -> None:
+        self._model = answer.get("model") or self._model
+        self._usage = answer.get("usage") or self._usage
+        if choice is not None and choice.get("finish_reason"):
+            self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
+
+    def _message(self, content: list[Body], usage: Body) -> Body:
+        message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+        return {**message, "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _reason(self) -> Body:
+        """A stop string is vLLM's `stop_reason`; a forced tool call ends with `stop` there, yet wants a result."""
+        if self._finish == "stop" and isinstance(self._stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
+        called = any(part.kind is Kind.TOOL for part in self._parts.all)
+        ended = "tool_use" if called else "end_turn"
+        return {"stop_reason": REASONS.get(self._finish, ended), "stop_sequence": None}
+
+    def _block(self, part: Part) -> Body:
+        if part.kind is Kind.TEXT:
+            return {"type": "text", "text": part.text}
+        if part.kind is Kind.REASONING:
+            return {"type": "thinking", "thinking": part.text, "signature": self._id}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_of(part.text)}
+
+    # a stream ---------------------------------------------------------------------------------------------------
+    def chunk(self, chunk: Body) -> bytes:
+        """See `Translator`."""
+        choices = chunk.get("choices") or []
+        self._read(chunk, choices[0] if choices else None)
+        said: list[Body] = []
+        if not self._begun:
+            self._begun = True
+            usage = {"input_tokens": len(chunk.get("prompt_token_ids") or ()), "output_tokens": 0}
+            said += [{"type": "message_start", "message": self._message([], usage)}, {"type": "ping"}]
+        for choice in choices:
+            for happened in self._parts.feed(choice.get("delta") or {}):
+                said += self._events(happened)
+        return b"".join(map(event, said))
+
+    def end(self) -> bytes:
+        """See `Translator`."""
+        said = [body for happened in self._parts.close() for body in self._events(happened)]
+        said.append({"type": "message_delta", "delta": self._reason(), "usage": usage_of(self._usage)})
+        said.append({"type": "message_stop"})
+        return b"".join(map(event, said))
+
+    def broken(self, refusal: RefusalError) -> bytes:
+        """See `Translator`."""
+        return event(error_object(refusal.status, str(refusal)))
+
+    def recorded(self) -> None:
+        """See `Translator`. Nothing is kept: a request of this API has the whole conversation."""
+
+    def _events(self, happened: Event) -> Iterator[Body]:
+        step, part, piece = happened
+        index = {"index": part.index}
+        if step is Step.OPEN:
+            block = {"type": "text", "text": ""} if part.kind is Kind.TEXT else self._block(part)
+            if part.kind is Kind.REASONING:
+                block["signature"] = ""
+            yield {"type": "content_block_start", **index, "content_block": block}
+        elif step is Step.ADD:
+            yield {"type": "content_block_delta", **index, "delta": delta_of(part.kind, piece)}
+        else:
+            if part.kind is Kind.REASONING:
+                delta = {"type": "signature_delta", "signature": self._id}
+                yield {"type": "content_block_delta", **index, "delta": delta}
+            yield {"type": "content_block_stop", **index}
+
+
+def delta_of(kind: Kind, piece: str) -> Body:
+    """A piece of a block."""
+    if kind is Kind.TEXT:
+        return {"type": "text_delta", "text": piece}
+    if kind is Kind.REASONING:
+        return {"type": "thinking_delta", "thinking": piece}
+    return {"type": "input_json_delta", "partial_json": piece}
+
+
+def arguments_of(text: str) -> Body:
+    """A tool call's arguments as an object."""
+    try:
+        found = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        found = None
+    return found if isinstance(found, dict) else {"INVALID_JSON": text}
+
+
+def usage_of(usage: Body | None) -> Body:
+    """Token counts under the names of this API, where tokens from the cache are counted by themselves."""
+    if usage is None:
+        return {"input_tokens": 0, "output_tokens": 0}
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage.get("completion_tokens") or 0}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is not None:
+        counts |= {"input_tokens": counts["input_tokens"] - cached, "cache_read_input_tokens": cached}
+    return counts

@@ -1,0 +1,110 @@
+"""A Messages request as a chat completion request.
+
+The invariant (law 7): what vLLM understands goes on under the name it has there, unknown parameters as they are; what
+could only be ignored although it means something is refused with the cure.
+"""
+
+from __future__ import annotations
+
+from lightning.gateway.dialects.base import refuse_parameter
+from lightning.gateway.dialects.messages.blocks import messages_of
+from lightning.gateway.dialects.translated import items_of, text_field
+from lightning.gateway.sampling import Body
+
+RENAMED = {"stop_sequences": "stop"}
+ELSEWHERE = frozenset(
+    {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format", *RENAMED}
+)
+"""Translated by a function of their own."""
+WITHOUT_EFFECT = frozenset({"model", "metadata", "service_tier", "inference_geo", "cache_control"})
+"""They concern Anthropic's accounts and caches, not the answer."""
+REFUSED = {
+    "container": "is not supported: there are no containers here. Run the code in a tool of the agent.",
+    "context_management": "is not supported: the policy must see the context as it is. Shorten it in the agent.",
+    "mcp_servers": "is not supported: the gateway calls no tools. Connect the agent itself to the MCP servers.",
+}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+IN_A_TOOL = ("name", "description", "strict", "defer_loading")
+
+
+def chat_request(asked: Body) -> Body:
+    """The chat request. Raises `RefusalError` (422)."""
+    for name, why in REFUSED.items():
+        if asked.get(name):
+            raise refuse_parameter(name, why)
+    chat = {
+        name: value
+        for name, value in asked.items()
+        if value is not None and name not in ELSEWHERE and name not in WITHOUT_EFFECT and name not in REFUSED
+    }
+    chat["messages"] = messages = messages_of(asked)
+    if not messages:
+        raise refuse_parameter("messages", "is missing or empty; send a list of messages.")
+    if messages[-1]["role"] == "assistant":  # the beginning of the answer, which the model is to continue
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    for name, other in RENAMED.items():
+        if asked.get(name) is not None:
+            chat[other] = asked[name]
+    _stream(chat, asked)
+    _thinking(chat, asked)
+    _tools(chat, asked)
+    return chat
+
+
+def _stream(chat: Body, asked: Body) -> None:
+    stream = asked.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
+    if stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def _thinking(chat: Body, asked: Body) -> None:
+    """`output_config` and `thinking`, as vLLM reads them: adaptive thinking is the model's own affair."""
+    config, thinking = asked.get("output_config") or {}, asked.get("thinking") or {}
+    for name, value in (("output_config", config), ("thinking", thinking)):
+        if not isinstance(value, dict):
+            raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
+    wanted = asked.get("output_format") or config.get("format")
+    if wanted:
+        schema = {"name": "json_schema", "schema": wanted.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config.get("effort") is not None:
+        chat["reasoning_effort"] = config["effort"]
+    if thinking.get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
+    elif thinking.get("type") == "enabled":
+        chat["thinking_token_budget"] = thinking.get("budget_tokens")
+
+
+def _tools(chat: Body, asked: Body) -> None:
+    tools = items_of(asked.get("tools") or [], "tools")
+    if tools:
+        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    choice = asked.get("tool_choice")
+    if choice is None:
+        return
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        name = text_field(choice, "name", "tool_choice")
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind not in CHOICES:
+        raise refuse_parameter("tool_choice", f"must be of type 'auto', 'any', 'tool' or 'none', not {choice!r}.")
+    elif tools or kind == "any":
+        chat["tool_choice"] = CHOICES[kind]
+    if tools:
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+
+
+def _tool(tool: Body, where: str) -> Body:
+    schema = tool.get("input_schema")
+    if tool.get("type") not in {None, "custom"} or not isinstance(schema, dict):
+        why = (
+            f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema."
+        )
+        raise refuse_parameter(where, why)
+    function = {name: tool[name] for name in IN_A_TOOL if tool.get(name) is not None}
+    text_field(tool, "name", where)
+    # The order of keys is the prompt's: what is missing comes last.
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
