@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import anthropic
 import lightning
 import openai
 from lightning.testing import AdapterContract
@@ -80,16 +81,74 @@ class Agent:
         return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-class Anthropic(Agent):
-    """The same loop with another client."""
+class ResponsesAgent(Agent):
+    """The same loop over the Responses API."""
+
+    async def loop(self, client: openai.AsyncOpenAI, text: str, stream: bool) -> str:
+        options: Any = {"model": self.llm.model, "instructions": f"You are {self.name}."}
+        options["tools"] = [{"type": "function", **item["function"], "strict": False} for item in self.schemas]
+        items: list[Any] = [{"role": "user", "content": text}]
+        while True:
+            if stream:
+                async with client.responses.stream(**options, input=items) as events:
+                    response = await events.get_final_response()
+            else:
+                response = await client.responses.create(**options, input=items)
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls:
+                return str(response.output_text)
+            items += [
+                {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments}
+                for call in calls
+            ]
+            for call in calls:
+                asked = {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+                output = (await self.result(asked))["content"]
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
+
+
+class MessagesAgent(Agent):
+    """The same loop over the Messages API, with Anthropic's client."""
+
+    async def __call__(self, text: str, *, stream: bool = False) -> str:
+        url = self.llm.base_url.removesuffix("/v1")
+        with lightning.component(self.name):
+            async with anthropic.AsyncAnthropic(base_url=url, api_key=self.llm.api_key) as client:
+                return await self.converse(client, text, stream)
+
+    async def converse(self, client: anthropic.AsyncAnthropic, text: str, stream: bool) -> str:
+        options: Any = {"model": self.llm.model, "max_tokens": 100, "system": f"You are {self.name}."}
+        options["tools"] = [
+            {"name": item["function"]["name"], "input_schema": item["function"]["parameters"]} for item in self.schemas
+        ]
+        messages: list[Any] = [{"role": "user", "content": text}]
+        while True:
+            if stream:
+                async with client.messages.stream(**options, messages=messages) as events:
+                    reply: Any = await events.get_final_message()
+            else:
+                reply = await client.messages.create(**options, messages=messages)
+            calls = [block for block in reply.content if block.type == "tool_use"]
+            if not calls:
+                return "".join(block.text for block in reply.content if block.type == "text")
+            uses = [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.input} for call in calls]
+            results = []
+            for call in calls:
+                asked = {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}}
+                output = (await self.result(asked))["content"]
+                results.append({"type": "tool_result", "tool_use_id": call.id, "content": output})
+            messages += [{"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+
+
+LOOPS = {"chat": Agent, "responses": ResponsesAgent, "messages": MessagesAgent}
 
 
 class TestRaw(AdapterContract):
     adapter = "raw"
-    capabilities = frozenset({"tools", "stream", "pair", "nested", "threads", "own_processor"})
+    capabilities = frozenset({"tools", "stream", "pair", "nested", "threads", "responses", "messages", "own_processor"})
 
     def solver(self, llm: LLM, dialect: str = "chat") -> Agent:
-        return Agent("solver", llm, {"calculator": calculator}, [schema("calculator", "expression")])
+        return LOOPS[dialect]("solver", llm, {"calculator": calculator}, [schema("calculator", "expression")])
 
     def pair(self, llm: LLM) -> Callable[..., Awaitable[str]]:
         async def both(text: str, *, stream: bool = False) -> str:
