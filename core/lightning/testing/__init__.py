@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from lightning.errors import MissingExtraError
+
 if TYPE_CHECKING:
     from lightning.testing.adapter_contract import AdapterContract
     from lightning.testing.chat_server import ChatServer
@@ -31,6 +33,11 @@ def __getattr__(name: str) -> object:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'lightning.testing' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"lightning.testing.{home}"), name)
+    try:
+        value: object = getattr(importlib.import_module(f"lightning.testing.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise MissingExtraError("testing", "pytest") from error
     globals()[name] = value
     return value

@@ -18,19 +18,15 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import pluggy
+import pytest
 
-from lightning.errors import DataError, LightningError, MissingExtraError
+from lightning.errors import DataError, LightningError
 from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_house import LIMIT, House, Ran
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, ToolEvent
-
-try:
-    import pytest
-except ImportError as error:
-    raise MissingExtraError("testing", "pytest") from error
 
 CAPABILITIES = {
     "tools": "reports each run of a tool with its status",
