@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import lightning
 from lightning.instrument import check_supported
-from opentelemetry import trace
 
 try:
     import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
-from lightning_autogen.handler import Installed, LightningHandler, caller_of, receivers
+from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers
 from lightning_autogen.provider import Watch
 from lightning_autogen.results import results
 
@@ -51,4 +50,4 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
 @lightning.hookimpl(tryfirst=True)
 def lightning_identify() -> lightning.Caller | None:
     """The innermost agent at work here, if it is AutoGen's. Its path has agents, tools and inner teams."""
-    return caller_of(trace.get_current_span().get_span_context())
+    return caller_here()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import lightning
+from lightning.instrument import ask
 from lightning.instrument import emit as report
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -29,14 +30,15 @@ _open: WeakValueDictionary[tuple[int, int], Span] = WeakValueDictionary()
 
 
 class LightningHandler(SpanProcessor):
-    """Names AutoGen's agents and reports their tools, from a provider it is added to by hand.
+    """Names AutoGen's agents and reports their tools where the adapter is not installed or is disabled.
 
-    `provider.add_span_processor(LightningHandler())`. Beside the installed adapter it reports nothing twice. `emit` receives
-    the tool runs; by default they go to the rollout that the tool ran for.
+    Add it to a provider by hand: `provider.add_span_processor(LightningHandler())`. Beside the installed adapter it reports
+    nothing twice. `emit` receives the tool runs; by default they go to the rollout that the tool ran for.
     """
 
     def __init__(self, emit: Callable[[lightning.ToolEvent], None] = report) -> None:
         self._emit = emit
+        ask(caller_here)
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Know the span while it is open."""
@@ -68,12 +70,22 @@ class Installed(LightningHandler):
     """What `lightning_install` adds to providers: silent while nothing is installed, since it cannot be removed."""
 
     def __init__(self) -> None:
-        super().__init__(lambda event: receivers[-1](event) if receivers else None)
+        self._emit = _to_newest
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Know the span while it is open."""
         if receivers:
             super().on_start(span, parent_context)
+
+
+def _to_newest(event: lightning.ToolEvent) -> None:
+    if receivers:
+        receivers[-1](event)
+
+
+def caller_here() -> lightning.Caller | None:
+    """Who calls from this task."""
+    return caller_of(trace.get_current_span().get_span_context())
 
 
 def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:

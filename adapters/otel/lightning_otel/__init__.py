@@ -1,1 +1,67 @@
-"""Adapter for otel."""
+"""Adapter for every framework that emits OpenTelemetry's `gen_ai` spans: PydanticAI, Microsoft Agent Framework, and more.
+
+The invariant: it only looks. The spans go where the user's `TracerProvider` sends them, and nowhere without one; and a
+process that starts no span pays for no SDK.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import lightning
+from lightning.instrument import check_supported
+
+from lightning_otel.provider import Watch
+from lightning_otel.spans import caller_here, receivers
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+    from lightning_otel.processor import LightningProcessor
+
+__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install"]
+
+SUPPORTED = {"opentelemetry-api": ("1.34", "2"), "opentelemetry-sdk": ("1.34", "2")}
+"""Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
+
+
+def _installed() -> SpanProcessor:
+    from lightning_otel.processor import Installed
+
+    return Installed()
+
+
+_watch = Watch(_installed)
+
+
+@lightning.hookimpl
+def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
+    """Watch the process's spans. Raises `MissingExtraError` without the SDK and `PluginError` for versions out of range."""
+    if importlib.util.find_spec("opentelemetry.sdk") is None:
+        raise lightning.MissingExtraError("otel", "opentelemetry.sdk")
+    check_supported(SUPPORTED)
+    _watch.start()
+    receivers.append(emit)
+
+    def undo() -> None:
+        receivers.remove(emit)
+        if not receivers:
+            _watch.stop()
+
+    return undo
+
+
+@lightning.hookimpl
+def lightning_identify() -> lightning.Caller | None:
+    """The innermost agent whose span is open here."""
+    return caller_here()
+
+
+def __getattr__(name: str) -> object:
+    if name == "LightningProcessor":
+        from lightning_otel.processor import LightningProcessor
+
+        return LightningProcessor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

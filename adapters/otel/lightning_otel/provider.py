@@ -1,0 +1,118 @@
+"""Shows a span processor every span of the process, whoever sets the `TracerProvider` and whenever.
+
+The invariant: the user's own provider, set before or after, gets the spans and keeps its resource, sampler and exporters.
+OpenTelemetry takes one provider for good. While there is none, a stand-in holds the place: it records for our processor,
+exports nothing, and steps aside for the provider that `trace.set_tracer_provider` is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import lightning
+from opentelemetry import trace
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+logger = logging.getLogger(__name__)
+
+
+class StandIn(trace.ProxyTracerProvider):
+    """Passes everything on to the provider behind it: the SDK's, made for the first span, until there is the user's.
+
+    A `ProxyTracerProvider`, since that is what code which looks whether a provider has been set finds when none has.
+    """
+
+    def __init__(self, prepare: Callable[[trace.TracerProvider], None]) -> None:
+        self._prepare, self._lock = prepare, threading.Lock()
+        self.real: Any = None
+
+    def behind(self) -> Any:
+        """The provider that starts the spans now."""
+        with self._lock:
+            if self.real is None:
+                from opentelemetry.sdk.trace import TracerProvider
+                from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+                provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+                self._prepare(provider)
+                self.real = provider
+            return self.real
+
+    def get_tracer(self, *scope: Any, **more: Any) -> trace.Tracer:
+        """A tracer that asks for the provider anew for each span."""
+        return _Tracer(lambda: self.behind().get_tracer(*scope, **more))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind(), name)
+
+
+class _Tracer(trace.Tracer):
+    def __init__(self, now: Callable[[], trace.Tracer]) -> None:
+        self._now = now
+
+    def start_span(self, *args: Any, **more: Any) -> trace.Span:
+        return self._now().start_span(*args, **more)
+
+    def start_as_current_span(self, *args: Any, **more: Any) -> Any:
+        return self._now().start_as_current_span(*args, **more)
+
+
+class Watch:
+    """One processor on the process's provider. It cannot be taken off one again: its owner mutes it."""
+
+    def __init__(self, processor: Callable[[], SpanProcessor]) -> None:
+        self._processor = processor
+        self._watched: WeakSet[object] = WeakSet()
+        self._stand_in: StandIn | None = None  # while it holds the place
+        self._inner: Callable[[trace.TracerProvider], None] | None = None
+
+    def start(self) -> None:
+        """Watch the provider that is set, and the one that will be. Raises `LightningError` where no span can be seen."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            raise lightning.LightningError("OTEL_SDK_DISABLED=true keeps OpenTelemetry from recording spans: unset it")
+        provider = trace.get_tracer_provider()
+        if type(provider) is trace.ProxyTracerProvider:  # nobody has set one
+            self._stand_in = StandIn(self._add)
+            trace.set_tracer_provider(self._stand_in)
+        elif provider is not self._stand_in:
+            self._add(provider)
+        if self._inner is None:
+            self._inner = trace.set_tracer_provider
+            setattr(trace, "set_tracer_provider", self._set)  # noqa: B010 — mypy forbids assigning to a function
+
+    def stop(self) -> None:
+        """Give `set_tracer_provider` back; not before the stand-in, whose place cannot be given back, has stepped aside."""
+        if self._stand_in is None and self._inner is not None and trace.set_tracer_provider == self._set:
+            setattr(trace, "set_tracer_provider", self._inner)  # noqa: B010
+            self._inner = None
+
+    def _set(self, tracer_provider: trace.TracerProvider) -> None:
+        if tracer_provider is self._stand_in:
+            return
+        try:
+            self._add(tracer_provider)
+        except lightning.LightningError as error:
+            logger.warning("%s", error)
+        if self._stand_in is not None:
+            self._stand_in.real, self._stand_in = tracer_provider, None
+        elif self._inner is not None:
+            self._inner(tracer_provider)
+
+    def _add(self, provider: trace.TracerProvider) -> None:
+        add = getattr(provider, "add_span_processor", None)
+        if add is None:
+            raise lightning.LightningError(
+                f"agents go without names: the process's TracerProvider, a {type(provider).__qualname__}, takes no span "
+                "processors; set one of opentelemetry.sdk.trace"
+            )
+        owner = getattr(add, "__self__", provider)  # behind a stand-in, the provider that stands there now
+        if owner not in self._watched:
+            add(self._processor())
+            self._watched.add(owner)

@@ -1,0 +1,122 @@
+"""What open spans say about who is calling, and what an ended one says about a tool.
+
+The invariant: only spans that are open are known here, so whoever has ended calls no model. The SDK is not imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
+
+import lightning
+from lightning.types import Json
+from opentelemetry import trace
+
+from lightning_otel import names
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, Span
+
+logger = logging.getLogger(__name__)
+
+FRAMEWORK = "otel"
+receivers: list[Callable[[lightning.ToolEvent], None]] = []
+"""Of the installations, oldest first; the newest hears of the tools, so that each run is reported once."""
+_open: WeakValueDictionary[tuple[int, int], Span] = WeakValueDictionary()
+
+
+def opened(span: Span) -> None:
+    """Know a span from now on."""
+    _open[_key(span.get_span_context())] = span
+
+
+def closed(span: ReadableSpan) -> bool:
+    """Forget a span; whether it was known."""
+    return _open.pop(_key(span.get_span_context()), None) is not None
+
+
+def caller_here() -> lightning.Caller | None:
+    """Who calls from this thread or task."""
+    return caller_of(trace.get_current_span().get_span_context())
+
+
+def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
+    """Who calls from inside a span: the innermost agent around it, or None. The span id is that of the model call's."""
+    if context is not None and context.is_valid and not context.trace_flags.sampled:
+        _warn_of_sampling()
+    agent = span_id = parent_id = spoken_for = ""
+    path: list[str] = []
+    while context is not None and (span := _open.get(_key(context))) is not None:
+        operation, name = _text(span, names.OPERATION), ""
+        if operation in names.AGENT_OPERATIONS:
+            name = _text(span, names.AGENT)
+            if name and not agent:
+                agent, parent_id = name, trace.format_span_id(context.span_id)
+        elif operation == names.TOOL_OPERATION:
+            name = _text(span, names.TOOL)
+        elif operation in names.MODEL_OPERATIONS and not path and not span_id:
+            span_id, spoken_for = trace.format_span_id(context.span_id), _text(span, names.AGENT)
+        if name and path[-1:] != [name]:
+            path.append(name)
+        context = span.parent
+    if not agent and spoken_for:  # a framework whose agents have no spans, but names on those of their model calls
+        agent = spoken_for
+        path.insert(0, agent)
+    return lightning.Caller(agent, tuple(reversed(path)), span_id, parent_id, FRAMEWORK) if agent else None
+
+
+def tool_run(span: ReadableSpan) -> lightning.ToolEvent | None:
+    """The tool run that an ended span stands for, if it stands for one."""
+    if _text(span, names.OPERATION) != names.TOOL_OPERATION:
+        return None
+    failed = span.status.status_code is trace.StatusCode.ERROR
+    # A tool that raises has its span marked; that of a cancelled one only closes while the stack unwinds.
+    cancelled = not failed and isinstance(sys.exception(), (asyncio.CancelledError, GeneratorExit))
+    return lightning.ToolEvent(
+        name=_text(span, names.TOOL) or span.name,
+        status="error" if failed else "unknown" if cancelled else "ok",
+        call_id=_text(span, names.TOOL_CALL),
+        arguments=_arguments(_text(span, names.TOOL_ARGUMENTS)),
+        output=_text(span, names.TOOL_RESULT),
+        error=_error(span) if failed else "",
+        caller=caller_of(span.parent),
+    )
+
+
+def _error(span: ReadableSpan) -> str:
+    if span.status.description:
+        return span.status.description
+    for event in span.events:
+        if event.name == names.EXCEPTION_EVENT:
+            found = event.attributes or {}
+            return f"{found.get(names.EXCEPTION_TYPE, '')}: {found.get(names.EXCEPTION_MESSAGE, '')}"
+    return "error"
+
+
+def _arguments(text: str) -> Json:
+    try:
+        return cast("Json", json.loads(text)) if text else None
+    except ValueError:
+        return text
+
+
+def _text(span: ReadableSpan, name: str) -> str:
+    return str((span.attributes or {}).get(name) or "")
+
+
+def _key(context: trace.SpanContext | None) -> tuple[int, int]:
+    return (context.trace_id, context.span_id) if context else (0, 0)
+
+
+@functools.cache
+def _warn_of_sampling() -> None:
+    logger.warning(
+        "agents go without names in traces that the TracerProvider's sampler leaves out: "
+        "sample all of them while training (OTEL_TRACES_SAMPLER=always_on)"
+    )
