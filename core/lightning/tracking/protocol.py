@@ -1,12 +1,13 @@
-"""Where metrics go besides the store."""
+"""Where metrics and finished rollouts go besides the store."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from lightning.types import Json
+from lightning.types import Json, Rollout, Span, StepReward, ToolEvent, Transition
 
 
 class Tracker(Protocol):
@@ -17,3 +18,22 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One attempt of a finished rollout and everything recorded about it; the last attempt is `rollout.attempt`."""
+
+    rollout: Rollout
+    attempt: int
+    transitions: Sequence[Transition]
+    tool_events: Sequence[ToolEvent]
+    step_rewards: Sequence[StepReward]
+    spans: Sequence[Span]
+
+
+@runtime_checkable
+class RolloutTracker(Tracker, Protocol):
+    """A tracker that is also told of each attempt of each rollout that has ended for good."""
+
+    def attempt(self, record: AttemptRecord) -> None: ...

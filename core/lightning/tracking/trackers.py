@@ -1,36 +1,42 @@
-"""Hands the metrics of each step to every tracker of a run, each in a thread of its own.
+"""Hands the metrics of each step, and finished rollouts, to every tracker of a run, each in a thread of its own.
 
 The invariant: training neither waits for a tracker nor fails with one: who raises is logged and hears no more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
 
 from lightning.config import Config
 from lightning.plugins import plugins
-from lightning.tracking.protocol import Tracker
-from lightning.types import Json
+from lightning.store.protocol import Store
+from lightning.tracking.protocol import AttemptRecord, RolloutTracker, Tracker
+from lightning.types import Json, Rollout
 
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 20.0
 """How long the end of a run waits for a tracker that is behind."""
+MAX_WAITING = 4096
+"""Finished rollouts that wait for one tracker; what is more is not told, since a backend that is down stays down for long."""
+
+_Item: TypeAlias = "tuple[int, dict[str, float]] | Rollout | None"
 
 
 class Trackers:
     """The trackers of one run, as a context. Raises `PluginError` for a name that no plugin registers."""
 
-    def __init__(self, names: Sequence[str], config: Config, *, run: str, folder: Path) -> None:
+    def __init__(self, names: Sequence[str], config: Config, *, run: str, folder: Path, store: Store) -> None:
         factories = [(name, plugins().tracker(name)) for name in dict.fromkeys(names)]
         described: Mapping[str, Json] = config.model_dump(mode="json")
-        self._feeds = [_Feed(name, factory, config, run, described, folder) for name, factory in factories]
+        self._feeds = [_Feed(name, factory, config, run, described, folder, store) for name, factory in factories]
 
     def __enter__(self) -> Self:
         for feed in self._feeds:
@@ -50,6 +56,11 @@ class Trackers:
         for feed in self._feeds:
             feed.put((step, dict(values)))
 
+    def finished(self, rollout: Rollout) -> None:
+        """A rollout has ended for good; trackers that want to know read it from the store in their own thread."""
+        for feed in self._feeds:
+            feed.finished(rollout)
+
 
 class _Feed:
     """One tracker and the queue before it."""
@@ -62,22 +73,34 @@ class _Feed:
         run: str,
         described: Mapping[str, Json],
         folder: Path,
+        store: Store,
     ) -> None:
-        self._name, self._factory, self._config = name, factory, config
+        self._name, self._factory, self._config, self._store = name, factory, config, store
         self._run, self._described, self._folder = run, described, folder
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._wants_rollouts, self._missed = True, 0  # until the tracker is made, nobody knows
         # A daemon: a tracker that hangs for ever must not keep the process.
         self._thread = threading.Thread(target=self._work, name=f"lightning-tracker-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, item: tuple[int, dict[str, float]] | None) -> None:
+    def put(self, item: _Item) -> None:
         if self._thread.is_alive():
             self._queue.put(item)
 
+    def finished(self, rollout: Rollout) -> None:
+        if not self._wants_rollouts:
+            return
+        if self._queue.qsize() < MAX_WAITING:
+            self.put(rollout)
+        else:
+            self._missed += 1
+
     def join(self) -> None:
         self._thread.join(CLOSE_SECONDS)
+        if self._missed:
+            logger.warning("the tracker %r was too slow: it was not told of %d rollouts", self._name, self._missed)
         if self._thread.is_alive():
             logger.warning(
                 "the tracker %r is not done after %g s: its last values may be missing", self._name, CLOSE_SECONDS
@@ -86,11 +109,34 @@ class _Feed:
     def _work(self) -> None:
         try:
             tracker = self._factory(self._config)
+            self._wants_rollouts = isinstance(tracker, RolloutTracker)
             tracker.start(self._run, self._described, self._folder)
             try:
-                while (item := self._queue.get()) is not None:
-                    tracker.log(*item)
+                with asyncio.Runner() as loop:
+                    while (item := self._queue.get()) is not None:
+                        if isinstance(item, tuple):
+                            tracker.log(*item)
+                        elif isinstance(tracker, RolloutTracker):
+                            for record in loop.run(attempts_of(self._store, item)):
+                                tracker.attempt(record)
             finally:
                 tracker.close()
         except Exception as error:  # noqa: BLE001 — a tracker is a stranger's code and no reason to stop training
             logger.warning("the tracker %r failed and is left out from here on: %s", self._name, error or repr(error))
+
+
+async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
+    """The attempts of a rollout in order; lost ones only if they recorded anything."""
+    records = []
+    for attempt in range(1, rollout.attempt + 1):
+        record = AttemptRecord(
+            rollout,
+            attempt,
+            await store.transitions(rollout.id, attempt),
+            await store.tool_events(rollout.id, attempt),
+            await store.step_rewards(rollout.id, attempt),
+            await store.spans(rollout.id, attempt),
+        )
+        if attempt == rollout.attempt or record.transitions or record.spans:
+            records.append(record)
+    return records

@@ -128,7 +128,7 @@ class Loop:
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
         number = generation(known, count)
         self.reporter.phase(what, count)
-        await self.stack.execute(plan(number), self.reporter.rollout)
+        await self.stack.execute(plan(number), self.finished)
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
         rollouts = of_generation(known, number)
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
@@ -141,6 +141,11 @@ class Loop:
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
             )
         return rollouts
+
+    def finished(self, rollout: Rollout) -> None:
+        """A rollout has ended for good: tell whoever watches."""
+        self.reporter.rollout(rollout)
+        self.trackers.finished(rollout)
 
     async def drift(self, batch: Batch, result: StepResult) -> int:
         """Trained tokens that are not what the store says the policy server sampled (must be 0)."""

@@ -162,7 +162,7 @@ class Trainer:
             name_folder(self.out, run.id)
             await store.put_run(run)
             trackers = resources.enter_context(
-                Trackers(self.config.trainer.trackers, self.config, run=run.id, folder=self.out)
+                Trackers(self.config.trainer.trackers, self.config, run=run.id, folder=self.out, store=store)
             )
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)

@@ -12,6 +12,7 @@ import pytest
 from lightning.config import Config
 from lightning.errors import MissingExtraError, PluginError
 from lightning.plugins import Plugins, plugins
+from lightning.store.memory import MemoryStore
 from lightning.tracking import Trackers, trackers
 from lightning.tracking.jsonl import JsonLines
 from lightning.tracking.tensorboard import TensorBoard
@@ -47,7 +48,7 @@ def tracker(install, monkeypatch: pytest.MonkeyPatch):
 
 def test_every_value_reaches_the_tracker_in_order(tracker, tmp_path: Path) -> None:
     module = tracker("mine")
-    with Trackers(["mine", "jsonl"], Config(), run="a", folder=tmp_path) as run:
+    with Trackers(["mine", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
         for step in range(50):
             run.log(step, {"reward": step / 2})
     logs = [("log", step, {"reward": step / 2}) for step in range(50)]
@@ -58,7 +59,7 @@ def test_every_value_reaches_the_tracker_in_order(tracker, tmp_path: Path) -> No
 @pytest.mark.parametrize("broken", [{"start": "1 / 0"}, {"log": "1 / 0"}, {"start": "raise MissingExtraError('x')"}])
 def test_one_that_fails_is_named_and_left_out(tracker, tmp_path: Path, warnings_of, broken: dict[str, str]) -> None:
     tracker("broken", **broken)
-    with Trackers(["broken", "jsonl"], Config(), run="a", folder=tmp_path) as run:
+    with Trackers(["broken", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
         run.log(0, {"reward": 0.5})
         run.log(1, {"reward": 0.6})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
@@ -68,7 +69,7 @@ def test_one_that_fails_is_named_and_left_out(tracker, tmp_path: Path, warnings_
 def test_one_that_hangs_does_not_keep_the_run(tracker, tmp_path: Path, warnings_of, monkeypatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
     module = tracker("stuck", log="import threading; threading.Event().wait(60)")
-    with Trackers(["stuck", "jsonl"], Config(), run="a", folder=tmp_path) as run:
+    with Trackers(["stuck", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
         run.log(0, {"reward": 0.5})
         while len(module.calls) < 2:
             time.sleep(0.001)
@@ -77,7 +78,7 @@ def test_one_that_hangs_does_not_keep_the_run(tracker, tmp_path: Path, warnings_
 
 def test_an_unknown_tracker_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"there is no tracker 'jsonll'; did you mean 'jsonl'\?"):
-        Trackers(["jsonll"], Config(), run="a", folder=tmp_path)
+        Trackers(["jsonll"], Config(), run="a", folder=tmp_path, store=MemoryStore())
 
 
 def test_jsonl_appends_and_repairs_a_line_that_was_cut(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ async def bench(folder: Path, agent: Any = agent, **settings: Any) -> AsyncItera
         resources.push_async_callback(gateway.close)
         stack = Stack(run, config, folder, store, policy, gateway, runner)
         engine.open(folder, OptimizerConfig(), seed=0)
-        with Trackers((), config, run="run", folder=folder) as trackers:
+        with Trackers((), config, run="run", folder=folder, store=store) as trackers:
             loop = Loop(stack, engine, ALGORITHM, TASKS, VAL, (), Reporter(enabled=False), trackers)
             yield Bench(loop, engine, policy, store)
 

@@ -1,0 +1,102 @@
+"""The `otel` tracker: finished rollouts as OpenTelemetry traces, sent by the standard OTLP exporter to the user's own backend.
+
+The invariant: the standard variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `_HEADERS`, `OTEL_SERVICE_NAME`, ...) decide where spans
+go; a backend that is down costs spans, one line in the log, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from lightning.errors import ConfigError, MissingExtraError
+from lightning.spans.genai import SERVICE_NAME
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Json
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    from lightning.tracking.traces import TraceMaker
+
+logger = logging.getLogger(__name__)
+
+PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PROTOCOL: Final = "http/protobuf"
+BATCH: Final = 512
+"""Spans in one request, the standard's own default."""
+EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+
+class OpenTelemetry:
+    """One trace for each attempt of each finished rollout. Metrics of steps are not sent: they are no spans.
+
+    It exports in the tracker's own thread, behind the bounded queue that every tracker has. Raises `MissingExtraError` without
+    the extra `otel` and `ConfigError` when the environment asks for another protocol than OTLP over HTTP.
+    """
+
+    def __init__(self) -> None:
+        self._exporter: OTLPSpanExporter | None = None
+        self._maker: TraceMaker | None = None
+        self._failures = 0
+        self._quiet = _FirstOnly()
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Make the exporter from the environment."""
+        asked = next((os.environ[name] for name in PROTOCOLS if os.environ.get(name)), PROTOCOL)
+        if asked != PROTOCOL:
+            raise ConfigError(f"the tracker otel sends {PROTOCOL}, not {asked!r}: set {PROTOCOLS[0]}={PROTOCOL}")
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+
+            from lightning.tracking.traces import TraceMaker
+        except ImportError as error:
+            raise MissingExtraError("otel", error.name or "opentelemetry") from error
+        named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        self._maker = TraceMaker(run, Resource.create({} if named else {SERVICE_NAME: "lightning"}))
+        self._exporter = OTLPSpanExporter()
+        logging.getLogger(EXPORTER).addFilter(self._quiet)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing: metrics have trackers of their own."""
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Send one attempt."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._exporter is None or self._maker is None:
+            return
+        spans = self._maker.spans_of(record)
+        for begin in range(0, len(spans), BATCH):
+            if self._exporter.export(spans[begin : begin + BATCH]) is not SpanExportResult.SUCCESS:
+                self._failures += len(spans) - begin  # whoever did not take this does not take the rest either
+                return
+
+    def close(self) -> None:
+        """Close the exporter; say what was lost."""
+        if self._exporter is None:
+            return
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        logging.getLogger(EXPORTER).removeFilter(self._quiet)
+        if self._failures:
+            logger.warning("%d spans were not taken by the backend that OTEL_EXPORTER_OTLP_* names", self._failures)
+
+
+class _FirstOnly(logging.Filter):
+    """Lets the exporter say once in this thread that it failed; another exporter of the program may say what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread, self._said = threading.get_ident(), False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is logged."""
+        if record.thread != self._thread:
+            return True
+        first, self._said = not self._said, True
+        return first

@@ -1,0 +1,204 @@
+"""An attempt as OpenTelemetry spans: itself at the top, then its model calls, its tools, and the spans that others sent.
+
+The invariant: ids depend only on what is recorded, so sending an attempt again gives the same spans; a trace that services
+continued keeps its id, so that what they sent to the same backend themselves hangs under the same top.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from lightning.gateway.forward import MODEL
+from lightning.spans import genai
+from lightning.spans.trace import root_span_id
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Caller, CallStatus, Json, Span, StepReward, ToolEvent, Transition
+from lightning.types import Status as Stands
+
+LOST = "the attempt was lost through no fault of the agent, and the rollout was tried again"
+STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UNSET}
+
+
+class TraceMaker:
+    """Makes the spans of one run's attempts; `resource` describes this program."""
+
+    def __init__(self, run: str, resource: Resource) -> None:
+        self._run, self._resource = run, resource
+        self._services: dict[str, Resource] = {}
+
+    def spans_of(self, record: AttemptRecord) -> list[ReadableSpan]:
+        """Every span of an attempt, the top first."""
+        trace_id = _trace_id(record)
+        top = _context(trace_id, root_span_id(trace_id))
+        known = {span.span_id for span in record.spans}
+        tools = [event for event in record.tool_events if event.caller is None or event.caller.span_id not in known]
+        return [
+            self._top(record, top),
+            *(self._call(call, top) for call in record.transitions),
+            *(self._tool(event, number, top) for number, event in enumerate(tools)),
+            *(self._foreign(span) for span in record.spans),
+        ]
+
+    def _top(self, record: AttemptRecord, context: SpanContext) -> ReadableSpan:
+        rollout = record.rollout
+        begin, end = _times(record)
+        attributes: dict[str, Json] = {
+            genai.OPERATION: genai.INVOKE_AGENT,
+            "lightning.run": self._run,
+            "lightning.rollout": rollout.id,
+            "lightning.attempt": record.attempt,
+            "lightning.task": rollout.task.id,
+            "lightning.group": rollout.group,
+            "lightning.step": rollout.step,
+            "lightning.split": rollout.split,
+        }
+        status = Status(StatusCode.ERROR, LOST)
+        if record.attempt == rollout.attempt:
+            attributes |= {"lightning.status": rollout.status.value, "lightning.reward": rollout.reward}
+            attributes |= {f"lightning.reward.{name}": value for name, value in rollout.rewards.items()}
+            attributes["lightning.fault"] = rollout.fault
+            good = rollout.status is Stands.SUCCEEDED
+            status = Status(StatusCode.OK) if good else Status(StatusCode.ERROR, rollout.error)
+        return ReadableSpan(
+            f"{genai.INVOKE_AGENT} rollout",
+            context,
+            resource=self._resource,
+            attributes=_attributes(attributes),
+            events=[_reward(reward) for reward in record.step_rewards],
+            status=status,
+            start_time=_nanoseconds(begin),
+            end_time=_nanoseconds(end),
+        )
+
+    def _call(self, call: Transition, top: SpanContext) -> ReadableSpan:
+        attributes: dict[str, Json] = {
+            genai.OPERATION: genai.CHAT,
+            genai.REQUEST_MODEL: MODEL,
+            genai.REQUEST_TEMPERATURE: call.temperature,
+            genai.RESPONSE_ID: call.id,
+            genai.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
+            genai.INPUT_TOKENS: len(call.prompt_ids),
+            genai.OUTPUT_TOKENS: len(call.response_ids),
+            "lightning.seq": call.seq,
+            "lightning.choice": call.choice,
+            "lightning.policy_version": call.version,
+            "lightning.call_status": call.status.value,
+            **_named(call.caller),
+        }
+        good = call.status is CallStatus.OK
+        return ReadableSpan(
+            f"{genai.CHAT} {MODEL}",
+            _context(format(top.trace_id, "032x"), _made_id("call", *map(str, call.key))),
+            parent=top,
+            resource=self._resource,
+            attributes=_attributes(attributes),
+            kind=SpanKind.CLIENT,
+            status=Status(StatusCode.OK) if good else Status(StatusCode.ERROR, f"the call was {call.status.value}"),
+            start_time=_nanoseconds(call.started_at),
+            end_time=_nanoseconds(call.ended_at),
+        )
+
+    def _tool(self, event: ToolEvent, number: int, top: SpanContext) -> ReadableSpan:
+        """A tool run that was reported with the time of its end only."""
+        attributes: dict[str, Json] = {
+            genai.OPERATION: genai.EXECUTE_TOOL,
+            genai.TOOL_NAME: event.name,
+            genai.TOOL_CALL_ID: event.call_id or None,
+            genai.TOOL_ARGUMENTS: event.arguments,
+            genai.TOOL_RESULT: event.output or None,
+            **(_named(event.caller) if event.caller is not None else {}),
+        }
+        trace_id = format(top.trace_id, "032x")
+        return ReadableSpan(
+            f"{genai.EXECUTE_TOOL} {event.name}",
+            _context(trace_id, _made_id("tool", trace_id, str(number))),
+            parent=top,
+            resource=self._resource,
+            attributes=_attributes(attributes),
+            status=_status(event.status, event.error),
+            start_time=_nanoseconds(event.at),
+            end_time=_nanoseconds(event.at),
+        )
+
+    def _foreign(self, span: Span) -> ReadableSpan:
+        """A span that another program sent, as it was."""
+        if span.service not in self._services:
+            self._services[span.service] = Resource({genai.SERVICE_NAME: span.service or "unknown_service"})
+        return ReadableSpan(
+            span.name,
+            _context(span.trace_id, span.span_id),
+            parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
+            resource=self._services[span.service],
+            attributes=_attributes(span.attributes),
+            kind=SpanKind[span.kind.upper()],
+            status=_status(span.status, span.error),
+            start_time=_nanoseconds(span.started_at),
+            end_time=_nanoseconds(span.ended_at),
+        )
+
+
+def _trace_id(record: AttemptRecord) -> str:
+    """The trace that services continued from the attempt; where none did, one made from the attempt's name."""
+    for span in record.spans:
+        if span.parent_id == root_span_id(span.trace_id):
+            return span.trace_id
+    return hashlib.sha256(f"{record.rollout.id} {record.attempt}".encode()).hexdigest()[:32]
+
+
+def _made_id(*names: str) -> str:
+    return hashlib.sha256("\0".join(names).encode()).hexdigest()[:16]
+
+
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+def _times(record: AttemptRecord) -> tuple[float, float]:
+    """When the attempt began and ended, as far as what happened in it tells; its own duration is known, not its beginning."""
+    happened: list[Transition | Span] = [*record.transitions, *record.spans]
+    begins = [one.started_at for one in happened]
+    ends = [*(one.ended_at for one in happened), *(event.at for event in record.tool_events)]
+    end = max(ends, default=time.time())
+    seconds = record.rollout.seconds if record.attempt == record.rollout.attempt else 0.0
+    return min([*begins, end - seconds]), end
+
+
+def _named(caller: Caller) -> Mapping[str, Json]:
+    return {genai.AGENT_NAME: caller.agent, "lightning.path": "/".join(caller.path) or caller.agent}
+
+
+def _reward(reward: StepReward) -> Event:
+    said: dict[str, Json] = {
+        "lightning.reward": reward.value,
+        "lightning.reward.name": reward.name,
+        genai.RESPONSE_ID: reward.response_id or None,
+    }
+    return Event("lightning.reward", _attributes(said), _nanoseconds(reward.at))
+
+
+def _status(status: str, error: str) -> Status:
+    code = STATUS.get(status, StatusCode.UNSET)
+    return Status(code, error if code is StatusCode.ERROR else None)
+
+
+def _attributes(values: Mapping[str, Json]) -> dict[str, str | bool | int | float | Sequence[str]]:
+    """Attributes of the kinds that every release of OpenTelemetry takes: other JSON as text, null left out."""
+    return {key: _attribute(value) for key, value in values.items() if value is not None}
+
+
+def _attribute(value: Json) -> str | bool | int | float | Sequence[str]:
+    if isinstance(value, str | bool | int | float):
+        return value
+    texts = [item for item in value if isinstance(item, str)] if isinstance(value, list) else None
+    return texts if texts is not None and len(texts) == len(value or ()) else json.dumps(value)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(round(seconds * 1e9), 0)
