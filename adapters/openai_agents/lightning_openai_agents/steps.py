@@ -1,0 +1,144 @@
+"""What the SDK's spans tell: who runs inside whom, which tools the model asked for, and how each run of them ended.
+
+The invariant: a step is known as long as its span is open, and keeps nothing alive but the steps around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning
+from agents.tracing import Span, Trace, TracingProcessor, gen_span_id, get_current_span
+from lightning.instrument import ask, component_path
+from lightning.instrument import emit as to_rollout
+
+receivers: list[Callable[[lightning.ToolEvent], None]] = []
+"""Who gets the tool events while the adapter is installed: the last one."""
+NAMED = ("agent", "function", "guardrail")
+"""Spans whose names stand in a caller's path."""
+
+
+class Step:
+    """What happens inside one span; `path` runs from the outermost name to its own."""
+
+    def __init__(self, data: Any, parent: Step | None, span_id: str) -> None:
+        self.data, self.parent, self.open = data, parent, True
+        self.span_id = gen_span_id() if span_id == "no-op" else span_id
+        self.components = component_path()
+        self.named: bool = data.type in NAMED or (parent is not None and parent.named)
+        self.path = parent.path_here() if parent else self.components
+        if data.type in NAMED and self.path[-1:] != (data.name,):
+            self.path += (data.name,)
+        self.asked: list[tuple[str, str, str]] = []
+
+    def path_here(self) -> tuple[str, ...]:
+        """Its path, and behind it the `lightning.component`s entered since it began."""
+        now, known = component_path(), len(self.components)
+        return self.path + (now[known:] if now[:known] == self.components else ())
+
+    def caller(self) -> lightning.Caller | None:
+        """Who calls from inside it; None outside every agent."""
+        if not self.open or not self.named:
+            return self.parent.caller() if self.parent else None
+        path = self.path_here()
+        return lightning.Caller(
+            path[-1], path, self.span_id, self.parent.span_id if self.parent else "", "openai-agents"
+        )
+
+    def close(self, error: Any) -> None:
+        """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""
+        data, was_open, self.open = self.data, self.open, False
+        if was_open and self.parent and data.type in ("generation", "response"):
+            self.parent.asked = list(_asked(data))
+        elif was_open and data.type == "function":
+            (receivers[-1] if receivers else to_rollout)(self._event(error))
+
+    def _event(self, error: Any) -> lightning.ToolEvent:
+        name, given, output = self.data.name, self.data.input, self.data.output
+        asked = self.parent.asked if self.parent else []
+        mine = next((call for call in asked if call[:2] == (name, given)), ("", "", ""))  # the span has no call id
+        if mine in asked:
+            asked.remove(mine)
+        return lightning.ToolEvent(
+            name,
+            "error" if error else "unknown" if _cancelled() else "ok",
+            call_id=mine[2],
+            arguments=_parsed(given),
+            output="" if output is None else str(output),
+            error=str((error.get("data") or {}).get("error") or error["message"]) if error else "",
+            caller=self.parent.caller() if self.parent else None,
+        )
+
+
+def _asked(data: Any) -> Iterator[tuple[str, str, str]]:
+    """Name, arguments and id of each tool call in a chat answer, plain or streamed, or in a response."""
+    response = getattr(data, "response", None)
+    for message in [response] if response else getattr(data, "output", None) or ():
+        for call in _get(message, "tool_calls") or ():
+            yield _get(call["function"], "name"), _get(call["function"], "arguments"), _get(call, "id")
+        for item in _get(message, "output") or ():
+            if _get(item, "type") == "function_call":
+                yield _get(item, "name"), _get(item, "arguments"), _get(item, "call_id")
+
+
+def _get(item: Any, name: str) -> Any:
+    return item.get(name) if isinstance(item, dict) else getattr(item, name, None)
+
+
+def _parsed(text: str | None) -> Any:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return text
+
+
+def _cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop here
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+class LightningProcessor(TracingProcessor):
+    """For `add_trace_processor`: names callers and reports tool runs where tracing is enabled.
+
+    Beside the installed adapter it does nothing. It leaves the default exporter alone.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, tuple[str, Step]] = {}
+        ask(self._caller)
+
+    def _caller(self) -> lightning.Caller | None:
+        span = get_current_span()
+        found = self.steps.get(span.span_id) if span else None
+        return found[1].caller() if found else None
+
+    def on_span_start(self, span: Span[Any]) -> None:
+        """Its parent, if any, has begun before."""
+        if not receivers:
+            around = self.steps.get(span.parent_id or "", ("", None))[1]
+            self.steps[span.span_id] = span.trace_id, Step(span.span_data, around, span.span_id)
+
+    def on_span_end(self, span: Span[Any]) -> None:
+        """Report a tool's run."""
+        if found := self.steps.pop(span.span_id, None):
+            found[1].close(span.error)
+
+    def on_trace_start(self, trace: Trace) -> None:
+        """Nothing to do."""
+
+    def on_trace_end(self, trace: Trace) -> None:
+        """Forget spans that nobody ended."""
+        for key in [key for key, (trace_id, _) in tuple(self.steps.items()) if trace_id == trace.trace_id]:
+            self.steps.pop(key, None)
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    def force_flush(self) -> None:
+        """Nothing to do."""
