@@ -64,16 +64,20 @@ class _Tree:
             parent = self._by_id.get(parent.parent_id)
 
     def caller(self, span: Span) -> Caller | None:
-        """The agent around a span; in its path the agents around that one, and the tools through which they were called."""
-        names: list[str] = []
+        """The agent around a span, or named on it; in its path, every agent and tool around it, as adapters tell them."""
+        agent, names = "", list[str]()
         for outer in self.above(span):
+            name = ""
             if _is(outer, INVOKE_AGENT):
-                names.append(_name(outer, AGENT_NAME, INVOKE_AGENT))
-            elif names and _is(outer, EXECUTE_TOOL):
-                names.append(_name(outer, TOOL_NAME, EXECUTE_TOOL))
-        if not names:
-            return None
-        return Caller(names[0], tuple(reversed(names)), span.span_id, span.parent_id, FRAMEWORK)
+                name = _name(outer, AGENT_NAME, INVOKE_AGENT)
+                agent = agent or name
+            elif _is(outer, EXECUTE_TOOL):
+                name = _name(outer, TOOL_NAME, EXECUTE_TOOL)
+            if name and names[-1:] != [name]:
+                names.append(name)
+        if not agent and (agent := text(span.attributes, AGENT_NAME)):
+            names.insert(0, agent)
+        return Caller(agent, tuple(reversed(names)), span.span_id, span.parent_id, FRAMEWORK) if agent else None
 
 
 def _is(span: Span, operation: str) -> bool:
