@@ -384,7 +384,8 @@ class AdapterContract(ContractHarness):
                 ran.error is not None,
                 f"the model call failed and the agent answered {ran.answer!r}: who hid the failure?",
             )
-            self._next_is_clean("a failed model call")
+            self._next_is_named("a failed model call")
+        self.clean("after a failed model call, a good run and its uninstallation")
 
     @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
     def test_cancelling_leaves_no_state(self, stream: bool) -> None:
@@ -402,7 +403,8 @@ class AdapterContract(ContractHarness):
                 statuses == [CallStatus.ABORTED],
                 f"the call of a cancelled run is {statuses}, not aborted: was the connection left open?",
             )
-            self._next_is_clean("a cancelled run")
+            self._next_is_named("a cancelled run")
+        self.clean("after a cancelled run, a good run and its uninstallation")
 
     async def _cancelled(self, *, stream: bool) -> Ran:
         fake = self.house.fake
@@ -421,14 +423,13 @@ class AdapterContract(ContractHarness):
         check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
         return self.house.finish(lease, session, "", error or asyncio.CancelledError())
 
-    def _next_is_clean(self, what: str) -> None:
+    def _next_is_named(self, what: str) -> None:
         self.nobody(f"after {what}")
         following = unbroken(self.play(self.solver))
         solved(following)
         check(following.agents == ["solver"] * 2, f"after {what} the next run's calls are named {following.agents}")
         if "tools" in self.capabilities:
             check(len(calculator(following)) == 1, f"after {what} the next run's events are {following.events}")
-        self.clean(f"after {what} and one good run")
 
 
 def solved(ran: Ran, calls: int = 2) -> None:

@@ -93,7 +93,7 @@ class ContractHarness:
         raise NotImplementedError(f"{type(self).__name__}.own_processor")
 
     def leftovers(self) -> object:
-        """What the adapter still holds when no rollout runs: anything that is not empty fails the check."""
+        """What is left of the adapter once it is uninstalled, in it and in the framework: it has to be empty."""
         return ()
 
     # the runner's part --------------------------------------------------------------------------------------------
