@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from types import ModuleType
 
 from lightning.spans.trace import root_span_id, trace_id_of
@@ -42,6 +42,7 @@ class _Parent:
     def __init__(self, token: str) -> None:
         self._trace_id = trace_id_of(token)
         self._undo: object = None
+        self._mark: Token[_Parent | None]
 
     def attach(self, api: ModuleType) -> None:
         remote = api.SpanContext(
@@ -51,10 +52,10 @@ class _Parent:
             trace_flags=api.TraceFlags(api.TraceFlags.SAMPLED),
         )
         self._undo = sys.modules["opentelemetry.context"].attach(api.set_span_in_context(api.NonRecordingSpan(remote)))
-        _attached.set(self)
+        self._mark = _attached.set(self)
 
     def detach(self) -> None:
         # Attached in a copy of this context (the API was imported by the agent's own task), it has ended with the copy.
         if _attached.get() is self:
-            _attached.set(None)
+            _attached.reset(self._mark)
             sys.modules["opentelemetry.context"].detach(self._undo)
