@@ -6,9 +6,8 @@ differ, which a stream passes on as they come and a whole answer wraps, as Anthr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-
-import orjson
 
 from lightning.gateway.dialects.messages.errors import error_object
 from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
@@ -119,10 +118,10 @@ def delta_of(kind: Kind, piece: str) -> Body:
 
 
 def arguments_of(text: str) -> Body:
-    """A tool call's arguments as an object."""
+    """A tool call's arguments as an object. Python's own JSON reads them, since orjson rounds integers above 64 bits."""
     try:
-        found = orjson.loads(text or "{}")
-    except orjson.JSONDecodeError:
+        found = json.loads(text or "{}")
+    except ValueError:
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": text}
 

@@ -68,6 +68,7 @@ class ResponseTranslator:
 
     def _read(self, answer: Body, choice: Body | None) -> None:
         self._model = answer.get("model") or self._model
+        self._created = answer.get("created") or self._created
         self._usage = answer.get("usage") or self._usage
         self._piece_logprobs = []
         if choice is None:
@@ -122,7 +123,7 @@ class ResponseTranslator:
         return f"{PREFIXES[part.kind]}_{self._id.removeprefix('resp_')}_{part.index}"
 
     def _text(self, part: Part) -> Body:
-        """All logprobs of the answer (as in vLLM, also those of tokens that are no text) are with its last text."""
+        """All logprobs so far (as in vLLM, also those of tokens that are no text) are with the last text."""
         texts = [item for item in self._parts.all if item.kind is Kind.TEXT]
         said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}

@@ -1,0 +1,283 @@
+"""What of a Responses or Messages request reaches vLLM, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.testing.fake_vllm import Reply, ToolCall
+
+OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}
+HI = {"role": "user", "content": "hi"}
+FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+CHAT_FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {}}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+CHAT_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
+SAMPLED = {"temperature": 0.5, "top_p": 0.9}
+EXTRAS = {"seed": 7, "top_k": 3, "chat_template_kwargs": {"a": [None]}}
+IMAGE = {"type": "input_image", "image_url": "data:x", "detail": "low"}
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}
+FORCED = {"type": "function", "function": {"name": "f"}}
+
+
+def extras(body: dict) -> dict:
+    return {name: value for name, value in body.items() if name not in OURS}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({**SAMPLED, "max_output_tokens": 7}, {**SAMPLED, "max_completion_tokens": 7}),
+        (EXTRAS, EXTRAS),
+        ({"metadata": {"a": "b"}, "user": "u", "store": False, "service_tier": "auto", "temperature": None}, {}),
+        ({"tools": [FUNCTION]}, {"tools": [CHAT_FUNCTION]}),
+        ({"tools": [{**FUNCTION, "strict": True}]}, {"tools": [STRICT]}),
+        ({"tools": [{**FUNCTION, "strict": None}]}, {"tools": [CHAT_FUNCTION]}),
+        ({"tools": [], "tool_choice": "auto"}, {}),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "f"}},
+            {"tools": [CHAT_FUNCTION], "tool_choice": FORCED},
+        ),
+        ({"tools": [FUNCTION], "parallel_tool_calls": False}, {"tools": [CHAT_FUNCTION], "parallel_tool_calls": False}),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": True}}},
+        ),
+        ({"truncation": "auto"}, {"truncate_prompt_tokens": -1}),
+        ({"include": ["reasoning.encrypted_content"]}, {}),
+    ],
+)  # fmt: skip
+async def test_parameters_of_responses(house, asked, sent):
+    http = await house.http()
+    answer = await http.post("/responses", json={"input": "hi", **asked})
+    assert answer.status_code == 200, answer.text
+    assert extras(house.fake.requests[0].body) == sent
+    for name in ("metadata", "user", "store", "tools", "tool_choice", "text"):
+        if name in asked:
+            assert answer.json()[name] == asked[name]
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([{**HI, "type": "message"}, {"role": "developer", "content": "d"}], [HI, {"role": "developer", "content": "d"}]),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, CHAT_IMAGE]}],
+        ),
+        (
+            [{"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+             {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},
+             {"type": "function_call", "call_id": "c", "name": "f", "namespace": "n", "arguments": "{}"},
+             {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "o"}]},
+             {"role": "assistant", "content": "done"}, {"role": "assistant", "content": "again"}],
+            [{"role": "assistant", "reasoning": "hm", "content": "ab",
+              "tool_calls": [{"id": "c", "type": "function", "function": {"name": "n__f", "arguments": "{}"}}]},
+             {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "o"}]},
+             {"role": "assistant", "content": "done"}, {"role": "assistant", "content": "again"}],
+        ),
+    ],
+)  # fmt: skip
+async def test_items_of_responses(house, items, messages):
+    http = await house.http()
+    answer = await http.post("/responses", json={"input": items})
+    assert answer.status_code == 200, answer.text
+    assert house.fake.requests[0].body["messages"] == messages
+
+
+async def test_an_unfinished_last_item_is_continued(house):
+    http = await house.http()
+    last = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    await http.post("/responses", json={"input": [HI, {**last, "status": "incomplete"}]})
+    await http.post("/responses", json={"input": [HI, {**last, "status": "completed"}]})
+    await http.post("/messages", json={"messages": [HI, {"role": "assistant", "content": "a"}], "max_tokens": 5})
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert [extras(request.body) for request in house.fake.requests] == [goes_on, {}, goes_on]
+
+
+async def test_a_truncated_answer_is_incomplete(house):
+    house.fake.queue(Reply("one two", finish_reason="length"), Reply("one two", finish_reason="length"))
+    http = await house.http()
+    said = (await http.post("/responses", json={"input": "hi"})).json()
+    assert (said["status"], said["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert said["output"][0]["status"] == "incomplete"
+    said = (await http.post("/messages", json={"messages": [HI], "max_tokens": 5})).json()
+    assert said["stop_reason"] == "max_tokens"
+
+
+async def test_the_answer_says_the_sampling_that_was_used(build):
+    house = await build(override_sampling={"temperature": 0.25, "max_tokens": 5})
+    http = await house.http()
+    said = (await http.post("/responses", json={"input": "hi", "temperature": 1.5, "max_output_tokens": 9})).json()
+    assert said["temperature"] == 0.25
+    sent = house.fake.requests[0].body
+    assert (sent["temperature"], sent["max_tokens"]) == (0.25, 5)
+    assert "max_completion_tokens" not in sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_the_agent_asked_for_are_given(house, stream):
+    house.fake.queue(Reply("four is it", logprobs=[-0.1, -0.2, -0.3, -0.4]))
+    client = await house.client()
+    asked = {"model": "policy", "input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 0}
+    if stream:
+        async with client.responses.stream(**asked) as events:
+            deltas = [event.logprobs[0].logprob async for event in events if event.type == "response.output_text.delta"]
+            said = await events.get_final_response()
+        assert deltas == pytest.approx([-0.1, -0.2, -0.3])
+    else:
+        said = await client.responses.create(**asked)
+    assert [entry.logprob for entry in said.output[0].content[0].logprobs] == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert house.fake.requests[0].body["top_logprobs"] == 0
+
+
+async def test_namespaces_come_back(house):
+    house.fake.queue(Reply(tool_calls=[ToolCall("n__f", "{}", id="c")]))
+    http = await house.http()
+    tools = [{"type": "namespace", "name": "n", "description": "d", "tools": [FUNCTION]}]
+    said = (await http.post("/responses", json={"input": "hi", "tools": tools})).json()
+    assert house.fake.requests[0].body["tools"][0]["function"]["name"] == "n__f"
+    (call,) = said["output"]
+    assert (call["namespace"], call["name"], call["call_id"]) == ("n", "f", "c")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [FUNCTION, {"type": "file_search"}]}, "tools[1].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": "f"}, "tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": ""}, "input"),
+        ({"input": [3]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"instructions": 3}, "instructions"),
+        ({"stream": 1}, "stream"),
+        ({"n": 2}, "n"),
+        ({"text": 3}, "text"),
+        ({"include": 3}, "include"),
+    ],
+)
+async def test_what_responses_refuses(house, asked, param):
+    http = await house.http()
+    answer = await http.post("/responses", json={"input": "hi", **asked})
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert repr(param) in answer.json()["error"]["message"]
+    assert not house.fake.requests
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({"metadata": {"user_id": "u"}, "service_tier": "auto"}, {}),
+        ({"seed": 7, "top_k": 3, "min_p": 0.1}, {"seed": 7, "top_k": 3, "min_p": 0.1}),
+        ({"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}]}, {"tools": [CHAT_TOOL]}),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, {"tools": [CHAT_TOOL]}),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"tools": [CHAT_TOOL], "tool_choice": "auto", "parallel_tool_calls": False},
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "any"}},
+            {"tools": [CHAT_TOOL], "tool_choice": "required", "parallel_tool_calls": True},
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
+            {"tools": [CHAT_TOOL], "tool_choice": FORCED, "parallel_tool_calls": True},
+        ),
+        ({"tool_choice": {"type": "none"}}, {}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"thinking_token_budget": 1024}),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": {"type": "object"}}}},
+        ),
+    ],
+)  # fmt: skip
+async def test_parameters_of_messages(house, asked, sent):
+    http = await house.http()
+    answer = await http.post("/messages", json={"messages": [HI], "max_tokens": 5, **asked})
+    assert answer.status_code == 200, answer.text
+    assert extras(house.fake.requests[0].body) == sent
+    assert house.fake.requests[0].body["max_tokens"] == 5
+
+
+async def test_blocks_of_messages(house):
+    http = await house.http()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": [text, text, image]}
+    messages = [
+        {"role": "user", "content": [text]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {"é": 1}},
+            ],
+        },
+        {"role": "user", "content": [text, result, image]},
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "d"}]},
+    ]
+    system = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, text, text]
+    answer = await http.post("/messages", json={"system": system, "messages": messages, "max_tokens": 5})
+    assert answer.status_code == 200, answer.text
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"\\u00e9": 1}'}}
+    assert house.fake.requests[0].body["messages"] == [
+        {"role": "system", "content": "tt"},
+        {"role": "user", "content": "t"},
+        {"role": "assistant", "reasoning": "hm", "tool_calls": [call], "content": "a"},
+        {"role": "tool", "tool_call_id": "c", "content": "t\nt"},
+        {"role": "user", "content": [url]},
+        {"role": "user", "content": [{"type": "text", "text": "t"}, url]},
+        {"role": "system", "content": "s"},
+        {"role": "tool", "tool_call_id": "d", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages[0].content[0].name"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"context_management": {"edits": [{}]}}, "context_management"),
+        ({"stream": "yes"}, "stream"),
+        ({"thinking": True}, "thinking"),
+        ({"n": 2}, "n"),
+    ],
+)  # fmt: skip
+async def test_what_messages_refuses(house, asked, param):
+    http = await house.http()
+    answer = await http.post("/messages", json={"messages": [HI], "max_tokens": 5, **asked})
+    assert answer.status_code == 422, answer.text
+    said = answer.json()
+    assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
+    assert repr(param) in said["error"]["message"]
+    assert not house.fake.requests
