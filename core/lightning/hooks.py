@@ -72,7 +72,10 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 
 @hookspec
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
-    """Where metrics go besides the store, for `trackers=["name"]`."""
+    """Where metrics go besides the store, for `trackers=["name"]`.
+
+    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.RolloutTracker`).
+    """
 
 
 @hookspec
