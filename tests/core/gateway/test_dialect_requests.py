@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from lightning.gateway.dialects import Messages, Responses
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.tokens import Claims
 from lightning.testing.fake_vllm import Reply, ToolCall
 
 OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}
@@ -19,8 +24,25 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low
 FORCED = {"type": "function", "function": {"name": "f"}}
 
 
+CLAIMS = Claims("rollout", 1, 0.0)
+
+
 def extras(body: dict) -> dict:
     return {name: value for name, value in body.items() if name not in OURS}
+
+
+def responses(**asked) -> dict:
+    """What vLLM is asked for a Responses request."""
+    dialect = Responses()
+    chat, _ = dialect.translate({"input": "hi", **asked}, CLAIMS, "resp_1")
+    return dialect.plan(chat).body
+
+
+def messages(**asked) -> dict:
+    """What vLLM is asked for a Messages request."""
+    dialect = Messages()
+    chat, _ = dialect.translate({"messages": [HI], "max_tokens": 5, **asked}, CLAIMS, "msg_1")
+    return dialect.plan(chat).body
 
 
 @pytest.mark.parametrize(
@@ -49,18 +71,19 @@ def extras(body: dict) -> dict:
         ({"include": ["reasoning.encrypted_content"]}, {}),
     ],
 )  # fmt: skip
-async def test_parameters_of_responses(house, asked, sent):
+def test_parameters_of_responses(asked, sent):
+    assert extras(responses(**asked)) == sent
+
+
+async def test_a_response_repeats_its_request(house):
     http = await house.http()
-    answer = await http.post("/responses", json={"input": "hi", **asked})
-    assert answer.status_code == 200, answer.text
-    assert extras(house.fake.requests[0].body) == sent
-    for name in ("metadata", "user", "store", "tools", "tool_choice", "text"):
-        if name in asked:
-            assert answer.json()[name] == asked[name]
+    asked = {"metadata": {"a": "b"}, "user": "u", "store": False, "tools": [FUNCTION], "tool_choice": "auto"}
+    said = (await http.post("/responses", json={"input": "hi", **asked})).json()
+    assert {name: said[name] for name in asked} == asked
 
 
 @pytest.mark.parametrize(
-    ("items", "messages"),
+    ("items", "said"),
     [
         ([{**HI, "type": "message"}, {"role": "developer", "content": "d"}], [HI, {"role": "developer", "content": "d"}]),
         (
@@ -80,21 +103,16 @@ async def test_parameters_of_responses(house, asked, sent):
         ),
     ],
 )  # fmt: skip
-async def test_items_of_responses(house, items, messages):
-    http = await house.http()
-    answer = await http.post("/responses", json={"input": items})
-    assert answer.status_code == 200, answer.text
-    assert house.fake.requests[0].body["messages"] == messages
+def test_items_of_responses(items, said):
+    assert responses(input=items)["messages"] == said
 
 
-async def test_an_unfinished_last_item_is_continued(house):
-    http = await house.http()
+def test_an_unfinished_last_item_is_continued():
     last = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
-    await http.post("/responses", json={"input": [HI, {**last, "status": "incomplete"}]})
-    await http.post("/responses", json={"input": [HI, {**last, "status": "completed"}]})
-    await http.post("/messages", json={"messages": [HI, {"role": "assistant", "content": "a"}], "max_tokens": 5})
     goes_on = {"continue_final_message": True, "add_generation_prompt": False}
-    assert [extras(request.body) for request in house.fake.requests] == [goes_on, {}, goes_on]
+    assert extras(responses(input=[HI, {**last, "status": "incomplete"}])) == goes_on
+    assert extras(responses(input=[HI, {**last, "status": "completed"}])) == {}
+    assert extras(messages(messages=[HI, {"role": "assistant", "content": "a"}])) == goes_on
 
 
 async def test_a_truncated_answer_is_incomplete(house):
@@ -170,13 +188,11 @@ async def test_namespaces_come_back(house):
         ({"include": 3}, "include"),
     ],
 )
-async def test_what_responses_refuses(house, asked, param):
-    http = await house.http()
-    answer = await http.post("/responses", json={"input": "hi", **asked})
-    assert answer.status_code == 422, answer.text
-    assert answer.json()["error"]["param"] == param
-    assert repr(param) in answer.json()["error"]["message"]
-    assert not house.fake.requests
+def test_what_responses_refuses(asked, param):
+    with pytest.raises(RefusalError) as caught:
+        responses(**asked)
+    assert (caught.value.status, caught.value.param) == (422, param)
+    assert repr(param) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -208,21 +224,18 @@ async def test_what_responses_refuses(house, asked, param):
         ),
     ],
 )  # fmt: skip
-async def test_parameters_of_messages(house, asked, sent):
-    http = await house.http()
-    answer = await http.post("/messages", json={"messages": [HI], "max_tokens": 5, **asked})
-    assert answer.status_code == 200, answer.text
-    assert extras(house.fake.requests[0].body) == sent
-    assert house.fake.requests[0].body["max_tokens"] == 5
+def test_parameters_of_messages(asked, sent):
+    body = messages(**asked)
+    assert extras(body) == sent
+    assert body["max_tokens"] == 5
 
 
-async def test_blocks_of_messages(house):
-    http = await house.http()
+def test_blocks_of_messages():
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
     result = {"type": "tool_result", "tool_use_id": "c", "is_error": True, "content": [text, text, image]}
-    messages = [
+    turns = [
         {"role": "user", "content": [text]},
         {
             "role": "assistant",
@@ -238,10 +251,8 @@ async def test_blocks_of_messages(house):
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "d"}]},
     ]
     system = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, text, text]
-    answer = await http.post("/messages", json={"system": system, "messages": messages, "max_tokens": 5})
-    assert answer.status_code == 200, answer.text
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"\\u00e9": 1}'}}
-    assert house.fake.requests[0].body["messages"] == [
+    assert messages(system=system, messages=turns)["messages"] == [
         {"role": "system", "content": "tt"},
         {"role": "user", "content": "t"},
         {"role": "assistant", "reasoning": "hm", "tool_calls": [call], "content": "a"},
@@ -273,11 +284,9 @@ async def test_blocks_of_messages(house):
         ({"n": 2}, "n"),
     ],
 )  # fmt: skip
-async def test_what_messages_refuses(house, asked, param):
-    http = await house.http()
-    answer = await http.post("/messages", json={"messages": [HI], "max_tokens": 5, **asked})
-    assert answer.status_code == 422, answer.text
-    said = answer.json()
+def test_what_messages_refuses(asked, param):
+    with pytest.raises(RefusalError) as caught:
+        messages(**asked)
+    assert repr(param) in str(caught.value)
+    said = json.loads(Messages().refusal(caught.value))
     assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
-    assert repr(param) in said["error"]["message"]
-    assert not house.fake.requests

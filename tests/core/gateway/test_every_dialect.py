@@ -1,0 +1,141 @@
+"""What holds for every call holds through every dialect: durable first, aborted and failed calls recorded, retries apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import anthropic
+import httpx
+import openai
+import pytest
+from lightning.errors import StaleAttemptError
+from lightning.store.memory import MemoryStore
+from lightning.testing.fake_vllm import Reply
+from lightning.types import CallStatus
+
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},
+    "responses": {"input": "hi there"},
+    "messages": {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 50},
+}
+LAST = {"chat/completions": b"[DONE]", "responses": b"response.completed", "messages": b"message_stop"}
+every = pytest.mark.parametrize("path", BODIES)
+
+
+class SlowStore(MemoryStore):
+    """A store whose append waits until it is let go, and then may refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go = asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    async def append(self, transitions):
+        self.entered.set()
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        return await super().append(transitions)
+
+
+async def read_into(response: httpx.Response, received: bytearray) -> None:
+    async for data in response.aiter_raw():
+        received.extend(data)
+
+
+@every
+async def test_the_last_events_leave_after_the_append(build, path):
+    store = SlowStore()
+    house = await build(store=store)
+    http = await house.http()
+    received = bytearray()
+    async with http.stream("POST", f"/{path}", json={**BODIES[path], "stream": True}) as response:
+        reading = asyncio.create_task(read_into(response, received))
+        await store.entered.wait()
+        await house.until(lambda: b" policy" in received)
+        await asyncio.sleep(0.05)
+        assert LAST[path] not in received
+        for last in (b'"finish_reason":"stop"', b"message_delta", b"content_block_stop", b"output_item.done"):
+            assert last not in received
+        assert not reading.done()
+        store.go.set()
+        await reading
+    assert LAST[path] in received
+    assert len(await house.transitions()) == 1
+
+
+@every
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_store_refuses_is_not_answered(build, path, stream):
+    store = SlowStore()
+    store.error = StaleAttemptError("attempt 1 is over")
+    store.go.set()
+    house = await build(store=store)
+    http = await house.http()
+    answer = await http.post(f"/{path}", json={**BODIES[path], "stream": stream})
+    assert answer.status_code == (200 if stream else 409)
+    said = json.loads([line for line in answer.text.splitlines() if line][-1].removeprefix("data: "))
+    assert "attempt 1 is over" in said["error"]["message"]
+    assert LAST[path].decode() not in answer.text
+    if path == "messages":
+        assert said["type"] == "error"
+    else:
+        assert said["error"]["code"] == "stale_attempt"
+
+
+@every
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_that_dies_is_an_error_in_the_dialects_shape(house, path, after, stream):
+    house.fake.queue(Reply("one two three four", die_after=after))
+    http = await house.http()
+    answer = await http.post(f"/{path}", json={**BODIES[path], "stream": stream})
+    said = json.loads([line for line in answer.text.splitlines() if line][-1].removeprefix("data: "))
+    assert "The policy server broke off" in said["error"]["message"]
+    if path == "messages":
+        assert (said["type"], said["error"]["type"]) == ("error", "api_error")
+    else:
+        assert said["error"]["code"] == "upstream_failed"
+    assert answer.status_code == (200 if stream and after else 502)
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ERROR
+    assert len(step.response_ids) == (after if stream else 0)
+
+
+async def ask(path: str, llm, timeout: float) -> object:
+    """A call through the dialect's own client, which retries once when its time is over."""
+    own = {"api_key": llm.api_key, "max_retries": 1, "timeout": timeout}
+    if path == "messages":
+        async with anthropic.AsyncAnthropic(base_url=llm.base_url.removesuffix("/v1"), **own) as client:
+            return await client.messages.create(model="policy", **BODIES[path])
+    async with openai.AsyncOpenAI(base_url=llm.base_url, **own) as client:
+        if path == "responses":
+            return await client.responses.create(model="policy", **BODIES[path])
+        return await client.chat.completions.create(model="policy", **BODIES[path])
+
+
+@every
+async def test_a_client_that_times_out_and_retries_is_answered_once(house, path):
+    house.fake.queue(Reply(delay=30), Reply("four is it"))
+    answer = await ask(path, await house.llm(), 2.0)
+    assert "four is it" in answer.model_dump_json()
+    await house.recorded(2)
+    steps = {step.status: step for step in await house.transitions()}
+    assert steps.keys() == {CallStatus.OK, CallStatus.ABORTED}
+    assert steps[CallStatus.OK].id == answer.id
+    assert len(house.fake.aborted) == 1
+
+
+@every
+async def test_a_client_that_leaves_a_stream_has_aborted(house, path):
+    house.fake.queue(Reply("one two three four", token_delay=0.2))
+    http = await house.http()
+    async with http.stream("POST", f"/{path}", json={**BODIES[path], "stream": True}) as response:
+        async for line in response.aiter_lines():
+            if "two" in line:
+                break
+    (step,) = await house.recorded()
+    assert step.status is CallStatus.ABORTED
+    assert 2 <= len(step.response_ids) < 5
+    assert house.fake.aborted
