@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SABOTAGES = {
     "TestForgetsToReset::test_every_call_is_named": "after the agent had ended, in the same task",
     "TestKeepsStateAfterErrors::test_provider_failure_surfaces": "after the agent had ended, in the same task",
-    "TestKeepsStateAfterErrors::test_cancelling_leaves_no_state[plain]": "next run's calls are named",
+    "TestKeepsStateAfterErrors::test_cancelling_leaves_no_state[plain]": "after the run was cancelled, in the same task",
     "TestCallsEveryToolOk::test_tools_are_reported": "'error' when it raised",
     "TestMakesUpCallIds::test_tool_events_name_their_call": "ToolEvent.call_id of the runs: ['1', '1']",
     "TestOneGlobalForAll::test_concurrent_rollouts_do_not_mix": "outside an agent it has to be None",

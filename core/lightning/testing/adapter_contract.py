@@ -253,7 +253,7 @@ class AdapterContract(ContractHarness):
             return await asyncio.gather(*(self.attempt(self.solver, "hi") for _ in range(CONCURRENT)))
 
         with self.installed():
-            together = self.house.agents.run(all_at_once())
+            together = self.house.play(all_at_once())
         self._separate(together)
 
     def _separate(self, together: Sequence[Ran]) -> None:
@@ -268,7 +268,7 @@ class AdapterContract(ContractHarness):
         """An agent that runs in a bare thread, without the rollout's context, keeps its names and events."""
         self.need("threads")
         with self.installed():
-            ran = self.house.agents.run(self.attempt(self.solver, "hi", threaded=True))
+            ran = self.house.play(self.attempt(self.solver, "hi", threaded=True))
         self._separate([ran])
 
     def test_concurrent_rollouts_in_threads(self) -> None:
@@ -286,7 +286,7 @@ class AdapterContract(ContractHarness):
             return await asyncio.gather(*attempts)
 
         with self.installed():
-            together = self.house.agents.run(all_at_once())
+            together = self.house.play(all_at_once())
         self._separate(together)
 
     def test_own_processor_beside_ours(self) -> None:
@@ -393,7 +393,7 @@ class AdapterContract(ContractHarness):
         if stream:
             self.need("stream")
         with self.installed():
-            cancelled = self.house.agents.run(self._cancelled(stream=stream))
+            cancelled = self.house.play(self._cancelled(stream=stream))
             check(
                 [call.caller.agent for call in cancelled.calls] == ["solver"],
                 f"the cancelled call is named {cancelled.agents}",
@@ -411,12 +411,13 @@ class AdapterContract(ContractHarness):
         before, gone = len(fake.requests), len(fake.aborted)
         lease, llm = self.house.lease()
         with activate(llm) as session:
-            running = asyncio.ensure_future(self.run(self.solver(llm), HANG, stream=stream))
+            context = contextvars.copy_context()
+            running = asyncio.create_task(self.run(self.solver(llm), HANG, stream=stream), context=context)
             await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
             running.cancel()
             done, _ = await asyncio.wait({running}, timeout=10.0)
             check(done, "the run was cancelled and goes on: something swallows asyncio.CancelledError")
-            self.nobody("after the run was cancelled")
+            context.run(self.nobody, "after the run was cancelled, in the same task")
             await self.house.until(lambda: len(fake.aborted) > gone, "the policy server to be told that the call ended")
             await self.house.until(lambda: bool(self.house.calls(lease)), "the aborted call in the store")
         error = None if running.cancelled() else running.exception()

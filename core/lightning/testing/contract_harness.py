@@ -174,7 +174,7 @@ class ContractHarness:
     def play(self, make: Make, text: str = "hi", *, stream: bool = False) -> Ran:
         """One rollout, on the loop of all agents, with whatever is installed right now."""
         before = len(self.house.fake.requests)
-        ran = self.house.agents.run(self.attempt(make, text, stream=stream))
+        ran = self.house.play(self.attempt(make, text, stream=stream))
         return replace(ran, bodies=self.house.bodies(before))
 
     async def attempt(self, make: Make, text: str, *, stream: bool = False, threaded: bool = False) -> Ran:

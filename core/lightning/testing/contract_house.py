@@ -7,6 +7,7 @@ async agents of a test session run on one loop, since frameworks cache clients w
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import json
 import threading
@@ -58,8 +59,7 @@ class House:
         self._store = MemoryStore()
         self._gateway: Gateway | None = None
         self._numbers = itertools.count()
-        self.agents = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        """The loop of all async agents."""
+        self._agents = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def start(self) -> None:
         """Start the servers."""
@@ -76,7 +76,7 @@ class House:
 
     def close(self) -> None:
         """Stop the servers and the agents' loop."""
-        self.agents.close()
+        self._agents.close()
         self.do(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -92,6 +92,10 @@ class House:
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the servers' loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT)
+
+    def play(self, agents: Coroutine[Any, Any, T]) -> T:
+        """Run agents on their loop, in a context that ends with them."""
+        return self._agents.run(agents, context=contextvars.copy_context())
 
     def lease(self) -> tuple[Lease, LLM]:
         """A new rollout, leased, and what its agent needs."""
