@@ -1,0 +1,115 @@
+"""Make the base model of this example from nothing: `python -m lightning_examples.math_autogen.make_model OUT --seed 0`.
+
+Scripted demonstrators solve problems with the agent's own calculator, badly enough that the model has much to learn by
+reinforcement, and a tiny Qwen3 learns to imitate them. The invariants: the conversations are what AutoGen sends (a test
+compares them with its requests), and on one machine the folder follows from the seed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from autogen_core.tools import FunctionTool
+from lightning.types import Task
+
+from lightning_examples.math_autogen.agent import MAX_CALLS, SYSTEM, calculate, grade
+from lightning_examples.math_autogen.tasks import tasks
+from lightning_examples.recipe.chatml import Conversation, Message, tool_call
+from lightning_examples.recipe.make import command, make_folder
+from lightning_examples.recipe.pretrain import Plan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstrator:
+    """How well someone solves problems; each field is a probability, taken at every step."""
+
+    right_operator: float
+    """Else they just add."""
+    right_number: float
+    """Else they take some number of the problem."""
+    slip: float
+    """They write the things with the numbers, which the calculator refuses, and must try again."""
+    guess: float
+    """They answer before it is worked out."""
+    right_answer: float
+    """Else their answer is some number of the problem."""
+
+
+CLEANER = Demonstrator(right_operator=0.85, right_number=1.0, slip=0.03, guess=0.05, right_answer=1.0)
+NOISY = Demonstrator(right_operator=0.5, right_number=0.98, slip=0.06, guess=0.08, right_answer=0.98)
+CLEANER_SHARE = 0.87
+"""Cleaner demonstrations come first and teach to copy and to call the tool; the noisy ones then make the model mediocre."""
+DEMONSTRATIONS = 14_000
+STEPS = 7000
+
+_TOOL = FunctionTool(calculate, description=calculate.__doc__ or "")
+TOOLS: Sequence[Message] = [cast(Message, {"type": "function", "function": _TOOL.schema})]
+"""The calculator as AutoGen offers it."""
+
+
+def demonstrate(task: Task, who: Demonstrator, rng: random.Random) -> Conversation:
+    """One conversation; what the calculator says is what the agent's calculator says."""
+    value = cast(int, task.metadata["start"])
+    steps = list(cast(Sequence[tuple[str, int]], task.metadata["steps"]))
+    numbers = [value, cast(int, task.metadata["distractor"]), *(number for _, number in steps)]
+    thing = str(task.input).split()[3].rstrip(".")  # "Mia has 12 pens. ..."
+    messages: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task.input}]
+    for turn in range(MAX_CALLS):
+        if not steps or rng.random() < who.guess:
+            if steps and rng.random() < 0.5:
+                value += rng.randint(-9, 30)
+            elif not steps and rng.random() >= who.right_answer:
+                value = rng.choice(numbers)
+            messages.append({"role": "assistant", "content": f"The answer is {value}."})
+            break
+        operator, number = steps[0]
+        operator = operator if rng.random() < who.right_operator else "+"
+        number = number if rng.random() < who.right_number else rng.choice(numbers)
+        expression = f"{value} {operator} {number}"
+        if rng.random() < who.slip:
+            expression += f" {thing}"
+        else:
+            steps.pop(0)
+        try:
+            result = calculate(expression)
+            value = int(result)
+        except ValueError as error:
+            result = str(error)  # AutoGen gives the model the exception's text
+        messages.append(tool_call(f"call-{turn}", "calculate", {"expression": expression}))
+        messages.append({"role": "tool", "tool_call_id": f"call-{turn}", "content": result})
+    return Conversation(messages, TOOLS)
+
+
+def success(demonstrations: Sequence[Conversation], problems: Sequence[Task]) -> float:
+    """Share of demonstrations whose last message is the right answer."""
+    last = (conversation.messages[-1].get("content") for conversation in demonstrations)
+    return sum(grade(str(text), task) for text, task in zip(last, problems, strict=True)) / len(problems)
+
+
+def make(folder: Path, seed: int, plan: Plan) -> None:
+    """Write tokenizer, configuration and weights to `folder`; minutes on one core."""
+    rng = random.Random(f"demonstrations {seed}")  # noqa: S311 — reproducible, not secret
+    problems = tasks(DEMONSTRATIONS, seed=seed)
+    cut = round(len(problems) * CLEANER_SHARE)
+    cleaner = [demonstrate(task, CLEANER, rng) for task in problems[:cut]]
+    noisy = [demonstrate(task, NOISY, rng) for task in problems[cut:]]
+    log.info(
+        "demonstrators are right in %.2f and %.2f", success(cleaner, problems[:cut]), success(noisy, problems[cut:])
+    )
+    make_folder(folder, [(cleaner, CLEANER_SHARE), (noisy, 1 - CLEANER_SHARE)], plan)
+
+
+def main() -> None:
+    """Read the command line and make the folder."""
+    command(__doc__, make, STEPS)
+
+
+if __name__ == "__main__":
+    main()
