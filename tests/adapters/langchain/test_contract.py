@@ -83,6 +83,7 @@ class TestLangChain(AdapterContract):
             "spans",
             "threads",
             "responses",
+            "messages",
             "own_processor",
         }
     )
