@@ -1,4 +1,4 @@
-"""Adapters that are wrong in one way each, for `test_third_party_adapter.py`: the kit has to say so."""
+"""Adapters that are wrong in one way each, for `test_third_party_contract.py`: the kit has to say so."""
 
 from __future__ import annotations
 

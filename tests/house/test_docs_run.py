@@ -3,7 +3,7 @@
 The blocks of a file are one program, run as a script in an empty folder. An HTML comment on the line before a block
 changes that:
 `<!-- test: skip (reason) -->` leaves it out, `<!-- test: slow -->` runs it (with all before it) among the slow tests only,
-`<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it.
+`<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it, whatever language it is in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ FILES = [
     "CONTRIBUTING.md",
     *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").glob("**/*.md")),
 ]
-BLOCK = re.compile(r"^(?:<!-- test: (?P<mark>.+?) -->\n)?```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?:<!-- test: (?P<mark>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+)
 MARK = re.compile(r"skip \(.+\)|slow|file [\w./-]+")
 
 
@@ -38,6 +40,7 @@ def blocks(name: str) -> list[Block]:
     return [
         Block(text[: match.start("code")].count("\n") + 1, match["code"], match["mark"] or "")
         for match in BLOCK.finditer(text)
+        if match["language"] == "python" or (match["mark"] or "").startswith("file ")
     ]
 
 
