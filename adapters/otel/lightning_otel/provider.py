@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ class Watch:
         self._watched: WeakSet[object] = WeakSet()
         self._stand_in: StandIn | None = None  # while it holds the place
         self._inner: Callable[[trace.TracerProvider], None] | None = None
+        self._running = False
 
     def start(self) -> None:
         """Watch the provider that is set, and the one that will be. Raises `LightningError` where no span can be seen."""
@@ -85,12 +87,14 @@ class Watch:
             self._add(provider)
         if self._inner is None:
             self._inner = trace.set_tracer_provider
-            setattr(trace, "set_tracer_provider", self._set)  # noqa: B010 — mypy forbids assigning to a function
+            _rebind(self._inner, self._set)
+        self._running = True
 
     def stop(self) -> None:
-        """Give `set_tracer_provider` back; not before the stand-in, whose place cannot be given back, has stepped aside."""
+        """Give `set_tracer_provider` back: now, or once the stand-in, whose place cannot be given back, has stepped aside."""
+        self._running = False
         if self._stand_in is None and self._inner is not None and trace.set_tracer_provider == self._set:
-            setattr(trace, "set_tracer_provider", self._inner)  # noqa: B010
+            _rebind(self._set, self._inner)
             self._inner = None
 
     def _set(self, tracer_provider: trace.TracerProvider) -> None:
@@ -102,6 +106,8 @@ class Watch:
             logger.warning("%s", error)
         if self._stand_in is not None:
             self._stand_in.real, self._stand_in = tracer_provider, None
+            if not self._running:
+                self.stop()
         elif self._inner is not None:
             self._inner(tracer_provider)
 
@@ -116,3 +122,11 @@ class Watch:
         if owner not in self._watched:
             add(self._processor())
             self._watched.add(owner)
+
+
+def _rebind(old: object, new: object) -> None:
+    """Put one function in the place of `trace.set_tracer_provider`, also where it has been imported by its name."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("set_tracer_provider") == old:
+            names["set_tracer_provider"] = new
