@@ -21,6 +21,7 @@ from lightning_examples.math_autogen import agent as module
 from lightning_examples.math_autogen.agent import MAX_CALLS, MAX_TOKENS, NAME, SYSTEM, agent, grade
 from lightning_examples.math_autogen.make_model import NOISY, demonstrate
 from lightning_examples.math_autogen.tasks import tasks
+from lightning_examples.raw_python.agent import calculate
 from lightning_examples.recipe.chatml import Conversation, render
 
 TASK = Task(input="Mia has 12 pens. First Mia finds 3 more. How many pens now?", expected=15)
@@ -162,5 +163,5 @@ def test_one_whole_number_is_right_and_no_other(said: int, expected: int) -> Non
 
 @given(st.fractions(min_value=-1000, max_value=1000, max_denominator=1000))
 def test_a_number_as_the_calculator_shows_it_is_right(expected: Any) -> None:
-    shown = module.calculate(f"{expected.numerator} / {expected.denominator}")
+    shown = calculate(f"{expected.numerator} / {expected.denominator}")
     assert grade(f"The answer is {shown}.", Task("?", str(expected))) == 1.0

@@ -40,7 +40,7 @@ async def agent(task: Task, llm: LLM) -> float:
         api_key=llm.api_key,
         model_info=MODEL_INFO,
         max_tokens=MAX_TOKENS,
-        http_client=_http(),
+        http_client=_http(),  # type: ignore[call-arg]  # handed on to the `openai` client, which takes it
     )
     mathematician = AssistantAgent(
         NAME, model_client=client, tools=[calculate], system_message=SYSTEM, max_tool_iterations=MAX_CALLS
