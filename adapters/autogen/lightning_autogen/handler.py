@@ -77,6 +77,11 @@ class Installed(LightningHandler):
         if receivers:
             super().on_start(span, parent_context)
 
+    def on_end(self, span: ReadableSpan) -> None:
+        """Report the tool run that a span of AutoGen's stands for."""
+        if receivers:
+            super().on_end(span)
+
 
 def _to_newest(event: lightning.ToolEvent) -> None:
     if receivers:

@@ -45,7 +45,12 @@ class Installed(LightningProcessor):
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Know the span while it is open."""
         if receivers:
-            opened(span)
+            super().on_start(span, parent_context)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Report a tool run, unless the framework has an adapter of its own, which does so."""
+        if receivers:
+            super().on_end(span)
 
 
 def _to_newest(event: lightning.ToolEvent) -> None:

@@ -14,6 +14,8 @@ from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import ChatCompletionClient, ModelFamily, ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
+from lightning.instrument import emit, install_tap
+from lightning.plugins import plugins
 from lightning.testing import AdapterContract
 from lightning.types import LLM
 from opentelemetry import trace
@@ -125,3 +127,18 @@ class TestAutoGen(AdapterContract):
 
     def leftovers(self) -> object:
         return dict(lightning_autogen.handler._open)
+
+    def test_beside_the_generic_adapter(self) -> None:
+        """Both see AutoGen's spans: AutoGen's own adapter answers, and a tool is reported once."""
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(install_tap())
+            undoing.callback(plugins().install_adapters(emit, ["otel", "autogen"]))
+            ran = self.play(self.boss)
+        assert {call.caller.framework for call in ran.calls} == {"autogen"}
+        assert sorted(event.name for event in ran.events) == ["ask_echo", "ask_math", "calculator"]
+        with contextlib.ExitStack() as undoing:
+            undoing.callback(install_tap())
+            undoing.callback(plugins().install_adapters(emit, ["otel"]))
+            ran = self.play(self.boss)
+        assert {call.caller.framework for call in ran.calls} == {"otel"}
+        assert sorted(event.name for event in ran.events) == ["ask_echo", "ask_math", "calculator"]
