@@ -189,7 +189,10 @@ class CallEndpoint:
             raise UpstreamError("it ended the stream before the answer was complete")
         if call.translator is None:
             return bytes(held + cutter.rest())
-        return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
+        try:
+            return bytes(held) if call.capture.failed else bytes(held + call.translator.end())
+        except SHAPE_ERRORS as error:
+            raise UpstreamError(f"its stream was not shaped like vLLM's ({error!r})") from error
 
     def _read_event(self, event: bytes, call: Call) -> tuple[bytes, bool]:
         """What the agent sees of an event, and whether the answer is complete with it."""
