@@ -7,6 +7,7 @@ encoding of the request.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import zlib
 from collections.abc import Sequence
@@ -69,7 +70,8 @@ class TraceEndpoint:
         if content_type not in READERS:
             message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
             raise RefusalError(415, "unsupported_media_type", message)
-        spans = _read(content_type, await self._payload(scope, receive))
+        payload = await self._payload(scope, receive)
+        spans = await asyncio.to_thread(_read, content_type, payload)  # the loop has streams to pass on meanwhile
         owned = [span for span in (self._owned(span, claims) for span in spans) if span is not None]
         try:
             stored = await self._store.append_spans(owned) if owned else 0
@@ -99,7 +101,7 @@ class TraceEndpoint:
         if encoding != "gzip":
             message = f"The content encoding is {encoding!r:.80}; send gzip, or none."
             raise RefusalError(415, "unsupported_encoding", message)
-        return unzipped(payload, limit)
+        return await asyncio.to_thread(unzipped, payload, limit)
 
     def _owned(self, span: Span, claims: Claims | None) -> Span | None:
         """The span under the attempt it belongs to: its trace's, else that of the request."""
