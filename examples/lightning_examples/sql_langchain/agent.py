@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from langchain_openai import ChatOpenAI
-from langgraph.graph import END, START, StateGraph
+from langgraph.graph import START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
 from lightning_examples.sql_langchain.execution import execute, matches, show
@@ -55,8 +55,8 @@ def build_graph(model: ChatOpenAI) -> CompiledStateGraph[State]:
         return {"query": query_in(str(reply.content)), "rewrites": state["rewrites"] + 1}
 
     def decide(state: State) -> Literal["rewrite", "__end__"]:
-        correct = re.search(r"\bCORRECT\b", state["verdict"]) is not None
-        return END if correct or state["rewrites"] == MAX_REWRITES else "rewrite"
+        correct = re.search(r"\bCORRECT\b", state["verdict"])
+        return "__end__" if correct or state["rewrites"] == MAX_REWRITES else "rewrite"
 
     graph = StateGraph(State)
     graph.add_node("write", write)
@@ -74,9 +74,8 @@ def build_graph(model: ChatOpenAI) -> CompiledStateGraph[State]:
 def agent(task: Task, llm: LLM) -> float:
     """Answer one question; the reward is 1.0 if the last query's result is the reference query's, else 0.0."""
     model = ChatOpenAI(base_url=llm.base_url, api_key=llm.api_key, model=llm.model, max_completion_tokens=MAX_TOKENS)
-    question = cast("dict[str, str]", task.input)
-    state = build_graph(model).invoke(question)
-    return float(matches(state["query"], str(task.expected), question["database"]))
+    state = build_graph(model).invoke(cast("State", task.input))
+    return float(matches(state["query"], str(task.expected), state["database"]))
 
 
 def first_prompt(state: State) -> str:
