@@ -46,7 +46,8 @@ SHIPPED = Library(bm25_of(CORPUS))
 """Made on import, so that processes forked after it share it."""
 
 
-@function_tool
+# A strict tool puts a grammar on what vLLM samples; its logprobs then cannot be compared with the trainer's.
+@function_tool(strict_mode=False)
 async def search(library: RunContextWrapper[Library], query: str) -> str:
     """Look up a person, a company or a place."""
     return look_up(library.context, query)
