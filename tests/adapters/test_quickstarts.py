@@ -137,11 +137,63 @@ def openai_agents_tutors(task: Task, llm: LLM) -> float:
     return 1.0
 
 
+# AutoGen -----------------------------------------------------------------------------------------------------------------
+async def autogen_weather(task: Task, llm: LLM) -> float:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.ui import Console
+    from autogen_core.models import ModelFamily, ModelInfo
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    # A model that AutoGen does not know by its name needs to be described.
+    model_client = OpenAIChatCompletionClient(
+        model="policy",
+        base_url=llm.base_url,
+        api_key=llm.api_key,
+        model_info=ModelInfo(
+            vision=False, function_calling=True, json_output=True, structured_output=True, family=ModelFamily.UNKNOWN
+        ),
+    )
+
+    async def get_weather(city: str) -> str:
+        """Get the weather for a given city."""
+        return f"The weather in {city} is 73 degrees and Sunny."
+
+    agent = AssistantAgent(
+        name="weather_agent",
+        model_client=model_client,
+        tools=[get_weather],
+        system_message="You are a helpful assistant.",
+        reflect_on_tool_use=True,
+        model_client_stream=True,  # Enable streaming tokens from the model client.
+    )
+
+    await Console(agent.run_stream(task="What is the weather in New York?"))
+    await model_client.close()
+    return 1.0
+
+
+# PydanticAI --------------------------------------------------------------------------------------------------------------
+def pydantic_ai_hello(task: Task, llm: LLM) -> float:
+    from pydantic_ai import Agent
+
+    Agent.instrument_all()
+
+    agent = Agent(
+        "openai:policy",
+        instructions="Be concise, reply with one sentence.",
+    )
+
+    result = agent.run_sync('Where does "hello world" come from?')
+    return float(bool(result.output))
+
+
 QUICKSTARTS: Mapping[str, Callable[[Task, LLM], float]] = {
     "langchain": langchain_agent,
     "langgraph": langgraph_agent,
     "openai-agents": openai_agents_hello,
     "openai-agents with handoffs": openai_agents_tutors,
+    "autogen": autogen_weather,
+    "pydantic-ai": pydantic_ai_hello,
 }
 
 
@@ -208,3 +260,13 @@ def test_openai_agents(calls: Mapping[str, list[Transition] | str]) -> None:
     """Both by the SDK's own default, the Responses API."""
     assert set(callers(calls["openai-agents"])) == {("openai-agents", "Assistant")}
     assert callers(calls["openai-agents with handoffs"])[0] == ("openai-agents", "Triage Agent")
+
+
+def test_autogen(calls: Mapping[str, list[Transition] | str]) -> None:
+    """Streamed, by AutoGen's own adapter."""
+    assert set(callers(calls["autogen"])) == {("autogen", "weather_agent")}
+
+
+def test_pydantic_ai(calls: Mapping[str, list[Transition] | str]) -> None:
+    """By the adapter for what emits OpenTelemetry's spans; PydanticAI takes the name from the variable."""
+    assert set(callers(calls["pydantic-ai"])) == {("otel", "agent")}
