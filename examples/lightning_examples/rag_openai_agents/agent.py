@@ -65,7 +65,7 @@ async def agent(task: Task, llm: LLM, library: Library = SHIPPED) -> float:
     )
     try:
         result = await Runner.run(researcher, str(task.input), context=library, max_turns=MAX_CALLS)
-    except (MaxTurnsExceeded, ModelBehaviorError):  # it never answered, or called a tool that does not exist
+    except (MaxTurnsExceeded, ModelBehaviorError):  # no answer, or no end of it; a tool that does not exist
         return 0.0
     return reward(str(result.final_output), cast("Sequence[str]", task.expected))
 
