@@ -130,10 +130,7 @@ def openai_agents_tutors(task: Task, llm: LLM) -> float:
         handoffs=[history_tutor_agent, math_tutor_agent],
     )
 
-    async def main() -> None:
-        await Runner.run(triage_agent, "Who was the first president of the United States?")
-
-    asyncio.run(main())
+    Runner.run_sync(triage_agent, "Who was the first president of the United States?")
     return 1.0
 
 
