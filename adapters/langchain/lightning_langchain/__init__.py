@@ -57,7 +57,7 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     return undo
 
 
-@lightning.hookimpl
+@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
 def lightning_identify() -> lightning.Caller | None:
     """The model call that is under way, else the node or tool whose code is running."""
     return caller_now()

@@ -49,7 +49,7 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     return undo
 
 
-@lightning.hookimpl
+@lightning.hookimpl(tryfirst=True)  # before the spans of whoever instruments the framework as well
 def lightning_identify() -> lightning.Caller | None:
     """The innermost agent, tool or guardrail that runs here, with the model call that is under way."""
     step = current_step()
