@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
@@ -155,14 +155,12 @@ def test_only_the_exact_number_is_right(reply: str, expected: int | str, reward:
     assert grade(reply, Task("?", expected)) == reward
 
 
-@settings(deadline=None)
 @given(st.integers(), st.integers())
 def test_one_whole_number_is_right_and_no_other(said: int, expected: int) -> None:
     assert grade(f"The answer is {said}.", Task("?", str(expected))) == float(said == expected)
     assert grade(f"The answer is {expected:,}.", Task("?", str(expected))) == 1.0
 
 
-@settings(deadline=None)
 @given(st.fractions(min_value=-1000, max_value=1000, max_denominator=1000))
 def test_a_number_as_the_calculator_shows_it_is_right(expected: Any) -> None:
     shown = calculate(f"{expected.numerator} / {expected.denominator}")

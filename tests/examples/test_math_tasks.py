@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.types import Task
@@ -104,20 +104,17 @@ def test_no_numbers(text: str) -> None:
     assert number(text) is None
 
 
-@settings(deadline=None)
 @given(st.integers())
 def test_a_whole_number_is_read_however_it_is_grouped(value: int) -> None:
     for text in (str(value), f"{value:,}", f"{value:_}"):
         assert number(text) == value
 
 
-@settings(deadline=None)
 @given(st.fractions())
 def test_every_fraction_is_read_as_a_reader_writes_it(value: Fraction) -> None:
     assert number(str(value)) == value
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_a_number_or_none(text: str) -> None:
     value = number(text)
