@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import lightning
@@ -19,6 +21,8 @@ receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Who gets the tool events while the adapter is installed: the last one."""
 NAMED = ("agent", "function", "guardrail")
 """Spans whose names stand in a caller's path."""
+MODEL = ("generation", "response")
+"""Spans of model calls."""
 
 
 class Step:
@@ -33,6 +37,26 @@ class Step:
         if data.type in NAMED and self.path[-1:] != (data.name,):
             self.path += (data.name,)
         self.asked: list[tuple[str, str, str]] = []
+        self.doubtful: list[lightning.ToolEvent] = []
+        if data.type in MODEL and (agent := self.agent()):
+            agent.settle("ok")
+
+    def agent(self) -> Step | None:
+        """The agent whose step this is; None inside a tool or guardrail that is no agent."""
+        step = self.parent
+        while step is not None and step.data.type not in NAMED:
+            step = step.parent
+        return step if step is not None and step.data.type == "agent" else None
+
+    def settle(self, status: str) -> None:
+        """Report an agent's tool runs that showed no output.
+
+        The span of a tool that waits for an approval looks like that of one that returned None: the agent goes on to its next
+        model call only if all of a turn's tools have run.
+        """
+        settled, self.doubtful = self.doubtful, []
+        for event in settled:
+            _report(replace(event, status=status))
 
     def path_here(self) -> tuple[str, ...]:
         """Its path, and behind it the `lightning.component`s entered since it began."""
@@ -51,10 +75,16 @@ class Step:
     def close(self, error: Any) -> None:
         """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""
         data, was_open, self.open = self.data, self.open, False
-        if was_open and self.parent and data.type in ("generation", "response"):
+        if was_open and self.parent and data.type in MODEL:
             self.parent.asked = list(_asked(data))
         elif was_open and data.type == "function":
-            (receivers[-1] if receivers else to_rollout)(self._event(error))
+            event, agent = self._event(error), self.agent()
+            if event.status == "ok" and data.output is None and agent and agent.open:
+                agent.doubtful.append(event)
+            else:
+                _report(event)
+        elif was_open and data.type == "agent":
+            self.settle("unknown")
 
     def _event(self, error: Any) -> lightning.ToolEvent:
         name, given, output = self.data.name, self.data.input, self.data.output
@@ -70,7 +100,12 @@ class Step:
             output="" if output is None else str(output),
             error=str((error.get("data") or {}).get("error") or error["message"]) if error else "",
             caller=self.parent.caller() if self.parent else None,
+            at=time.time(),
         )
+
+
+def _report(event: lightning.ToolEvent) -> None:
+    (receivers[-1] if receivers else to_rollout)(event)
 
 
 def _asked(data: Any) -> Iterator[tuple[str, str, str]]:
@@ -103,30 +138,35 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+_by_hand: dict[str, tuple[str, Step]] = {}
+"""The open steps that `LightningProcessor`s know, with their traces, by span id."""
+
+
+def _caller_by_hand() -> lightning.Caller | None:
+    span = get_current_span()
+    found = _by_hand.get(span.span_id) if span else None
+    return found[1].caller() if found else None
+
+
 class LightningProcessor(TracingProcessor):
     """For `add_trace_processor`: names callers and reports tool runs where tracing is enabled.
 
-    Beside the installed adapter it does nothing. It leaves the default exporter alone.
+    Any number of them report a run once, and beside the installed adapter they do nothing. They leave the default exporter
+    alone.
     """
 
     def __init__(self) -> None:
-        self.steps: dict[str, tuple[str, Step]] = {}
-        ask(self._caller)
-
-    def _caller(self) -> lightning.Caller | None:
-        span = get_current_span()
-        found = self.steps.get(span.span_id) if span else None
-        return found[1].caller() if found else None
+        ask(_caller_by_hand)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """Its parent, if any, has begun before."""
-        if not receivers:
-            around = self.steps.get(span.parent_id or "", ("", None))[1]
-            self.steps[span.span_id] = span.trace_id, Step(span.span_data, around, span.span_id)
+        if not receivers and span.span_id not in _by_hand:
+            around = _by_hand.get(span.parent_id or "", ("", None))[1]
+            _by_hand[span.span_id] = span.trace_id, Step(span.span_data, around, span.span_id)
 
     def on_span_end(self, span: Span[Any]) -> None:
         """Report a tool's run."""
-        if found := self.steps.pop(span.span_id, None):
+        if found := _by_hand.pop(span.span_id, None):
             found[1].close(span.error)
 
     def on_trace_start(self, trace: Trace) -> None:
@@ -134,8 +174,8 @@ class LightningProcessor(TracingProcessor):
 
     def on_trace_end(self, trace: Trace) -> None:
         """Forget spans that nobody ended."""
-        for key in [key for key, (trace_id, _) in tuple(self.steps.items()) if trace_id == trace.trace_id]:
-            self.steps.pop(key, None)
+        for key in [key for key, (trace_id, _) in tuple(_by_hand.items()) if trace_id == trace.trace_id]:
+            _by_hand.pop(key, None)
 
     def shutdown(self) -> None:
         """Nothing to do."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import importlib.metadata
 import json
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ from agents.tracing import TracingProcessor, custom_span, generation_span, get_t
 from agents.tracing.processors import BackendSpanExporter, default_processor
 from agents.tracing.provider import DefaultTraceProvider
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, current_caller, emit
+from lightning.instrument import Session, activate, callers, current_caller, emit
 from lightning.plugins import plugins
 from lightning.types import LLM, Caller
 from lightning_openai_agents import LightningProcessor, steps
@@ -296,6 +297,38 @@ async def test_a_cancelled_tool_is_reported_as_unknown(session: Session) -> None
     assert note() is None
 
 
+async def test_a_tool_that_waits_for_an_approval_has_not_run(session: Session) -> None:
+    ran: list[str] = []
+
+    @function_tool(needs_approval=True)
+    def pay(text: str) -> str:
+        """Pay."""
+        ran.append(text)
+        return "paid"
+
+    agent = agent_of("solver", Scripted(["pay"]), pay)
+    waiting = await Runner.run(agent, "hi")
+    assert ran == []
+    assert events(session) == [("pay", "unknown", "call-1")]
+    state = waiting.to_state()
+    state.approve(waiting.interruptions[0])
+    await Runner.run(agent, state)
+    assert ran == ["hi"]
+    assert [status for _, status, _ in events(session)] == ["unknown", "ok"]
+
+
+async def test_a_tool_that_returns_nothing_has_run(session: Session) -> None:
+    @function_tool
+    def note_down(text: str) -> None:
+        """Keep it."""
+
+    before = time.time()
+    await Runner.run(agent_of("solver", Scripted(["note_down", "shout"]), note_down, shout), "hi")
+    assert sorted(events(session)) == [("note_down", "ok", "call-1"), ("shout", "ok", "call-2")]
+    (event,) = (event for event in session.tool_events if event.name == "note_down")
+    assert before <= event.at <= time.time()
+
+
 async def test_without_data_in_traces_a_run_has_its_status_but_no_call(session: Session) -> None:
     config = RunConfig(trace_include_sensitive_data=False)
     await Runner.run(agent_of("solver", Scripted([("shout", {"text": "bad"})]), shout), "hi", run_config=config)
@@ -409,25 +442,31 @@ async def test_the_default_exporter_sends_nothing_meanwhile(
 # by hand ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("installed", [False, True])
 async def test_by_hand_reports_once_whether_the_adapter_is_installed_or_not(installed: bool) -> None:
-    processor = LightningProcessor()
     undo = plugins().install_adapters(emit, ["openai-agents"] if installed else [])
-    agents.add_trace_processor(processor)
+    for _ in range(2):
+        agents.add_trace_processor(LightningProcessor())
     boss, math = Scripted([("ask_math", {"input": "a"})]), Scripted([("shout", {"text": "bad"})])
     with activate(LLM_) as session:
         await Runner.run(agent_of("boss", boss, agent_of("solver", math, shout).as_tool("ask_math", "")), "hi")
     undo()
     assert (boss.paths(), math.paths()) == (["boss"] * 2, ["boss/ask_math/solver"] * 2)
     assert events(session) == [("shout", "error", "call-1"), ("ask_math", "ok", "call-1")]
-    assert processor.steps == {}
+    assert steps._by_hand == {}
+
+
+def test_processors_made_again_and_again_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers, "_asked", ())
+    for _ in range(3):
+        LightningProcessor()
+    assert len(callers._asked) == 1
 
 
 async def test_by_hand_forgets_spans_that_nobody_ended() -> None:
-    processor = LightningProcessor()
-    agents.add_trace_processor(processor)
+    agents.add_trace_processor(LightningProcessor())
     with trace("one"):
         agents.agent_span("lost").start()
-        assert len(processor.steps) == 1
-    assert processor.steps == {}
+        assert len(steps._by_hand) == 1
+    assert steps._by_hand == {}
 
 
 async def test_nothing_outlives_a_run(session: Session) -> None:
