@@ -1,13 +1,13 @@
 """Rewards inside a rollout: what a tool's status is worth, and which call each reward belongs to.
 
 The invariant: everything here is a pure function of what was recorded, so an audit derives the same rewards again. A tool
-run belongs to the call whose response asked for it, by the id of the tool call; only where nobody knows an id does time
-decide, as for a `lightning.reward` that names no call.
+run belongs to the call (and, with n > 1, to the choice) whose response asked for it, by the id of the tool call; only where
+nobody knows an id does time decide: among the calls of the agent that ran the tool, if it made any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,13 +17,20 @@ import numpy.typing as npt
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError, DataError
-from lightning.types import StepReward, ToolEvent
+from lightning.types import StepReward, ToolEvent, Transition
 
 ToolReward: TypeAlias = "Callable[[ToolEvent], float] | Mapping[str, float]"
 """Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
 a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
 
 STATUSES = ("ok", "error", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStepReward(StepReward):
+    """What a tool run earned. `seq` is the transition that it belongs to, which `response_id` leaves open with n > 1."""
+
+    seq: int = -1
 
 
 def check_tool_reward(rule: ToolReward) -> None:
@@ -44,7 +51,6 @@ def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
 
     Raises `DataError` when the rule gives no finite number.
     """
-    asked = {call_id: call.id for call in trajectory.transitions for call_id in call.tool_calls}
     given = []
     for event in trajectory.tool_events:
         value = rule.get(event.status, 0.0) if isinstance(rule, Mapping) else rule(event)
@@ -54,27 +60,52 @@ def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
                 f"{trajectory.rollout.id}: it has to return a finite number"
             )
         if value:
-            given.append(StepReward(float(value), f"tool:{event.name}", asked.get(event.call_id, ""), event.at))
+            call = _call_behind(event, trajectory.transitions)
+            response_id, seq = (call.id, call.seq) if call else ("", -1)
+            given.append(ToolStepReward(float(value), f"tool:{event.name}", response_id, event.at, seq))
     return replace(trajectory, step_rewards=(*trajectory.step_rewards, *given)) if given else trajectory
+
+
+def _call_behind(event: ToolEvent, calls: Iterable[Transition]) -> Transition | None:
+    """The call that a tool ran for; None when there is no call.
+
+    Some policy servers count their ids anew in each conversation, so that agents side by side use the same ones: then the
+    last call that had ended by the time of the event is meant.
+    """
+    known = list(calls)
+    if event.call_id and (asked := [call for call in known if event.call_id in call.tool_calls]):
+        return _last_before(event.at, asked)
+    agent = event.caller.agent if event.caller else ""
+    return _last_before(event.at, [call for call in known if call.caller.agent == agent] or known)
+
+
+def _last_before(at: float, calls: list[Transition]) -> Transition | None:
+    """The last call that had ended by then, of its choices the first; the first call when none had."""
+    ended = [call for call in calls if call.ended_at <= at]
+    return max(ended, key=lambda call: (call.ended_at, -call.choice, call.seq), default=calls[0] if calls else None)
 
 
 def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
     """The step rewards of each call, shape (calls,).
 
-    A reward belongs to the call with its response id (the first choice, where there are several); one without an id, or
-    whose call was not kept, to the last call that had ended by then, and to the first call when none had.
+    A reward belongs to the call with its response id (the first choice, where there are several; a tool's, to the choice
+    that asked for it); one without an id, or whose call was not kept, to the last call that had ended by then, and to the
+    first call when none had.
     """
-    calls = trajectory.transitions
+    calls = list(trajectory.transitions)
     rewards = np.zeros(len(calls))
     by_id: dict[str, int] = {}
+    by_seq = {call.seq: index for index, call in enumerate(calls)}
     for index, call in enumerate(calls):
         by_id.setdefault(call.id, index)
-    for reward in trajectory.step_rewards if calls else ():
-        index = by_id.get(reward.response_id, -1) if reward.response_id else -1
-        if index < 0:
-            ended = [index for index, call in enumerate(calls) if call.ended_at <= reward.at]
-            index = max(ended, key=lambda position: (calls[position].ended_at, position), default=0)
-        rewards[index] += reward.value
+    for reward in trajectory.step_rewards:
+        index = by_seq.get(reward.seq) if isinstance(reward, ToolStepReward) else None
+        if index is None and reward.response_id:
+            index = by_id.get(reward.response_id)
+        if index is None and (last := _last_before(reward.at, calls)) is not None:
+            index = by_seq[last.seq]
+        if index is not None:
+            rewards[index] += reward.value
     return rewards
 
 

@@ -16,7 +16,7 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
 from lightning.trainer.runs import describe_algorithm
-from lightning.types import StepReward, ToolEvent
+from lightning.types import Caller, StepReward, ToolEvent
 
 CALL = ((1, 2), (3,))
 
@@ -46,12 +46,41 @@ def test_a_tool_without_a_call_id_goes_to_the_last_call_that_had_ended() -> None
     assert call_rewards(with_tool_rewards(trajectory, {"error": -1.0})).tolist() == [-1.0, -1.0, 0.0]
 
 
+def test_with_several_choices_the_one_that_asked_for_the_tool_earns_its_reward() -> None:
+    made = three_calls(ToolEvent("search", "error", call_id="a1", at=15.0), ToolEvent("clock", "ok", at=15.0))
+    first, second, last = made.transitions
+    calls = (first, replace(second, id=first.id, choice=1, ended_at=first.ended_at), last)
+    rewarded = with_tool_rewards(replace(made, transitions=calls), {"error": -1.0, "ok": 0.5})
+    assert call_rewards(rewarded).tolist() == [0.5, -1.0, 0.0]
+
+
+def test_an_id_that_comes_again_means_the_last_call_that_had_ended() -> None:
+    made = three_calls(
+        ToolEvent("search", "error", call_id="functions.search:0", at=12.0),
+        ToolEvent("search", "ok", call_id="functions.search:0", at=25.0),
+    )
+    calls = tuple(replace(call, tool_calls=("functions.search:0",)) for call in made.transitions)
+    rewarded = with_tool_rewards(replace(made, transitions=calls), {"error": -1.0, "ok": 0.5})
+    assert call_rewards(rewarded).tolist() == [-1.0, 0.5, 0.0]
+
+
+def test_a_tool_without_a_call_id_goes_to_a_call_of_the_agent_that_ran_it() -> None:
+    made = three_calls(ToolEvent("search", "error", at=25.0, caller=Caller("writer", ("writer",))))
+    calls = tuple(
+        replace(call, caller=Caller(agent))
+        for call, agent in zip(made.transitions, ("writer", "judge", "writer"), strict=True)
+    )
+    rewarded = with_tool_rewards(replace(made, transitions=calls), {"error": -1.0})
+    assert call_rewards(rewarded).tolist() == [-1.0, 0.0, 0.0]
+
+
 def test_a_function_of_the_event_replaces_the_rule() -> None:
     trajectory = three_calls(
         ToolEvent("search", "ok", call_id="a0", output="no results"), ToolEvent("clock", "ok", call_id="a1")
     )
     rewarded = with_tool_rewards(trajectory, lambda event: -0.25 if event.output == "no results" else 0.0)
-    assert rewarded.step_rewards == (StepReward(-0.25, "tool:search", trajectory.transitions[0].id),)
+    (earned,) = rewarded.step_rewards
+    assert (earned.value, earned.name, earned.response_id) == (-0.25, "tool:search", trajectory.transitions[0].id)
 
 
 def test_statuses_that_earn_nothing_leave_the_trajectory_alone() -> None:
