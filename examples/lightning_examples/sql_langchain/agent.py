@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WRITE = "Write one SQLite query that answers the question."
 CHECK = "Does the query answer the question? Say CORRECT or WRONG."
 REWRITE = "The query is wrong. Write another one."
-MAX_REWRITES = 2
+MAX_REWRITES = 1
 MAX_TOKENS = 160
 
 

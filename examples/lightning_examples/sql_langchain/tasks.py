@@ -105,7 +105,7 @@ def schema(tables: Sequence[Table]) -> str:
 def _ask(table: Table, rng: random.Random) -> tuple[str, Query]:
     aggregate = rng.choice(["COUNT", "", *AGGREGATES])
     column = {"COUNT": "*", "": table.key}.get(aggregate) or rng.choice(list(table.numbers))
-    kinds = rng.choice(["t", "n", "tn", "nt"])
+    kinds = rng.choice(["t", "n", "n", "tn", "tn", "nt", "nt"])
     asked = [_ask_words(table, rng) if kind == "t" else _ask_number(table, column, rng) for kind in kinds]
     template = rng.choice({"COUNT": COUNTING, "": LISTING}.get(aggregate, AGGREGATING))
     question = template.format(
