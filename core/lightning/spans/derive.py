@@ -24,10 +24,16 @@ from lightning.spans.genai import (
     TOOL_NAME,
     TOOL_RESULT,
 )
-from lightning.spans.values import text
+from lightning.spans.values import MAX_NAME, text
 from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
 
 FRAMEWORK = "otel"
+MOST_ABOVE = 256
+"""Ancestors of a span that are looked at. Who sends ten thousand spans, each below the last, must not hold up a runner."""
+LONGEST_PATH = 32
+"""Names in a caller's path; of more the innermost stay."""
+DEEPEST = 32
+"""Levels of a tool's arguments that are read as JSON; deeper ones stay text, which any store and any reader can take."""
 UNNAMED = Caller("agent")
 """The caller of a call that no adapter, alias or header has named."""
 
@@ -55,10 +61,10 @@ class _Tree:
         self._by_id = {span.span_id: span for span in self.spans}
 
     def above(self, span: Span) -> Iterator[Span]:
-        """The ancestors, innermost first; a circle of parents is gone round once."""
+        """The ancestors, innermost first, `MOST_ABOVE` at most; a circle of parents is gone round once."""
         seen = {span.span_id}
         parent = self._by_id.get(span.parent_id)
-        while parent is not None and parent.span_id not in seen:
+        while parent is not None and parent.span_id not in seen and len(seen) <= MOST_ABOVE:
             seen.add(parent.span_id)
             yield parent
             parent = self._by_id.get(parent.parent_id)
@@ -76,8 +82,9 @@ class _Tree:
             if name and names[-1:] != [name]:
                 names.append(name)
         if not agent and (agent := text(span.attributes, AGENT_NAME)):
-            names.insert(0, agent)
-        return Caller(agent, tuple(reversed(names)), span.span_id, span.parent_id, FRAMEWORK) if agent else None
+            names.insert(0, agent[:MAX_NAME])
+        path = tuple(reversed(names[:LONGEST_PATH]))
+        return Caller(agent[:MAX_NAME], path, span.span_id, span.parent_id, FRAMEWORK) if agent else None
 
 
 def _is(span: Span, operation: str) -> bool:
@@ -85,7 +92,7 @@ def _is(span: Span, operation: str) -> bool:
 
 
 def _name(span: Span, attribute: str, operation: str) -> str:
-    return text(span.attributes, attribute) or span.name.removeprefix(operation).strip() or operation
+    return (text(span.attributes, attribute) or span.name.removeprefix(operation).strip() or operation)[:MAX_NAME]
 
 
 def _callers(tree: _Tree) -> dict[str, Caller]:
@@ -120,9 +127,25 @@ def _arguments(attributes: Mapping[str, Json]) -> Json:
     if not isinstance(said, str):
         return said
     try:
-        return cast("Json", orjson.loads(said))
+        read = cast("Json", orjson.loads(said))
     except orjson.JSONDecodeError:
         return said
+    return said if _deep(read) else read
+
+
+def _deep(value: Json) -> bool:
+    """Whether lists and objects are nested more than `DEEPEST` levels."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return any(isinstance(inner, list | dict) for inner in level)
 
 
 def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[ToolEvent, ...]:

@@ -111,10 +111,13 @@ def read_json(payload: bytes) -> list[Span]:
     if not isinstance(request, dict) or "resourceSpans" not in request:
         raise DataError("the body is not an ExportTraceServiceRequest: it must be an object with resourceSpans")
     found: list[Span] = []
-    for resource in _objects(request, "resourceSpans"):
-        service = _service(_json_pairs(_object(resource, "resource")))
-        for scope in _objects(resource, "scopeSpans"):
-            found.extend(_from_json(span, service) for span in _objects(scope, "spans"))
+    try:
+        for resource in _objects(request, "resourceSpans"):
+            service = _service(_json_pairs(_object(resource, "resource")))
+            for scope in _objects(resource, "scopeSpans"):
+                found.extend(_from_json(span, service) for span in _objects(scope, "spans"))
+    except RecursionError as error:
+        raise DataError("an attribute is nested too deep") from error
     return found
 
 

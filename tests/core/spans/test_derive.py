@@ -214,3 +214,24 @@ def test_the_order_of_arrival_does_not_matter(spans: list[Span], random) -> None
     ids = [event.call_id for event in found.tool_events if event.call_id]
     assert len(ids) == len(set(ids))
     assert {event.name for event in found.tool_events} >= {"t"}
+
+
+def test_a_tower_of_spans_gives_bounded_paths_in_a_moment() -> None:
+    """Each span below the last: every path to the top would be half a million names, and with ten thousand spans fifty million."""
+    tower = [tool(number, f"t{number}" + "x" * 500, "", number - 1, agent__name="a") for number in range(1, 1001)]
+    outcome = with_spans(DONE, [*tower, chat(2000, "chat-1", 1000, agent__name="b" * 500)], [call("chat-1")])
+    paths = [event.caller.path for event in outcome.tool_events if event.caller]
+    assert max(map(len, paths)) == 32
+    assert len(outcome.labels["chat-1"].path) == 32
+    assert outcome.labels["chat-1"].path[-2][:6] == "t1000x"  # the innermost stay
+    names = {name for path in [*paths, outcome.labels["chat-1"].path] for name in path}
+    assert max(map(len, [*names, *(event.name for event in outcome.tool_events)])) == 256
+
+
+@pytest.mark.parametrize("said", ["[" * 990 + "]" * 990, '{"a":' * 500 + "1" + "}" * 500])
+def test_arguments_that_are_nested_too_deep_stay_text(said: str) -> None:
+    """A store could not write them, or would write what a reader further down the stack cannot read."""
+    (event,) = with_spans(DONE, [tool(1, "t", tool__call__arguments=said)], []).tool_events
+    assert event.arguments == said
+    (event,) = with_spans(DONE, [tool(1, "t", tool__call__arguments='[{"a": [1, {}]}, {}]')], []).tool_events
+    assert event.arguments == [{"a": [1, {}]}, {}]

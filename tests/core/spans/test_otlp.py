@@ -111,3 +111,11 @@ def test_an_error_is_said_in_the_words_of_whoever_knows_most() -> None:
     assert read(attributes=typed) == ("unset", "Timeout")
     assert read(status={"code": 1}, events=[exception]) == ("ok", "")
     assert read(status={"code": 99}) == ("unset", "")
+
+
+def test_attributes_without_a_bottom_are_refused() -> None:
+    value = '{"arrayValue":{"values":[' * 330 + '{"intValue":1}' + "]}}" * 330
+    pair = f'{{"key":"a","value":{value}}}'
+    body = f'{{"resourceSpans":[{{"scopeSpans":[{{"spans":[{{"attributes":[{pair}]}}]}}]}}]}}'
+    with pytest.raises(DataError, match="nested too deep"):
+        otlp.read_json(body.encode())
