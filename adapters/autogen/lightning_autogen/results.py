@@ -44,7 +44,8 @@ class Results(logging.Filter):
     def complete(self, event: lightning.ToolEvent, emit: Callable[[lightning.ToolEvent], None]) -> None:
         """Emit the event of a tool that has just returned, with arguments and output if AutoGen logs them.
 
-        It does so right after the tool's span has closed, without an await between; tools of MCP servers are not logged.
+        It does so right after the tool's span has closed, without an await between. Tools of MCP servers are not logged, and
+        their spans close alike whether the server answered well or that the tool failed: nobody knows their status.
         """
         if self not in _log.filters or not _log.isEnabledFor(logging.INFO):
             emit(event)
@@ -66,9 +67,10 @@ class Results(logging.Filter):
 def _emit(pending: list[Pending], logged: ToolCallEvent | None = None) -> None:
     if pending:
         event, emit = pending.pop()
-        if logged is not None:
-            event = replace(event, arguments=logged.kwargs["arguments"], output=logged.kwargs["result"])
-        emit(event)
+        if logged is None:
+            emit(replace(event, status="unknown"))
+        else:
+            emit(replace(event, arguments=logged.kwargs["arguments"], output=logged.kwargs["result"]))
 
 
 results = Results()
