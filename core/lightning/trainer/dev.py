@@ -21,7 +21,8 @@ from lightning.types import CallStatus, Rollout, Task
 class DevRow:
     """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`.
 
-    `failed_adapters` are those whose faults left calls without their names.
+    `failed_adapters` are those whose faults left calls without their names, `constrained_calls` trained calls whose tokens
+    vLLM chose under a mask (a grammar for strict tools or a format, top_p, ...).
     """
 
     task: str
@@ -35,14 +36,17 @@ class DevRow:
     response_tokens: int
     calls_without_logprobs: int
     failed_adapters: tuple[str, ...] = ()
+    constrained_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DevReport:
-    """What a dry run found; `problems` are in words, with the cure, and empty when training can start."""
+    """What a dry run found; `problems` are in words, with the cure, and empty when training can start. `hints` may be
+    ignored."""
 
     rows: tuple[DevRow, ...]
     problems: tuple[str, ...]
+    hints: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -57,7 +61,7 @@ async def dry_run(stack: Stack, tasks: Sequence[Task], train_agents: Sequence[st
     await stack.execute(planned, reporter.rollout)
     rollouts = await all_rollouts(stack.store, stack.run.id, split=VAL, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
-    report = DevReport(rows, tuple(_problems(rows, train_agents)))
+    report = DevReport(rows, tuple(_problems(rows, train_agents)), tuple(_hints(rows)))
     show(report, reporter.console)
     return report
 
@@ -77,6 +81,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         response_tokens=sum(len(call.response_ids) for call in calls),
         calls_without_logprobs=sum(not call.logprobs for call in calls),
         failed_adapters=tuple(sorted({name for call in calls if (name := failed_adapter(call.caller))})),
+        constrained_calls=sum(call.constrained and is_trainable(call.caller, train_agents) for call in calls),
     )
 
 
@@ -96,6 +101,19 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[str]:
     return problems
 
 
+def _hints(rows: Sequence[DevRow]) -> list[str]:
+    masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
+    if not masked:
+        return []
+    return [
+        (
+            f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the default of the OpenAI Agents SDK; "
+            "@function_tool(strict_mode=False) leaves them free), a response format, top_p, top_k or penalties. They are trained, "
+            "but without a correction between sampler and trainer, and the model is not taught what the mask kept it from"
+        )
+    ]
+
+
 def show(report: DevReport, console: Console) -> None:
     """The report as a table."""
     table = Table("task", "reward", "agents (calls)", "tools", "tokens in/out", "seconds", title="dry run")
@@ -111,5 +129,7 @@ def show(report: DevReport, console: Console) -> None:
     console.print(table)
     for problem in report.problems:
         console.print(f"[red]{problem}", highlight=False)
+    for hint in report.hints:
+        console.print(f"[yellow]{hint}", highlight=False)
     if report.ok:
         console.print("everything that training needs was recorded", highlight=False)
