@@ -28,7 +28,7 @@ from lightning.spans.values import MAX_NAME, text
 from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
 
 FRAMEWORK = "otel"
-MOST_ABOVE = 256
+MOST_ABOVE = 100
 """Ancestors of a span that are looked at. Who sends ten thousand spans, each below the last, must not hold up a runner."""
 LONGEST_PATH = 32
 """Names in a caller's path; of more the innermost stay."""
@@ -81,6 +81,8 @@ class _Tree:
                 name = _name(outer, TOOL_NAME, EXECUTE_TOOL)
             if name and names[-1:] != [name]:
                 names.append(name)
+            if agent and len(names) == LONGEST_PATH:
+                break
         if not agent and (agent := text(span.attributes, AGENT_NAME)):
             names.insert(0, agent[:MAX_NAME])
         path = tuple(reversed(names[:LONGEST_PATH]))

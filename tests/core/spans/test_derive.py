@@ -217,7 +217,7 @@ def test_the_order_of_arrival_does_not_matter(spans: list[Span], random) -> None
 
 
 def test_a_tower_of_spans_gives_bounded_paths_in_a_moment() -> None:
-    """Each span below the last: every path to the top would be half a million names, and with ten thousand spans fifty million."""
+    """Each span below the last: of a thousand, the paths to the top would be half a million names."""
     tower = [tool(number, f"t{number}" + "x" * 500, "", number - 1, agent__name="a") for number in range(1, 1001)]
     outcome = with_spans(DONE, [*tower, chat(2000, "chat-1", 1000, agent__name="b" * 500)], [call("chat-1")])
     paths = [event.caller.path for event in outcome.tool_events if event.caller]
