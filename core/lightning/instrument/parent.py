@@ -16,6 +16,7 @@ from lightning.spans.trace import root_span_id, trace_id_of
 
 API = "opentelemetry.trace"
 
+_wanted: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent_wanted", default=None)
 _attached: ContextVar[_Parent | None] = ContextVar("lightning_otel_parent", default=None)
 
 
@@ -28,12 +29,14 @@ def parent_of_spans(token: str) -> Iterator[None]:
     from lightning.plugins.importing import on_import
 
     parent = _Parent(token)
+    before = _wanted.set(parent)
     undo = on_import(API, parent.attach)
     try:
         yield
     finally:
         undo()
         parent.detach()
+        _wanted.reset(before)
 
 
 class _Parent:
@@ -45,6 +48,8 @@ class _Parent:
         self._mark: Token[_Parent | None]
 
     def attach(self, api: ModuleType) -> None:
+        if _wanted.get() is not self:
+            return  # imported by a rollout beside this one, or in a thread that belongs to none
         remote = api.SpanContext(
             int(self._trace_id, 16),
             int(root_span_id(self._trace_id), 16),

@@ -123,6 +123,43 @@ def test_an_agent_that_imports_it_late_has_the_parent_from_then_on(how: str) -> 
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+BESIDE = """
+import asyncio
+from lightning.instrument import activate
+from lightning.spans.trace import traceparent_of
+from lightning.types import LLM
+
+def injected():
+    from opentelemetry import propagate
+    headers = {}
+    propagate.inject(headers)
+    return headers.get("traceparent")
+
+async def run(key, begun, importing):
+    with activate(LLM("http://127.0.0.1:8000/v1", key, "policy")):
+        begun.set()
+        await importing.wait()
+        return injected()
+
+async def main():
+    begun, importing = [asyncio.Event() for _ in "abc"], asyncio.Event()
+    running = [asyncio.create_task(run(key, event, importing)) for key, event in zip("abc", begun)]
+    for event in begun:
+        await event.wait()
+    importing.set()
+    found = await asyncio.gather(*running)
+    assert found == [traceparent_of("a"), None, None], found
+
+asyncio.run(main())
+assert injected() is None
+"""
+
+
+def test_the_rollout_that_imports_it_does_not_get_the_parent_of_another() -> None:
+    ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def test_a_model_call_carries_the_trace_unless_the_client_says_where_it_is() -> None:
     undo = install_tap()
     mine = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
