@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning.cli.output import AsJson, escape, print_json, print_table
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.plugins import PluginInfo, plugins
 
 State: TypeAlias = Literal["ready", "waiting", "missing", "broken", "disabled"]
@@ -46,18 +46,21 @@ def adapters(as_json: AsJson = False) -> None:
         print_json(rows)
         return
     print_table(
-        ["adapter", "state", "framework", "from", ""],
+        ["adapter", "state", "framework", "from"],
         [
             [
                 item.name,
                 f"[{COLOURS[item.state]}]{item.state}",
                 item.framework,
                 f"{item.distribution} {item.version}",
-                escape(" — ".join(part for part in (item.error, item.cure) if part)),
             ]
             for item in rows
         ],
     )
+    for item in rows:  # in lines of their own, which no terminal is too narrow to copy
+        for text in (item.error, item.cure):
+            if text:
+                say(escape(f"{item.name}: {text}"))
 
 
 def row(info: PluginInfo) -> AdapterRow:
