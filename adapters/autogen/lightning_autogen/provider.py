@@ -24,15 +24,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StandIn(trace.ProxyTracerProvider):
+class StandIn(trace.TracerProvider):
     """Passes everything on to the provider behind it: the SDK's, made for the first span, until there is the user's.
 
-    A `ProxyTracerProvider`, since that is what code which looks whether a provider has been set finds when none has.
+    To code that looks what has been set, by `isinstance`, it is what would be there without it: the `ProxyTracerProvider`
+    that says nobody has set one, and then the user's.
     """
 
     def __init__(self, prepare: Callable[[trace.TracerProvider], None]) -> None:
         self._prepare, self._lock = prepare, threading.Lock()
+        self._looks: type = trace.ProxyTracerProvider
         self.real: Any = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return self._looks
+
+    def step_aside(self, users: trace.TracerProvider) -> None:
+        """The user has set a provider: spans go there from now on, also those of tracers that were made before."""
+        self.real, self._looks = users, type(users)
 
     def behind(self) -> Any:
         """The provider that starts the spans now."""
@@ -105,7 +115,8 @@ class Watch:
         except lightning.LightningError as error:
             logger.warning("%s", error)
         if self._stand_in is not None:
-            self._stand_in.real, self._stand_in = tracer_provider, None
+            self._stand_in.step_aside(tracer_provider)
+            self._stand_in = None
             if not self._running:
                 self.stop()
         elif self._inner is not None:

@@ -123,6 +123,16 @@ def test_users_provider_later(warnings_of: Callable[[], list[str]]) -> None:
     assert trace.set_tracer_provider is original
 
 
+def test_code_that_looks_for_a_provider_finds_the_users() -> None:
+    """As tracing libraries do, which set up one of their own where nobody has, and add to the user's where there is one."""
+    with installed():
+        assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+        assert not isinstance(trace.get_tracer_provider(), TracerProvider)
+        trace.set_tracer_provider(users()[0])
+        assert isinstance(trace.get_tracer_provider(), TracerProvider)
+        assert not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
 def test_a_second_provider_of_the_users_is_refused_as_ever(warnings_of: Callable[[], list[str]]) -> None:
     with installed():
         trace.set_tracer_provider(users()[0])
