@@ -39,7 +39,9 @@ PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
 UNSERVED = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
-SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
+NO_RETRY: Header = (b"x-should-retry", b"false")
+"""OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
+SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
 
@@ -235,7 +237,7 @@ class CallEndpoint:
             stored = await self._recorder.append(call.ticket, call.plan, call.live, status)
         except StaleAttemptError as error:
             message = f"This attempt of the rollout is over, its calls are no longer taken: {error}. Stop the agent."
-            raise RefusalError(409, "stale_attempt", message) from error
+            raise RefusalError(409, "stale_attempt", message, [NO_RETRY]) from error
         except StoreError as error:
             message = f"The store did not take the call, so it is not answered: {error}. Send it again."
             raise RefusalError(503, "store_failed", message) from error

@@ -39,9 +39,9 @@ class CountTokens:
 
     async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         claims = self._identity.claims(scope)
-        asked = read_object(await read_body(scope, receive, self._config.max_body_bytes))
+        prompt = prompt_of(read_object(await read_body(scope, receive, self._config.max_body_bytes)))
         try:
-            status, payload = await self._forwarder.tokenize(claims.rollout, prompt_of(asked))
+            status, payload = await self._forwarder.tokenize(claims.rollout, prompt)
             if status != 200:
                 return status, self._dialect.upstream_refusal(status, payload)
             return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})

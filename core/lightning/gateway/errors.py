@@ -1,6 +1,6 @@
-"""Answers that say no: every refusal of the gateway, in OpenAI's error shape.
+"""Answers that say no: every refusal of the gateway, in OpenAI's error shape, from which other dialects make their own.
 
-The invariant: whatever goes wrong, the agent's client gets `{"error": {"message", "type", "code"}}` with a status its
+The invariant: whatever goes wrong, the agent's client gets the error object of its API with a status its
 retry logic understands and a message that names the cure; never a bare stack trace, never a silent close.
 """
 

@@ -1,8 +1,7 @@
 """The routes of the gateway and what stands at those that are not calls.
 
-The invariant: every route but `/health` needs a token, and every error, even for a route that does not exist, has
-OpenAI's shape and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id and has errors of
-its own shape.
+The invariant: every route but `/health` needs a token, and every error has the shape of its route's API (OpenAI's where
+there is no such route) and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id too.
 """
 
 from __future__ import annotations

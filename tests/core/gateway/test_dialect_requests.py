@@ -181,6 +181,7 @@ async def test_namespaces_come_back(house):
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"moderation": {"model": "m"}}, "moderation"),
         ({"instructions": 3}, "instructions"),
         ({"stream": 1}, "stream"),
         ({"n": 2}, "n"),
@@ -199,6 +200,8 @@ def test_what_responses_refuses(asked, param):
     ("asked", "sent"),
     [
         ({"metadata": {"user_id": "u"}, "service_tier": "auto"}, {}),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "speed": "fast"}, {}),
+        ({"tools": [{**TOOL, "allowed_callers": ["direct"]}]}, {"tools": [CHAT_TOOL]}),
         ({"seed": 7, "top_k": 3, "min_p": 0.1}, {"seed": 7, "top_k": 3, "min_p": 0.1}),
         ({"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}]}, {"tools": [CHAT_TOOL]}),
         ({"tools": [{"name": "f", "input_schema": {}}]}, {"tools": [CHAT_TOOL]}),
@@ -279,6 +282,11 @@ def test_blocks_of_messages():
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"context_management": {"edits": [{}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+        ({"compaction": {"type": "x"}}, "compaction"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"tools": [{**TOOL, "input_examples": [{"a": 1}]}]}, "tools[0].input_examples"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
         ({"stream": "yes"}, "stream"),
         ({"thinking": True}, "thinking"),
         ({"n": 2}, "n"),
@@ -290,3 +298,41 @@ def test_what_messages_refuses(asked, param):
     assert repr(param) in str(caught.value)
     said = json.loads(Messages().refusal(caught.value))
     assert (said["type"], said["error"]["type"]) == ("error", "invalid_request_error")
+
+
+CALL = {"type": "tool_use", "id": "c", "name": "f"}
+TOWER: list = []
+for _ in range(2000):
+    TOWER = [TOWER]
+
+
+@pytest.mark.parametrize(
+    ("ask", "asked"),
+    [
+        (responses, {"text": {"format": "json"}}),
+        (responses, {"tools": [{"type": ["function"]}]}),
+        (responses, {"tool_choice": ["auto"], "tools": []}),
+        (responses, {"input": [{"type": "message", "role": "user", "content": "a", "status": []}]}),
+        (messages, {"messages": [{"role": "user", "content": [{"type": "image", "source": "data:x"}]}]}),
+        (messages, {"messages": [{"role": "assistant", "content": [{**CALL, "input": TOWER}]}]}),
+        (messages, {"tools": [{**TOOL, "type": {}}]}),
+        (messages, {"context_management": "none"}),
+        (messages, {"output_config": {"format": "json"}}),
+    ],
+)  # fmt: skip
+def test_what_has_another_type_than_the_api_says_is_the_agents_fault(ask, asked):
+    with pytest.raises(RefusalError) as caught:
+        ask(**asked)
+    assert caught.value.status == 422
+
+
+async def test_a_malformed_request_is_refused_and_not_retried_or_logged(house, caplog):
+    http = await house.http()
+    image = {"role": "user", "content": [{"type": "image", "source": "data:x"}]}
+    for path in ("messages", "messages/count_tokens"):
+        answer = await http.post(f"/{path}", json={"messages": [image], "max_tokens": 5})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (422, "invalid_request_error")
+    answer = await http.post("/responses", json={"input": "hi", "text": {"format": "json"}})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
+    assert not caplog.records
+    assert await house.transitions() == []

@@ -75,6 +75,7 @@ async def test_what_the_store_refuses_is_not_answered(build, path, stream):
     http = await house.http()
     answer = await http.post(f"/{path}", json={**BODIES[path], "stream": stream})
     assert answer.status_code == (200 if stream else 409)
+    assert stream or answer.headers["x-should-retry"] == "false"
     said = json.loads([line for line in answer.text.splitlines() if line][-1].removeprefix("data: "))
     assert "attempt 1 is over" in said["error"]["message"]
     assert LAST[path].decode() not in answer.text
@@ -139,3 +140,43 @@ async def test_a_client_that_leaves_a_stream_has_aborted(house, path):
     assert step.status is CallStatus.ABORTED
     assert 2 <= len(step.response_ids) < 5
     assert house.fake.aborted
+
+
+async def test_clients_do_not_send_again_what_is_over(build):
+    """Each time vLLM would sample a whole answer for nobody; the clients retry a 409 of their own accord."""
+    store = SlowStore()
+    store.error = StaleAttemptError("attempt 1 is over")
+    store.go.set()
+    house = await build(store=store)
+    llm = await house.llm()
+    for path in BODIES:
+        with pytest.raises((anthropic.ConflictError, openai.ConflictError)):
+            await ask(path, llm, 20.0)
+    assert len(house.fake.requests) == len(BODIES)
+
+
+async def test_an_answer_without_a_choice_is_the_policy_servers_fault(build):
+    """What is not shaped like vLLM's is a 502 and a recorded error, never a fault of the gateway that nobody recorded."""
+    from aiohttp import web
+    from lightning.gateway import Upstream
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"id": "x", "choices": []})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    app.router.add_get("/health", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    (port,) = [address[1] for address in runner.addresses]
+    try:
+        house = await build(upstreams=[Upstream(f"http://127.0.0.1:{port}", "tiny")])
+        http = await house.http()
+        said = await http.post("/messages", json=BODIES["messages"])
+        assert (said.status_code, "not shaped like vLLM's" in said.text) == (502, True)
+        (step,) = await house.recorded()
+        assert step.status is CallStatus.ERROR
+    finally:
+        await runner.cleanup()

@@ -6,9 +6,13 @@ transition's id is the one the agent sees.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from lightning.gateway.body import write_object
 from lightning.gateway.dialects.base import Capture, Plan, refuse_parameter
 from lightning.gateway.dialects.chat import plan_chat, read_chat
+from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
 
 
@@ -45,6 +49,16 @@ def event(said: Body) -> bytes:
     """A server-sent event that is named after its type."""
     kind: str = said["type"]
     return b"event: " + kind.encode() + b"\ndata: " + write_object(said) + b"\n\n"
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Around reading a request: what is of another type than its API says is the agent's fault, a 422, whatever it is."""
+    try:
+        yield
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        message = f"Something in the request is not of the type that this API's reference gives it: {error}."
+        raise RefusalError(422, "invalid_request", message) from error
 
 
 def text_field(holder: Body, name: str, where: str) -> str:

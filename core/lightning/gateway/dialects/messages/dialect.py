@@ -8,7 +8,7 @@ from lightning.gateway.dialects.base import Translator, refuse_parameter
 from lightning.gateway.dialects.messages.errors import error_object, translated
 from lightning.gateway.dialects.messages.reply import MessageTranslator
 from lightning.gateway.dialects.messages.request import chat_request
-from lightning.gateway.dialects.translated import Translated
+from lightning.gateway.dialects.translated import Translated, readable
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
 from lightning.gateway.tokens import Claims
@@ -27,7 +27,8 @@ class Messages(Translated):
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:
             raise refuse_parameter("max_tokens", f"must be a positive integer, not {most!r}.")
-        return chat_request(body), MessageTranslator(response_id)
+        with readable():
+            return chat_request(body), MessageTranslator(response_id)
 
     def refusal(self, refusal: RefusalError) -> bytes:
         """See `Dialect`."""
@@ -40,5 +41,6 @@ class Messages(Translated):
 
 def prompt_of(body: Body) -> Body:
     """What vLLM's `/tokenize` needs to count a request's prompt. Raises `RefusalError` (422)."""
-    chat = chat_request(body)
+    with readable():
+        chat = chat_request(body)
     return {name: chat[name] for name in IN_THE_PROMPT if name in chat}

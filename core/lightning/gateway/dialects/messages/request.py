@@ -16,15 +16,24 @@ ELSEWHERE = frozenset(
     {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format", *RENAMED}
 )
 """Translated by a function of their own."""
-WITHOUT_EFFECT = frozenset({"model", "metadata", "service_tier", "inference_geo", "cache_control"})
-"""They concern Anthropic's accounts and caches, not the answer."""
+WITHOUT_EFFECT = frozenset(
+    {"model", "metadata", "service_tier", "inference_geo", "cache_control", "speed", "diagnostics", "billing_policy"}
+    | {"user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token", "context_management"}
+)
+"""They concern Anthropic's accounts, caches and other models, not the answer; context that is not edited may stay as it is."""
 REFUSED = {
     "container": "is not supported: there are no containers here. Run the code in a tool of the agent.",
-    "context_management": "is not supported: the policy must see the context as it is. Shorten it in the agent.",
+    "compaction": "is not supported: the gateway summarizes nothing. Let the agent ask for a summary itself.",
     "mcp_servers": "is not supported: the gateway calls no tools. Connect the agent itself to the MCP servers.",
+    "thread": "is not supported: conversations are not kept. Send all of the messages.",
 }
+EDITED = "is not supported: the policy must see the context as it is. Shorten it in the agent."
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 IN_A_TOOL = ("name", "description", "strict", "defer_loading")
+NOT_IN_A_TOOL = {
+    "input_examples": "cannot be shown to the model. Write the examples into the description.",
+    "allowed_callers": "cannot be limited to code: there are no containers here. Leave it out, or allow 'direct'.",
+}
 
 
 def chat_request(asked: Body) -> Body:
@@ -32,6 +41,7 @@ def chat_request(asked: Body) -> Body:
     for name, why in REFUSED.items():
         if asked.get(name):
             raise refuse_parameter(name, why)
+    _context(asked.get("context_management") or {})
     chat = {
         name: value
         for name, value in asked.items()
@@ -49,6 +59,13 @@ def chat_request(asked: Body) -> Body:
     _thinking(chat, asked)
     _tools(chat, asked)
     return chat
+
+
+def _context(management: Body) -> None:
+    """Refuse edits of the context but the one that Claude Code always sends, which keeps all thinking and changes nothing."""
+    for edit in management.get("edits") or []:
+        if not (str(edit.get("type")).startswith("clear_thinking_") and edit.get("keep") in ("all", {"type": "all"})):
+            raise refuse_parameter("context_management", EDITED)
 
 
 def _stream(chat: Body, asked: Body) -> None:
@@ -103,6 +120,9 @@ def _tool(tool: Body, where: str) -> Body:
             f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema."
         )
         raise refuse_parameter(where, why)
+    for name, why in NOT_IN_A_TOOL.items():
+        if tool.get(name) and "direct" not in tool[name]:
+            raise refuse_parameter(f"{where}.{name}", why)
     function = {name: tool[name] for name in IN_A_TOOL if tool.get(name) is not None}
     text_field(tool, "name", where)
     # The order of keys is the prompt's: what is missing comes last.

@@ -7,7 +7,7 @@ from lightning.gateway.dialects.responses.history import History
 from lightning.gateway.dialects.responses.items import messages_of
 from lightning.gateway.dialects.responses.reply import ResponseTranslator
 from lightning.gateway.dialects.responses.request import chat_request, namespaces
-from lightning.gateway.dialects.translated import Translated
+from lightning.gateway.dialects.translated import Translated, readable
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
 from lightning.gateway.tokens import Claims
@@ -30,16 +30,17 @@ class Responses(Translated):
         if instructions is not None and not isinstance(instructions, str):
             raise refuse_parameter("instructions", f"must be a string, not {type(instructions).__name__}.")
         before = [] if previous is None else self._history.get((claims.rollout, claims.attempt, str(previous)))
-        said = messages_of(body["input"], before)
-        # Instructions hold for one response; the rest of the conversation is carried on.
-        system = [{"role": "system", "content": instructions}] if instructions else []
-        chat = chat_request(body, [*system, *said])
+        with readable():
+            said = messages_of(body["input"], before)
+            # Instructions hold for one response; the rest of the conversation is carried on.
+            system = [{"role": "system", "content": instructions}] if instructions else []
+            chat, names = chat_request(body, [*system, *said]), namespaces(body)
 
         def remember(output: list[Body]) -> None:
             if body.get("store") is not False:
                 self._history.put((claims.rollout, claims.attempt, response_id), messages_of(output, said))
 
-        return chat, ResponseTranslator(response_id, body, chat, namespaces(body), remember)
+        return chat, ResponseTranslator(response_id, body, chat, names, remember)
 
     def refusal(self, refusal: RefusalError) -> bytes:
         """See `Dialect`."""

@@ -78,7 +78,7 @@ class ResponseTranslator:
             self._piece_logprobs = holder.get("content") or []
             self._logprobs += self._piece_logprobs
 
-    def _response(self, status: str = "", error: Body | None = None) -> Body:
+    def _response(self, status: str = "") -> Body:
         cut = self._finish == "length"
         status = status or ("incomplete" if cut else "completed")
         asked, chat = self._asked, self._chat
@@ -88,7 +88,7 @@ class ResponseTranslator:
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": error,
+            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
             "output": self._output() if status in {"completed", "incomplete"} else [],

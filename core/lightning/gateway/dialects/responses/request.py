@@ -19,12 +19,13 @@ ELSEWHERE = frozenset(
 """Translated by a function of their own."""
 WITHOUT_EFFECT = frozenset(
     {"model", "store", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "prompt_cache_options", "max_tool_calls", *RENAMED}
+    | {"prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "access_programs", "image", *RENAMED}
 )
 """They concern OpenAI's accounts, caches and built-in tools, not the answer (or are renamed)."""
 REFUSED = {
     "background": "is not supported: the gateway answers while you wait. Leave it out, or use 'stream'.",
     "conversation": "is not supported: conversations are not kept. Send the whole input, or previous_response_id.",
+    "moderation": "is not supported: the gateway asks no other model. Moderate in the agent.",
     "prompt": "is not supported: prompt templates lie on OpenAI's servers. Send their text as instructions and input.",
     "context_management": "is not supported: the policy must see the context as it is. Shorten the input in the agent.",
 }
