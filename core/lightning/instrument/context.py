@@ -223,6 +223,11 @@ def context_session() -> Session | None:
     return _current.get()
 
 
+def active() -> bool:
+    """Whether any rollout is active in this process."""
+    return bool(_active)
+
+
 def is_gateway(url: str) -> bool:
     """Whether a URL belongs to the gateway of a rollout that is active in this process."""
     return any(url.startswith(session.gateway) for session in tuple(_active))

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from lightning.instrument.context import Session, current_session, log_once
+from lightning.instrument.context import Session, active, current_session, log_once
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
 """Hosts of the model APIs that the gateway speaks; other providers' are recognized only when they are listed."""
@@ -27,6 +27,11 @@ class Request(Protocol):
         """Case-insensitive."""
 
 
+def host_of(name: str) -> str:
+    """A host as `runner.reroute` lists it, `api.openai.com`, from that or from a URL of it."""
+    return urlsplit(name if "//" in name else f"//{name}").hostname or name
+
+
 def reroute(request: Request, hosts: Sequence[str]) -> bool:
     """Send a request for one of `hosts` to the rollout's gateway, with its key; return whether it was one."""
     url = str(request.url)
@@ -36,6 +41,13 @@ def reroute(request: Request, hosts: Sequence[str]) -> bool:
         return False
     session = current_session()
     if session is None:
+        if listed and active():
+            log_once(
+                f"whose {host}",
+                "a call to %s is not brought to the policy: it comes from a thread that may belong to any of several rollouts. "
+                "Run the thread's work in contextvars.copy_context()",
+                host,
+            )
         return False
     if not listed:
         log_once(

@@ -16,7 +16,7 @@ from typing import cast
 
 from lightning.instrument.callers import current_caller
 from lightning.instrument.context import context_session, is_gateway, log_once
-from lightning.instrument.reroute import Request, reroute
+from lightning.instrument.reroute import Request, host_of, reroute
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
@@ -135,10 +135,10 @@ _tap = _Tap()
 def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
     """Tap `Client.send` and `AsyncClient.send` of httpx and httpx2, now or when they are imported; return the undo.
 
-    Requests that a rollout sends to a host of `reroute` go to its gateway instead. May be called any number of times and
-    from any thread; the tap goes when every call has been undone.
+    Requests that a rollout sends to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be called
+    any number of times and from any thread; the tap goes when every call has been undone.
     """
-    hosts = tuple(reroute)
+    hosts = tuple(host_of(name) for name in reroute)
     _tap.acquire(hosts)
     done = threading.Lock()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 
 import anthropic
@@ -106,6 +107,33 @@ def test_what_is_no_model_call_is_not_brought_to_the_policy(
         assert client.get(f"https://{HOST}/status").status_code == 204
     assert server.calls == []
     assert "has no /v1/" in caplog.text
+
+
+@pytest.mark.parametrize("listed", ["API.OpenAI.com", "https://api.openai.com/v1", "api.openai.com:443"])
+def test_a_host_may_be_listed_as_people_write_it(listed: str, server: ChatServer) -> None:
+    undo = install_tap([listed])
+    try:
+        with activate(server.llm()), httpx.Client() as client:
+            assert client.post(f"https://{HOST}/v1/chat/completions", json=BODY).status_code == 200
+    finally:
+        undo()
+
+
+def test_a_thread_that_may_be_any_rollouts_says_that_its_call_goes_elsewhere(
+    server: ChatServer, rerouted: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered: list[int] = []
+
+    def call() -> None:
+        with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(204))) as client:
+            answered.append(client.post(f"https://{HOST}/v1/chat/completions", json=BODY).status_code)
+
+    with activate(server.llm("key-1")), activate(server.llm("key-2")):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert answered == [204]
+    assert "may belong to any of several rollouts" in caplog.text
 
 
 def test_the_last_undo_ends_the_rerouting_of_its_hosts_only(server: ChatServer) -> None:
