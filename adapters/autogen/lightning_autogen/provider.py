@@ -37,7 +37,7 @@ class StandIn(trace.TracerProvider):
         self.real: Any = None
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return self._looks
 
     def step_aside(self, users: trace.TracerProvider) -> None:

@@ -99,13 +99,13 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
     for index, call in enumerate(calls):
         by_id.setdefault(call.id, index)
     for reward in trajectory.step_rewards:
-        index = by_seq.get(reward.seq) if isinstance(reward, ToolStepReward) else None
-        if index is None and reward.response_id:
-            index = by_id.get(reward.response_id)
-        if index is None and (last := _last_before(reward.at, calls)) is not None:
-            index = by_seq[last.seq]
-        if index is not None:
-            rewards[index] += reward.value
+        found = by_seq.get(reward.seq) if isinstance(reward, ToolStepReward) else None
+        if found is None and reward.response_id:
+            found = by_id.get(reward.response_id)
+        if found is None and (last := _last_before(reward.at, calls)) is not None:
+            found = by_seq[last.seq]
+        if found is not None:
+            rewards[found] += reward.value
     return rewards
 
 
