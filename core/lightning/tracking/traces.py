@@ -31,7 +31,6 @@ class TraceMaker:
 
     def __init__(self, run: str, resource: Resource) -> None:
         self._run, self._resource = run, resource
-        self._services: dict[str, Resource] = {}
 
     def spans_of(self, record: AttemptRecord) -> list[ReadableSpan]:
         """Every span of an attempt, the top first."""
@@ -129,13 +128,11 @@ class TraceMaker:
 
     def _foreign(self, span: Span) -> ReadableSpan:
         """A span that another program sent, as it was."""
-        if span.service not in self._services:
-            self._services[span.service] = Resource({genai.SERVICE_NAME: span.service or "unknown_service"})
         return ReadableSpan(
             span.name,
             _context(span.trace_id, span.span_id),
             parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
-            resource=self._services[span.service],
+            resource=Resource({genai.SERVICE_NAME: span.service or "unknown_service"}),
             attributes=_attributes(span.attributes),
             kind=SpanKind[span.kind.upper()],
             status=_status(span.status, span.error),
@@ -145,10 +142,16 @@ class TraceMaker:
 
 
 def _trace_id(record: AttemptRecord) -> str:
-    """The trace that services continued from the attempt; where none did, one made from the attempt's name."""
+    """The trace that services continued from the attempt; where none did, one made from the attempt's name.
+
+    The spans of one trace alone are of that trace too when the agent's own span, which they hang under, was not sent here.
+    """
     for span in record.spans:
         if span.parent_id == root_span_id(span.trace_id):
             return span.trace_id
+    only = {span.trace_id for span in record.spans}
+    if len(only) == 1:
+        return only.pop()
     return hashlib.sha256(f"{record.rollout.id} {record.attempt}".encode()).hexdigest()[:32]
 
 

@@ -198,6 +198,24 @@ async def test_a_rollout_arrives_as_one_trace_for_each_attempt(receiver: Receive
     assert (look.parent_id, inner.parent_id, inner.trace_id) == (TOP, look.span_id, TRACE)
 
 
+async def test_a_trace_whose_middle_was_sent_elsewhere_is_still_one_trace(receiver: Receiver, tmp_path: Path) -> None:
+    """The agent's own exporter sends its spans to the same backend; only the service's came through the gateway."""
+    store = MemoryStore()
+    await store.open()
+    await store.create_rollouts([Rollout("r", "run", Task("q"), "g")])
+    await store.lease("run", "w")
+    await store.append([call(1, 0)])
+    await store.append_spans([Span("r", 1, TRACE, "02" * 8, "01" * 8, "query", started_at=100.0, ended_at=101.0)])
+    rollout = await store.complete("r", 1, Outcome(reward=1.0))
+    await track(store, [rollout], tmp_path)
+    (top,) = receiver.named("invoke_agent rollout")
+    (chat,) = receiver.named("chat policy")
+    (query,) = receiver.named("query")
+    assert (top.trace_id, top.span_id) == (TRACE, TOP)
+    assert (chat.trace_id, chat.parent_id) == (TRACE, TOP)
+    assert (query.trace_id, query.parent_id, query.service) == (TRACE, "01" * 8, "unknown_service")
+
+
 async def test_sending_again_gives_the_same_spans(receiver: Receiver, finished, tmp_path: Path) -> None:
     store, rollout = finished
     await track(store, [rollout, rollout], tmp_path)
