@@ -41,8 +41,9 @@ UNNAMED = Caller("agent")
 def with_spans(outcome: Outcome, spans: Sequence[Span], calls: Sequence[Transition]) -> Outcome:
     """The outcome with the tool runs and the callers that only its spans know.
 
-    A tool run is known already when its call id was reported; then a span only settles a status that was `unknown`. A call
-    is named after the agent whose span encloses the span with its response id, unless somebody named it before.
+    A tool run is known already when its call id was reported; then a span can only tell that one whose status was `unknown`
+    failed: the span of a run that was cancelled, or that never came to be, ends like that of one that went well. A call is
+    named after the agent whose span encloses the span with its response id, unless somebody named it before.
     """
     if not spans:
         return outcome
@@ -159,6 +160,6 @@ def _merged(reported: Sequence[ToolEvent], seen: Sequence[ToolEvent]) -> tuple[T
         if place is None:
             by_id[event.call_id] = len(events)
             events.append(event)
-        elif events[place].status == "unknown":
-            events[place] = replace(events[place], status=event.status, error=events[place].error or event.error)
+        elif events[place].status == "unknown" and event.status == "error":
+            events[place] = replace(events[place], status="error", error=events[place].error or event.error)
     return tuple(sorted(events, key=lambda event: event.at)) if len(events) > len(reported) else tuple(events)
