@@ -45,6 +45,8 @@ def answers(draw: st.DrawFn) -> tuple[dict, list[dict]]:
             begin["function"]["arguments"] = first
         deltas.append({"tool_calls": [begin]})
         deltas += [{"tool_calls": [{"index": number, "function": {"arguments": piece}}]} for piece in rest]
+        # Between calls vLLM streams what stands there, and strips it from whole answers.
+        deltas += [{"content": blank} for blank in draw(st.lists(st.sampled_from(["\n", " "]), max_size=2))]
     entries = [
         {"token": str(number), "logprob": -0.5, "bytes": [1], "top_logprobs": []} for number in range(len(deltas))
     ]
@@ -139,6 +141,17 @@ def test_a_streamed_message_is_the_whole_one(answer):
     starts = [event["index"] for event in [*before, *after] if event["type"] == "content_block_start"]
     stops = [event["index"] for event in [*before, *after] if event["type"] == "content_block_stop"]
     assert starts == stops == list(range(len(expected["content"])))
+
+
+def test_text_after_a_tool_call_keeps_its_white_space():
+    call = {"id": "call_1", "index": 0, "function": {"name": "add", "arguments": "{}"}}
+    deltas = [{"tool_calls": [call]}, {"content": "\n"}, {"content": "so "}, {"content": "\n"}, {"content": "be it"}]
+    translator = response_translator()
+    for delta in deltas:
+        translator.chunk({"choices": [{"delta": delta}]})
+    said = events_of(translator.end())[-1]["response"]["output"]
+    assert [item["type"] for item in said] == ["function_call", "message"]
+    assert said[1]["content"][0]["text"] == "\nso \nbe it"
 
 
 def test_arguments_that_are_no_json_object_are_wrapped():

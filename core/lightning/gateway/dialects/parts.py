@@ -57,13 +57,14 @@ class Parts:
         self._open: Part | None = None
         self._call: object = None
         self._calls: set[object] = set()
+        self._blank = ""
 
     def feed(self, said: Body) -> Iterator[Event]:
         """The steps one delta makes. Raises `ValueError` when it goes on with a tool call that another has followed."""
         if reasoning := said.get("reasoning") or said.get("reasoning_content"):
             yield from self._add(Kind.REASONING, reasoning)
         if text := said.get("content"):
-            yield from self._add(Kind.TEXT, text)
+            yield from self._text(text)
         for position, call in enumerate(said.get("tool_calls") or ()):
             yield from self._tool(call.get("index", position), call)
 
@@ -74,6 +75,18 @@ class Parts:
         if self._open is not None:
             yield Step.CLOSE, self._open, ""
             self._open = None
+
+    def _text(self, piece: str) -> Iterator[Event]:
+        """White space after a tool call waits for text to belong to: streams have it between two calls, whole answers not.
+
+        As a part of its own it would cut the calls of one answer into two messages when the agent sends them back.
+        """
+        if self._calls and (self._open is None or self._open.kind is not Kind.TEXT):
+            piece, self._blank = self._blank + piece, ""
+            if not piece.strip():
+                self._blank = piece
+                return
+        yield from self._add(Kind.TEXT, piece)
 
     def _add(self, kind: Kind, piece: str) -> Iterator[Event]:
         part = self._open
@@ -89,7 +102,7 @@ class Parts:
             if number in self._calls:
                 raise ValueError(f"tool call {number} went on after it had ended")
             self._calls.add(number)
-            self._call = number
+            self._call, self._blank = number, ""
             yield from self._enter(Kind.TOOL, call.get("id") or "", function.get("name") or "")
             part = self.all[-1]
         if piece := function.get("arguments"):
