@@ -12,7 +12,7 @@ from lightning_examples.sql_langchain.agent import agent
 from lightning_examples.sql_langchain.tasks import describe, tasks, val_tasks
 
 SETTINGS = {
-    "trainer.steps": 15,
+    "trainer.steps": 25,
     "trainer.tasks_per_step": 16,
     "trainer.eval_every": 0,
     # A thousand times a usual rate: this model has 250 thousand weights, and every update is on-policy.

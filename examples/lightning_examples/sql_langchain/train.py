@@ -27,7 +27,7 @@ def main() -> None:
     else:
         grpo = lightning.LightningRL("grpo", group_size=8, normalization="token-mean")
         model = options.model or MODEL
-        trainer = lightning.Trainer(model, grpo, train_agents=trained, steps=15, tasks_per_step=16, lr=2e-3)
+        trainer = lightning.Trainer(model, grpo, train_agents=trained, steps=25, tasks_per_step=16, lr=2e-3)
         trainer.fit(agent, tasks(4000, seed=0), val_tasks(200))
 
 
