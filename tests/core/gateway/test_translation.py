@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects.messages.reply import MessageTranslator
@@ -141,6 +142,19 @@ def test_a_streamed_message_is_the_whole_one(answer):
     starts = [event["index"] for event in [*before, *after] if event["type"] == "content_block_start"]
     stops = [event["index"] for event in [*before, *after] if event["type"] == "content_block_stop"]
     assert starts == stops == list(range(len(expected["content"])))
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_white_space_before_a_tool_call_is_dropped_as_vllm_does_in_whole_answers(calls):
+    """After the thoughts most models write two line ends; with calls behind them a whole answer has no content at all."""
+    call = {"id": "call_1", "index": 0, "function": {"name": "add", "arguments": "{}"}}
+    deltas = [{"reasoning": "hm"}, {"content": "\n"}, {"content": "\n"}, *([{"tool_calls": [call]}] if calls else [])]
+    translator = response_translator()
+    for delta in deltas:
+        translator.chunk({"choices": [{"delta": delta}]})
+    thought, said = events_of(translator.end())[-1]["response"]["output"]
+    assert (thought["type"], said["type"]) == ("reasoning", "function_call" if calls else "message")
+    assert calls or said["content"][0]["text"] == "\n\n"
 
 
 def test_text_after_a_tool_call_keeps_its_white_space():

@@ -69,19 +69,21 @@ class Parts:
             yield from self._tool(call.get("index", position), call)
 
     def close(self, *, at_least_one: bool = True) -> Iterator[Event]:
-        """End the part that is open; an answer without any has an empty text."""
-        if at_least_one and not self.all:
+        """End the part that is open; an answer without any has an empty text, and one without tool calls its white space."""
+        if at_least_one and self._blank and not self._calls:
+            yield from self._add(Kind.TEXT, self._blank)
+        elif at_least_one and not self.all:
             yield from self._enter(Kind.TEXT)
         if self._open is not None:
             yield Step.CLOSE, self._open, ""
             self._open = None
 
     def _text(self, piece: str) -> Iterator[Event]:
-        """White space after a tool call waits for text to belong to: streams have it between two calls, whole answers not.
+        """White space waits for text to begin with it: before and between tool calls streams have it, whole answers not.
 
-        As a part of its own it would cut the calls of one answer into two messages when the agent sends them back.
+        Between two calls it would, as a part of its own, make two messages of one answer when the agent sends it back.
         """
-        if self._calls and (self._open is None or self._open.kind is not Kind.TEXT):
+        if self._open is None or self._open.kind is not Kind.TEXT:
             piece, self._blank = self._blank + piece, ""
             if not piece.strip():
                 self._blank = piece
