@@ -97,9 +97,11 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
     """Who calls from inside a span; None when the innermost agent around it is not AutoGen's, or there is none."""
     if context is not None and context.is_valid and not context.trace_flags.sampled:
         _warn_of_sampling()
-    agent, parent, names = "", "", list[str]()
+    agent, call, parent, names = "", "", "", list[str]()
     while context is not None and (span := _open.get(_key(context))) is not None:
         kind, name = _named(span)
+        if not kind and not names and not call:  # of whoever instruments the client: AutoGen has none for model calls
+            call = trace.format_span_id(context.span_id)
         if kind == "agent" and not agent:
             if not _is_autogen(span):
                 return None  # another framework's agent, inside a tool
@@ -107,7 +109,7 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
         if name and names[-1:] != [name]:
             names.append(name)
         context = span.parent
-    return lightning.Caller(agent, tuple(reversed(names)), "", parent, "autogen") if agent else None
+    return lightning.Caller(agent, tuple(reversed(names)), call, parent, "autogen") if agent else None
 
 
 def _named(span: ReadableSpan) -> tuple[str, str]:

@@ -84,7 +84,10 @@ def _caller(run_id: UUID | None) -> lightning.Caller | None:
 def caller_now() -> lightning.Caller | None:
     """Who sends a request from this thread or task: the model call here, else whatever of LangChain runs this code."""
     call = _model_call.get()
-    return _caller(call if call in _runs else getattr(ensure_config().get("callbacks"), "parent_run_id", None))
+    if call in _runs:
+        return _caller(call)
+    around = _caller(getattr(ensure_config().get("callbacks"), "parent_run_id", None))
+    return around and replace(around, span_id="", parent_id=around.span_id)  # no call of LangChain's
 
 
 def _caller_by_hand() -> lightning.Caller | None:

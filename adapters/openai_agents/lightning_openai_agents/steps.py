@@ -67,10 +67,9 @@ class Step:
         """Who calls from inside it; None outside every agent."""
         if not self.open or not self.named:
             return self.parent.caller() if self.parent else None
-        path = self.path_here()
-        return lightning.Caller(
-            path[-1], path, self.span_id, self.parent.span_id if self.parent else "", "openai-agents"
-        )
+        path, around = self.path_here(), self.parent.span_id if self.parent else ""
+        call, parent = (self.span_id, around) if self.data.type in MODEL else ("", self.span_id)
+        return lightning.Caller(path[-1], path, call, parent, "openai-agents")
 
     def close(self, error: Any) -> None:
         """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""

@@ -30,10 +30,8 @@ class LightningProcessor(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """Report a tool run, unless the framework has an adapter of its own, which does so."""
-        if closed(span) and (event := tool_run(span)) is not None:
-            caller = current_caller()
-            if caller is None or caller.framework in (FRAMEWORK, "raw"):  # raw answers where nobody else does
-                self._emit(event)
+        if closed(span) and (event := tool_run(span)) is not None and not _is_of(span, current_caller()):
+            self._emit(event)
 
 
 class Installed(LightningProcessor):
@@ -51,6 +49,19 @@ class Installed(LightningProcessor):
         """Report a tool run, unless the framework has an adapter of its own, which does so."""
         if receivers:
             super().on_end(span)
+
+
+def _is_of(span: ReadableSpan, caller: lightning.Caller | None) -> bool:
+    """Whether a span tells of the framework whose adapter knows the caller, and not of one that runs inside it."""
+    if caller is None or caller.framework in (FRAMEWORK, "raw"):  # raw answers where nobody else does
+        return False
+    scope = span.instrumentation_scope.name if span.instrumentation_scope else ""
+    return _letters(caller.framework) in _letters(scope)
+
+
+def _letters(name: str) -> str:
+    """`openai_agents` and `openai-agents` alike."""
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def _to_newest(event: lightning.ToolEvent) -> None:

@@ -119,15 +119,18 @@ class Adapters:
         self._identifiers = None
 
     def identify(self) -> Caller | None:
-        """The first answer, by pluggy's order; while anything is installed, only installed adapters are asked.
+        """The first answer that knows the model call itself (its span), else the first answer, by pluggy's order.
 
-        Where an adapter failed, now or when it was installed, and no other framework's adapter knows the caller, the
-        answer (a fallback's, else `agent`) is marked by its `framework`: `FAILED` and the adapter's name.
+        So where one framework's agent runs inside another's node or tool, the one that is about to call is named. While
+        anything is installed, only installed adapters are asked. Where an adapter failed, now or when it was installed, and
+        no other framework's adapter knows the caller, the answer (a fallback's, else `agent`) is marked by its `framework`:
+        `FAILED` and the adapter's name.
         """
         identifiers = self._identifiers
         if identifiers is None:
             identifiers = self._find_identifiers()
         failed = self._absent
+        around: Caller | None = None
         for name, ask, fallback in identifiers:
             try:
                 caller = ask()
@@ -136,11 +139,14 @@ class Adapters:
                 failed = (name, *failed)
                 continue
             if isinstance(caller, Caller):
-                return _marked(caller, failed) if fallback else caller
+                if caller.span_id and not fallback:
+                    return caller
+                around = around or (_marked(caller, failed) if fallback else caller)
+                continue
             if caller is not None:
                 self._complain(name, f"its lightning_identify returned {caller!r}, not a lightning.Caller")
                 failed = (name, *failed)
-        return _marked(NOBODY, failed) if failed else None
+        return around or (_marked(NOBODY, failed) if failed else None)
 
     def _find_identifiers(self) -> tuple[Identifier, ...]:
         """Who is to be asked, in order; remembers who cannot be, because it was not installed."""

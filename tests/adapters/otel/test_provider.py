@@ -343,6 +343,19 @@ def test_tool_runs_in_full() -> None:
     assert events[1].error == "KeyError: 'a'"
 
 
+@pytest.mark.parametrize(
+    ("scope", "reported"),
+    [("pydantic-ai", 1), ("opentelemetry.instrumentation.openai_agents", 0)],
+)
+def test_a_tool_inside_another_frameworks_code_is_reported_unless_that_has_its_own_adapter(
+    scope: str, reported: int
+) -> None:
+    with installed() as events:
+        callers.ask(lambda: lightning.Caller("desk", ("desk",), framework="openai-agents"))
+        agent(trace.get_tracer(scope))
+    assert len(events) == reported
+
+
 def test_by_hand() -> None:
     """Where the adapter is not installed; beside the installed one, runs are reported once."""
     provider, _ = users()

@@ -150,6 +150,24 @@ def test_one_adapter_that_cannot_be_installed_is_named_and_not_asked(install, wa
     undo()
 
 
+def test_who_knows_the_model_call_is_before_who_knows_the_code_around_it(install) -> None:
+    outer = ADAPTER.replace("@hookimpl\ndef lightning_identify", "@hookimpl(tryfirst=True)\ndef lightning_identify")
+    assert outer != ADAPTER
+    install("outer", {"outer": "outer_plugin"}, {"outer_plugin": outer})
+    install("inner", {"inner": "inner_plugin"}, {"inner_plugin": ADAPTER})
+    plugins = Plugins()
+    undo = plugins.install_adapters(ignore)
+    around, inside = Caller("node", span_id=""), Caller("writer", span_id="call-1")
+    sys.modules["outer_plugin"].current, sys.modules["inner_plugin"].current = around, inside
+    assert plugins.identify() == inside
+    sys.modules["inner_plugin"].current = Caller("writer")
+    assert plugins.identify() == around, "where nobody knows a call, order decides"
+    sys.modules["outer_plugin"].current = Caller("node", span_id="call-0")
+    sys.modules["inner_plugin"].current = inside
+    assert plugins.identify() == Caller("node", span_id="call-0")
+    undo()
+
+
 FALLBACK = (
     "from lightning import Caller, hookimpl\n@hookimpl(trylast=True)\ndef lightning_identify(): return Caller('main')\n"
 )
