@@ -125,6 +125,7 @@ async def test_a_client_that_times_out_and_retries_is_answered_once(house, path)
     steps = {step.status: step for step in await house.transitions()}
     assert steps.keys() == {CallStatus.OK, CallStatus.ABORTED}
     assert steps[CallStatus.OK].id == answer.id
+    await house.until(lambda: house.fake.aborted)
     assert len(house.fake.aborted) == 1
 
 
@@ -139,7 +140,7 @@ async def test_a_client_that_leaves_a_stream_has_aborted(house, path):
     (step,) = await house.recorded()
     assert step.status is CallStatus.ABORTED
     assert 2 <= len(step.response_ids) < 5
-    assert house.fake.aborted
+    await house.until(lambda: house.fake.aborted)
 
 
 async def test_clients_do_not_send_again_what_is_over(build):
