@@ -107,9 +107,10 @@ def _hints(rows: Sequence[DevRow]) -> list[str]:
         return []
     return [
         (
-            f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the default of the OpenAI Agents SDK; "
-            "@function_tool(strict_mode=False) leaves them free), a response format, top_p, top_k or penalties. They are trained, "
-            "but without a correction between sampler and trainer, and the model is not taught what the mask kept it from"
+            f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the OpenAI Agents SDK's default; "
+            "@function_tool(strict_mode=False) leaves them free), a response format, top_p, top_k or penalties. They are "
+            "trained, but without a correction between sampler and trainer, and the model is not taught what the mask kept "
+            "it from"
         )
     ]
 
