@@ -1,0 +1,130 @@
+"""Rows of token ids as a prefix tree, in which every shared prefix occurs once.
+
+The invariant: each distinct prefix of the rows is exactly one token of the tree (so their number is the smallest possible),
+and the tree depends on the set of rows alone, not on their order.
+
+    rows                                   nodes
+    P R1 O1 R2                             P ─┬─ R1 ─┬─ O1 R2
+    P R1 O2 R3                                │      └─ O2 R3
+    P R4                                      └─ R4
+
+Whole arrays are compared, never single tokens: rows are sorted as bytes, so that rows with a common prefix are neighbours,
+and every row adds to the tree what its neighbour before it does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.batch.sample import IntArray
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A run of tokens without a branch: `ids[start:stop]` of its tree, at positions `depth`, `depth + 1`, ... of each row
+    that passes through it. `parent` is -1 for a root; parents stand before their children in `PrefixTree.nodes`."""
+
+    start: int
+    stop: int
+    depth: int
+    parent: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The tree (or forest) of some rows: `ids`, shape (U,), the unique tokens; `nodes`, their runs."""
+
+    ids: IntArray
+    nodes: tuple[Node, ...]
+    _chunks: tuple[_Chunk, ...]
+    _chunk_of: tuple[int, ...]
+
+    def places(self, row: int, tokens: Places) -> Places:
+        """Where in `ids` the tokens with these indices of a row stand; both have shape (N,)."""
+        found = np.empty(len(tokens), dtype=np.int64)
+        chunk, end = self._chunks[self._chunk_of[row]], np.iinfo(np.int64).max
+        while True:
+            inside = (tokens >= chunk.depth) & (tokens < end)
+            found[inside] = tokens[inside] + (chunk.start - chunk.depth)
+            if chunk.depth == 0:
+                return found
+            end, chunk = chunk.depth, self._chunks[chunk.parent]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What one row adds to the tree: its tokens from `depth` on. `cuts` are the depths at which later rows leave it."""
+
+    start: int
+    stop: int
+    depth: int
+    parent: int
+    cuts: list[int]
+
+    @property
+    def end(self) -> int:
+        """The depth behind its last token."""
+        return self.depth + self.stop - self.start
+
+
+def build_tree(rows: Sequence[IntArray]) -> PrefixTree:
+    """The prefix tree of rows of int32 token ids, none empty."""
+    keys = [row.tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    chunks: list[_Chunk] = []
+    chunk_of = [0] * len(rows)
+    added: list[IntArray] = []
+    path: list[int] = []
+    size = 0
+    for place, index in enumerate(order):
+        row = rows[index]
+        shared = 0 if place == 0 else _common(rows[order[place - 1]], row)
+        while path and chunks[path[-1]].depth >= shared:
+            path.pop()
+        parent = path[-1] if path else -1
+        added.append(row[shared:])
+        if path and shared == chunks[parent].end:  # it goes on where its neighbour ended (or is the same): no branch
+            chunks[parent].stop += len(row) - shared
+            size += len(row) - shared
+            chunk_of[index] = parent
+            continue
+        if path:
+            chunks[parent].cuts.append(shared)
+        chunks.append(_Chunk(size, size + len(row) - shared, shared, parent, []))
+        size += len(row) - shared
+        chunk_of[index] = len(chunks) - 1
+        path.append(chunk_of[index])
+    ids = np.concatenate(added) if added else np.zeros(0, np.int32)
+    return PrefixTree(ids, _nodes(chunks), tuple(chunks), tuple(chunk_of))
+
+
+def _common(one: IntArray, other: IntArray) -> int:
+    """How many leading tokens two rows have in common."""
+    length = min(len(one), len(other))
+    different = one[:length] != other[:length]
+    first = int(different.argmax()) if length else 0
+    return first if length and different[first] else length
+
+
+def _nodes(chunks: Sequence[_Chunk]) -> tuple[Node, ...]:
+    """Chunks cut where others leave them. A chunk's parent precedes it, so parents precede their children here too."""
+    nodes: list[Node] = []
+    ends: dict[tuple[int, int], int] = {}  # the node of a chunk that ends at a depth
+    for number, chunk in enumerate(chunks):
+        parent = -1 if chunk.parent < 0 else ends[chunk.parent, chunk.depth]
+        depth = chunk.depth
+        for cut in [*sorted(set(chunk.cuts)), chunk.end]:
+            start = chunk.start + depth - chunk.depth
+            nodes.append(Node(start, start + cut - depth, depth, parent))
+            parent = ends[number, cut] = len(nodes) - 1
+            depth = cut
+    return tuple(nodes)
