@@ -47,6 +47,9 @@ class LoraConfig(Section):
     """Names of the modules that get an adapter."""
 
 
+StepKind = Literal["auto", "tree", "linear", "per-call"]
+
+
 class EngineConfig(Section):
     """The torch engine."""
 
@@ -70,6 +73,9 @@ class EngineConfig(Section):
     """Clip the gradient's global norm to this."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
+    step: StepKind = "auto"
+    """How rows are computed: `tree` (each shared prefix once), `linear` (merged rows), `per-call` (a row for each call), or
+    `auto`: a tree where the model can and enough is shared. All give the same gradient."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the backward pass."""
     lora: LoraConfig | None = None

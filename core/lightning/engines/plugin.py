@@ -37,4 +37,5 @@ def torch_engine(config: Config) -> Engine:
         tokens_per_microbatch=section.tokens_per_microbatch,
         gradient_checkpointing=section.gradient_checkpointing,
         lora=section.lora,
+        step=section.step,
     )

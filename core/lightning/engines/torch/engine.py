@@ -20,16 +20,19 @@ from torch import nn
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch import rows
+from lightning.engines.torch.forest import Forest, token_batch, tree_pays
 from lightning.engines.torch.logprobs import token_logprobs
 from lightning.engines.torch.model import CausalLM, load_model, resolve_device
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tally import Tally
+from lightning.engines.torch.tree import why_no_tree
 from lightning.engines.torch.weights import write_model, write_weights
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, TokenBatch
 
 if TYPE_CHECKING:
     from lightning.config import LoraConfig
+    from lightning.config.models import StepKind
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +52,16 @@ class TorchEngine:
         tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
         lora: LoraConfig | None = None,
+        step: StepKind = "auto",
     ) -> None:
-        self._dtype, self._device_name, self._threads = dtype, device, threads
+        self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora
         self._lm: CausalLM | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
         self._steps = 0
+        self._no_tree: str | None = None
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
@@ -73,7 +78,7 @@ class TorchEngine:
         )
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, optimizer)
-        self._config, self._steps = optimizer, 0
+        self._config, self._steps, self._no_tree = optimizer, 0, None
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
@@ -105,6 +110,8 @@ class TorchEngine:
         for sample in samples:
             rows.check(sample, lm.vocab_size)
         trained = [sample for sample in samples if sample.weights.any()]
+        if self._kind == "per-call":
+            trained = [row for sample in trained for row in rows.by_call(sample)]
         tally = self._accumulate(trained, loss)
         if not trained:
             return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
@@ -172,8 +179,10 @@ class TorchEngine:
             optimizer.zero_grad(set_to_none=True)
             tally = Tally()
             try:
-                for indices in rows.plan(lengths, self._budget):
-                    self._backward([samples[i] for i in indices], [lengths[i] for i in indices], loss, tally)
+                if self._is_tree(samples, lengths):
+                    self._backward_tree(samples, lengths, loss, tally)
+                else:
+                    self._backward_rows(samples, lengths, loss, tally)
             except torch.OutOfMemoryError as error:
                 self._shrink(max(lengths), error)
             except BaseException:
@@ -182,30 +191,50 @@ class TorchEngine:
             else:
                 return tally
 
-    def _backward(self, samples: Sequence[Sample], lengths: Sequence[int], loss: Loss, tally: Tally) -> None:
+    def _is_tree(self, samples: Sequence[Sample], lengths: Sequence[int]) -> bool:
+        """Whether the step goes over the prefix tree; `auto` wants enough shared tokens to pay for the smaller pieces."""
+        if self._kind not in ("auto", "tree") or not samples:
+            return False
+        if self._no_tree is None:
+            self._no_tree = why_no_tree(self._opened())
+            if self._no_tree:
+                logger.info("rows are computed one by one, not as a tree: %s", self._no_tree)
+        return not self._no_tree and (self._kind == "tree" or tree_pays(samples, lengths))
+
+    def _backward_tree(self, samples: Sequence[Sample], lengths: Sequence[int], loss: Loss, tally: Tally) -> None:
+        forest = Forest.of(self._opened(), samples, lengths)
+        where = f"{len(samples)} rows ({rows.name(samples[0])} to {rows.name(samples[-1])})"
+
+        def loss_of(batch: TokenBatch) -> torch.Tensor:
+            return self._loss_of(batch, loss, tally, where)
+
+        with failing("pass over the tree", where):
+            computed = forest.accumulate(self._budget, loss_of)
+        tally.computed(computed, forest.digests())
+
+    def _backward_rows(self, samples: Sequence[Sample], lengths: Sequence[int], loss: Loss, tally: Tally) -> None:
         lm = self._opened()
-        part = rows.collate(samples, lengths, lm.device, every=False)
-        logprobs, entropy = _forward(lm, part)
-        sampled = part.old_logprobs.to(logprobs.dtype)
-        has_old = ~sampled.isnan()
-        batch = TokenBatch(
-            logprobs=logprobs,
-            old_logprobs=torch.where(has_old, sampled, logprobs.detach()),
-            advantages=part.advantages.to(logprobs.dtype),
-            weights=part.weights.to(logprobs.dtype),
-            entropy=entropy,
-            has_old=has_old,
-        )
+        for indices in rows.plan(lengths, self._budget):
+            chosen = [samples[index] for index in indices]
+            part = rows.collate(chosen, [lengths[index] for index in indices], lm.device, every=False)
+            logprobs, entropy = _forward(lm, part)
+            batch = token_batch(logprobs, entropy, part.old_logprobs, part.advantages, part.weights)
+            total = self._loss_of(batch, loss, tally, f"the rows of {rows.name(chosen[0])} to {rows.name(chosen[-1])}")
+            with failing("backward pass", part.text):
+                total.backward()  # type: ignore[no-untyped-call]
+            tally.computed(part.ids.numel(), part.digests())
+
+    def _loss_of(self, batch: TokenBatch, loss: Loss, tally: Tally, where: str) -> torch.Tensor:
+        """The loss of some tokens, counted. Raises `EngineError` when it is not finite."""
         output = loss(batch)
         value = float(output.loss.detach())
         if not math.isfinite(value):
             raise EngineError(
-                f"the loss is {value} at step {self._steps} in the rows of {rows.name(samples[0])} to "
-                f"{rows.name(samples[-1])}, so the step was not taken and the weights are as before"
+                f"the loss is {value} at step {self._steps} in {where}, so the step was not taken and the weights are as "
+                "before"
             )
-        with _failing("backward", part):
-            output.loss.backward()  # type: ignore[no-untyped-call]
-        tally.add(part, batch, value, output.metrics)
+        tally.add(batch, value, output.metrics)
+        return output.loss
 
     def _shrink(self, longest: int, error: torch.OutOfMemoryError) -> None:
         if self._budget <= longest:
@@ -219,7 +248,7 @@ class TorchEngine:
 
 def _forward(lm: CausalLM, part: rows.Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs and entropies (N,) of the wanted tokens."""
-    with _failing("forward", part), lm.computing():
+    with failing("forward pass", part.text), lm.computing():
         hidden = lm.hidden(part.ids[:, :-1])
         before = part.rows * hidden.shape[1] + part.columns - 1
         wanted = hidden.flatten(0, 1).index_select(0, before)
@@ -227,7 +256,7 @@ def _forward(lm: CausalLM, part: rows.Microbatch) -> tuple[torch.Tensor, torch.T
 
 
 @contextmanager
-def _failing(direction: str, part: rows.Microbatch) -> Iterator[None]:
+def failing(doing: str, what: str) -> Iterator[None]:
     """Whatever torch raises in a pass becomes an `EngineError`; a shortage of memory always an `OutOfMemoryError`."""
     try:
         yield
@@ -236,11 +265,7 @@ def _failing(direction: str, part: rows.Microbatch) -> Iterator[None]:
     except (RuntimeError, IndexError) as error:
         if any(sign in str(error) for sign in OUT_OF_MEMORY):
             raise torch.OutOfMemoryError(str(error)) from error
-        count, width = part.ids.shape
-        raise EngineError(
-            f"the {direction} pass failed on {count} rows of up to {width} tokens ({rows.name(part.samples[0])} to "
-            f"{rows.name(part.samples[-1])}): {error}"
-        ) from error
+        raise EngineError(f"the {doing} failed on {what}: {error}") from error
 
 
 def _adamw(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -47,6 +47,12 @@ class Microbatch:
         """(N,) the sampler's logprobs of the wanted tokens."""
         return self.sampled[self.rows, self.columns]
 
+    @property
+    def text(self) -> str:
+        """The rows, for messages."""
+        count, width = self.ids.shape
+        return f"{count} rows of up to {width} tokens ({name(self.samples[0])} to {name(self.samples[-1])})"
+
     def digests(self) -> dict[tuple[str, int, int], str]:
         """The fingerprint of each span, read back from the tensors."""
         ids, sampled = self.ids.cpu().numpy(), self.sampled.cpu().numpy()
@@ -57,6 +63,26 @@ class Microbatch:
             for row, sample in enumerate(self.samples)
             for span in sample.spans
         }
+
+
+def by_call(sample: Sample) -> list[Sample]:
+    """A row cut into one for each of its calls, with weight on that call's response only."""
+    parts = []
+    for span in sample.spans:
+        weights = np.zeros(span.stop, np.float32)
+        weights[span.start :] = sample.weights[span.start : span.stop]
+        parts.append(
+            Sample(
+                sample.ids[: span.stop],
+                weights,
+                sample.advantages[: span.stop],
+                sample.logprobs[: span.stop],
+                sample.versions[: span.stop],
+                (span,),
+                sample.temperature,
+            )
+        )
+    return parts
 
 
 def trained_length(sample: Sample) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning.engines.torch.rows import Microbatch
 from lightning.losses.protocol import TokenBatch
 
 
@@ -25,8 +24,13 @@ class Tally:
         self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
         self._maxima: dict[str, float] = {}
 
-    def add(self, part: Microbatch, batch: TokenBatch, loss: float, metrics: Mapping[str, float]) -> None:
-        """Count a micro-batch: its tensors, its loss and the weighted sums its loss function reported."""
+    def computed(self, tokens: int, seen: Mapping[tuple[str, int, int], str]) -> None:
+        """Count the tokens that were computed, and what the tensors held of which calls."""
+        self._forward += tokens
+        self.seen.update(seen)
+
+    def add(self, batch: TokenBatch, loss: float, metrics: Mapping[str, float]) -> None:
+        """Count a micro-batch: its tokens, its loss and the weighted sums its loss function reported."""
         with torch.no_grad():
             gap = (batch.logprobs - batch.old_logprobs).abs()
             weight, entropy, total, compared = torch.stack([
@@ -36,11 +40,9 @@ class Tally:
                 batch.has_old.sum(),
             ]).tolist()  # fmt: skip
             largest = float(gap.max())
-        self.seen |= part.digests()
         self._loss += loss
         self._weight += weight
         self._tokens += len(batch.weights)
-        self._forward += part.ids.numel()
         self._parts += 1
         self._gap_sum += total
         self._gap_max = max(self._gap_max, largest)

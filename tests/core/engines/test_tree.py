@@ -1,0 +1,190 @@
+"""The tree step in float64: the same loss and gradient as one row for each call, whatever the rows share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lightning.batch import Sample, build_samples
+from lightning.batch.trajectory import Trajectory
+from lightning.config import LoraConfig
+from lightning.engines.torch import rows
+from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.forest import Forest
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.testing.trajectories import make_trajectory
+from lightning.types import logprobs
+from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+
+LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
+TOLERANCE = 1e-12
+VOCAB = 320
+
+OpenEngine = Callable[..., TorchEngine]
+
+
+def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str, budget: int = 10_000) -> torch.Tensor:
+    """The step's gradient, behind its loss."""
+    engine._budget, engine._kind = budget, kind  # type: ignore[assignment]
+    chosen = [row for sample in samples for row in rows.by_call(sample)] if kind == "per-call" else list(samples)
+    tally = engine._accumulate(chosen, LOSS)
+    grads = [parameter.grad.flatten() for parameter in engine._parameters.values() if parameter.grad is not None]
+    return torch.cat([torch.tensor([tally.metrics()["loss"]], dtype=torch.float64), *(grad.double() for grad in grads)])
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert float((one - other).norm()) <= tolerance * float(one.norm())
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Trajectory]:
+    """Rollouts whose calls fork from one another at any token: siblings, sub-agents, duplicates, compaction."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**16)))
+    system = generator.integers(0, 4, int(generator.integers(1, 12))).tolist()
+    known = [system]
+    made = []
+    for place in range(draw(st.integers(1, 4))):
+        calls: list[tuple[list[int], list[int]]] = []
+        for _ in range(draw(st.integers(1, 4))):
+            base = known[int(generator.integers(len(known)))]
+            prompt = base[: int(generator.integers(1, len(base) + 1))]
+            prompt = prompt + generator.integers(0, 4, int(generator.integers(0, 5))).tolist()
+            response = generator.integers(0, 4, int(generator.integers(1, 7))).tolist()
+            calls.append((prompt, response))
+            known.append(prompt + response)
+        trajectory = make_trajectory(calls, rollout=f"r{place}")
+        sampled = tuple(
+            replace(
+                call,
+                logprobs=logprobs(generator.uniform(-9, -2, len(call.response_ids)).tolist()),
+                temperature=0.7 if generator.random() < 0.2 else 1.0,
+            )
+            for call in trajectory.transitions
+        )
+        made.append(replace(trajectory, transitions=sampled))
+    return made
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 30, 10_000]))
+def test_tree_linear_and_per_call_steps_have_one_gradient(exact_norm, open_engine, trajectories, random, budget) -> None:  # type: ignore[no-untyped-def]
+    engine = open_engine(dtype="float64")
+    advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
+    merged = build_samples(trajectories, advantages)
+    reference = gradient(engine, merged, "per-call")
+    shuffled = list(merged)
+    random.shuffle(shuffled)
+    assert_same(reference, gradient(engine, merged, "linear"))
+    assert_same(reference, gradient(engine, merged, "tree", budget))
+    assert_same(reference, gradient(engine, shuffled, "tree"))
+
+
+def group(count: int = 4, turns: int = 3) -> tuple[Sample, ...]:
+    """Siblings with one prompt, whose turns part ways."""
+    generator = np.random.default_rng(1)
+    made = []
+    for place in range(count):
+        context, calls = list(range(20)), []
+        for _ in range(turns):
+            response = generator.integers(0, VOCAB, 6).tolist()
+            calls.append((list(context), response))
+            context += response + generator.integers(0, VOCAB, 5).tolist()
+        made.append(make_trajectory(calls, rollout=f"r{place}"))
+    return build_samples(made, [[1.0, -0.5, 2.0]] * count)
+
+
+def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: None, open_engine: OpenEngine) -> None:
+    samples = group()
+    metrics, seen = {}, {}
+    for kind in ("linear", "tree"):
+        engine = open_engine(dtype="float64", step=kind)
+        result = engine.step(samples, LOSS)
+        metrics[kind], seen[kind] = result.metrics, result.seen
+    assert seen["tree"] == seen["linear"]
+    assert len(seen["tree"]) == 12
+    forest = Forest.of(engine._opened(), samples, [rows.trained_length(sample) for sample in samples])
+    assert metrics["tree"]["tokens_forward"] == len(forest.tree.ids) < metrics["linear"]["tokens_forward"]
+    for name in ("loss", "grad_norm", "tokens", "entropy", "clip_fraction", "max_logprob_gap", "tokens_compared"):
+        assert metrics["tree"][name] == pytest.approx(metrics["linear"][name], rel=1e-9), name
+
+
+def test_lora_over_a_tree(exact_norm: None, open_engine: OpenEngine) -> None:
+    engine = open_engine(dtype="float64", lora=LoraConfig(rank=4))
+    assert_same(gradient(engine, group(), "linear"), gradient(engine, group(), "tree"))
+
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+
+
+def folder(path: Path, config: PretrainedConfig) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**SMALL, **HEADS),
+        LlamaConfig(**SMALL, **HEADS),
+        GemmaConfig(**SMALL, **HEADS, head_dim=8),
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_other_families(config: PretrainedConfig, tmp_path: Path, open_engine: OpenEngine) -> None:
+    engine = open_engine(folder(tmp_path / "model", config), dtype="float64")
+    # Their norms round to float32 inside, so a sum in another order is not the same to the last bit.
+    assert_same(gradient(engine, group(), "linear"), gradient(engine, group(), "tree"), 1e-5)
+    assert engine._no_tree == "", engine._no_tree
+
+
+def test_a_model_with_a_window_is_computed_row_by_row(
+    tmp_path: Path, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(folder(tmp_path / "model", MistralConfig(**SMALL, **HEADS, sliding_window=8)), step="tree")
+    with caplog.at_level(logging.INFO, logger="lightning"):
+        first = engine.step(group(), LOSS)
+        engine.step(group(), LOSS)
+    assert first.metrics["tokens_forward"] == sum(map(rows.trained_length, group()))
+    assert [record.getMessage() for record in caplog.records] == [
+        "rows are computed one by one, not as a tree: it attends to a window of 8 tokens"
+    ]
+
+
+def test_auto_takes_the_tree_when_it_pays(open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    alone = engine.step(group(1), LOSS).metrics["tokens_forward"]
+    assert alone == rows.trained_length(group(1)[0])
+    wide = group(16)
+    linear = sum(map(rows.trained_length, wide))
+    assert engine.step(wide, LOSS).metrics["tokens_forward"] < linear
+
+
+def test_memory_that_runs_out_on_siblings_makes_smaller_batches(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(step="tree", tokens_per_microbatch=10_000)
+    want = open_engine(step="tree").step(group(), LOSS).metrics["grad_norm"]
+    original = Forest._batch
+    sizes = []
+
+    def limited(self: Forest, states: torch.Tensor, before: np.ndarray, chosen: np.ndarray) -> object:
+        sizes.append(len(states))
+        if len(states) > 60:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, states, before, chosen)
+
+    monkeypatch.setattr(Forest, "_batch", limited)
+    assert engine.step(group(), LOSS).metrics["grad_norm"] == pytest.approx(want, rel=1e-5)
+    assert max(sizes) > 60 >= sizes[-1]
