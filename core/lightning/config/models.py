@@ -73,7 +73,7 @@ class EngineConfig(Section):
     """Clip the gradient's global norm to this."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
-    step: StepKind = "auto"
+    step: StepKind = "linear"
     """How rows are computed: `tree` (each shared prefix once), `linear` (merged rows), `per-call` (a row for each call), or
     `auto`: a tree where the model can and enough is shared. All give the same gradient."""
     gradient_checkpointing: bool = False

@@ -74,7 +74,9 @@ def steps(draw: st.DrawFn) -> list[Trajectory]:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 30, 10_000]))
-def test_tree_linear_and_per_call_steps_have_one_gradient(exact_norm, open_engine, trajectories, random, budget) -> None:  # type: ignore[no-untyped-def]
+def test_tree_linear_and_per_call_steps_have_one_gradient(
+    exact_norm, open_engine, trajectories, random, budget
+) -> None:  # type: ignore[no-untyped-def]
     engine = open_engine(dtype="float64")
     advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
     merged = build_samples(trajectories, advantages)
@@ -163,7 +165,7 @@ def test_a_model_with_a_window_is_computed_row_by_row(
 
 
 def test_auto_takes_the_tree_when_it_pays(open_engine: OpenEngine) -> None:
-    engine = open_engine()
+    engine = open_engine(step="auto")
     alone = engine.step(group(1), LOSS).metrics["tokens_forward"]
     assert alone == rows.trained_length(group(1)[0])
     wide = group(16)

@@ -52,7 +52,7 @@ class TorchEngine:
         tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
         lora: LoraConfig | None = None,
-        step: StepKind = "auto",
+        step: StepKind = "linear",
     ) -> None:
         self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora

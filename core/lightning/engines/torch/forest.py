@@ -58,7 +58,8 @@ def gather(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[PrefixTre
 
     def collect(name: str) -> npt.NDArray[np.generic]:
         values = [getattr(sample, name)[own] for sample, own in zip(samples, columns, strict=True)]
-        return np.concatenate(values)[order]
+        joined: npt.NDArray[np.generic] = np.concatenate(values)[order]
+        return joined
 
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return tree, Entries(
@@ -172,4 +173,3 @@ def token_batch(
         entropy=entropy,
         has_old=has_old,
     )
-
