@@ -14,15 +14,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread is fastest where trainer and policy server share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-slow lint fix bench docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow lint fix bench docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo raw
 
-test: test-fast test-slow
+test: test-fast test-frameworks test-slow
 
 test-fast: $(READY)
-	$(BIN)/pytest -m "not slow" -n 2 --session-timeout=$(CAP)
+	$(BIN)/pytest -m "not slow and not framework" -n 2 --session-timeout=$(CAP)
+
+test-frameworks: $(READY)
+	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow --session-timeout=$(CAP)

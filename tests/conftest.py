@@ -17,6 +17,33 @@ Install = Callable[..., Path]
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
 
+FRAMEWORKS = (
+    "adapters/autogen/", "adapters/langchain/", "adapters/openai_agents/", "adapters/otel/",
+    "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_rag_", "examples/test_sql_",
+)  # fmt: skip
+"""Tests that import an agent framework, which takes seconds: `make test-frameworks`."""
+
+
+def needs_framework(path: Path) -> bool:
+    """Whether a file of tests imports an agent framework."""
+    root = Path(__file__).parent
+    return path.is_relative_to(root) and str(path.relative_to(root)).startswith(FRAMEWORKS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what the marker expression leaves out: importing is what takes the time."""
+    if collection_path.suffix != ".py":
+        return None
+    wanted, needs = config.option.markexpr, needs_framework(collection_path)
+    return ("not framework" in wanted and needs) or (wanted.startswith("framework") and not needs) or None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tell those that need a framework from the fast ones."""
+    for item in items:
+        if needs_framework(item.path):
+            item.add_marker(pytest.mark.framework)
+
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
