@@ -21,7 +21,6 @@ SABOTAGES = {
     "TestKeepsStateAfterErrors::test_cancelling_leaves_no_state[plain]": "after the run was cancelled, in the same task",
     "TestCallsEveryToolOk::test_tools_are_reported": "'error' when it raised",
     "TestMakesUpCallIds::test_tool_events_name_their_call": "ToolEvent.call_id of the runs: ['1', '1']",
-    "TestOneGlobalForAll::test_concurrent_rollouts_do_not_mix": "outside an agent it has to be None",
     "TestOneGlobalForAll::test_nested_parallel_agents_keep_their_names": "solver two and echo one",
     "TestCannotBeUndone::test_uninstalling_leaves_no_trace": "after the adapter was uninstalled it still holds",
     "TestChangesWhatTheModelReads::test_agent_is_unchanged[plain-hi]": "the agent sends another request",
