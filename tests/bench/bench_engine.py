@@ -17,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from lightning.batch import Sample, Trajectory, build_samples
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.rows import by_call
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_trajectory
@@ -80,14 +81,7 @@ def advantages(trajectories: Sequence[Trajectory]) -> list[list[float]]:
 
 def one_row_per_call(rows: Sequence[Sample]) -> list[Sample]:
     """The same calls with the same weights, each in a row of its own."""
-    made = []
-    for row in rows:
-        for span in row.spans:
-            weights = np.zeros(span.stop, np.float32)
-            weights[span.start :] = row.weights[span.start : span.stop]
-            cut = {name: getattr(row, name)[: span.stop] for name in ("ids", "advantages", "logprobs", "versions")}
-            made.append(replace(row, **cut, weights=weights, spans=(span,)))
-    return made
+    return [part for row in rows for part in by_call(row)]
 
 
 def padded_lists(trajectories: Sequence[Trajectory], values: Sequence[Sequence[float]]) -> list[np.ndarray]:

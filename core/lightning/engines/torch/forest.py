@@ -22,7 +22,8 @@ from lightning.engines.torch.tree import TreeWalk
 from lightning.losses.protocol import TokenBatch
 
 PASS_TOKENS = 64
-"""What a pass over a node by itself costs besides its tokens, in tokens: about, for models of all sizes."""
+"""What a pass over a node by itself is taken to cost besides its tokens, in tokens: a guess that nobody has measured, which
+decides only when `auto` takes the tree."""
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
