@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError, DataError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
+from lightning.trainer.critic import recorded_values
 from lightning.trainer.plan import TRAIN
 from lightning.types import Json, Rollout, Run, StepRecord
 
@@ -75,6 +76,8 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
         members = await all_rollouts(store, run, split=TRAIN, step=record.step)
         try:
             groups = await load_groups(store, members, agents)
+            if algorithm is not None and needs_critic(algorithm):
+                groups = await recorded_values(store, run, record.step, groups)
         except StoreError as error:
             findings.append(Finding(record.step, "", f"cannot be read: {error}"))
             continue

@@ -322,7 +322,8 @@ class StepRecord:
 
     `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
     logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
-    `policy_version` is the version of the weights this step produced.
+    `policy_version` is the version of the weights this step produced. `groups` are all groups that the step looked at, in
+    order, those without a trained rollout included; empty means the groups that were planned for it.
     """
 
     run: str
@@ -334,3 +335,4 @@ class StepRecord:
     checkpoint: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     at: float = 0.0
+    groups: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Normalization, build_samples, name_of
-from lightning.batch.flaws import Flaw, find_flaw, is_trained
+from lightning.batch.flaws import Flaw, first_flaw, is_trained
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.intermediate import ToolReward, check_tool_reward, with_tool_rewards
@@ -161,7 +161,7 @@ class _Dropped:
         """The group without its rollouts that cannot be trained on, which are noted."""
         kept = []
         for trajectory in group.trajectories:
-            found = _first_flaw(trajectory)
+            found = first_flaw(trajectory)
             if found is None:
                 kept.append(trajectory)
             else:
@@ -183,14 +183,6 @@ class _Dropped:
                 name_of(call),
                 flaw.problem,
             )
-
-
-def _first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
-    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
-        flaw = find_flaw(call) if is_trained(call, trainable) else None
-        if flaw is not None:
-            return call, flaw
-    return None
 
 
 def _check_rewards(group: Group) -> None:

@@ -18,12 +18,14 @@ from lightning.types import Rollout
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out by
-    reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason."""
+    reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason. `loss` is
+    the loss of this very batch, where it depends on the rollouts (pairs of them); None means the algorithm's."""
 
     samples: tuple[Sample, ...]
     used: tuple[Rollout, ...]
     skipped: dict[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    loss: Loss | None = None
 
 
 class Algorithm(Protocol):
@@ -44,3 +46,8 @@ class Algorithm(Protocol):
     @property
     def loss(self) -> Loss:
         """What the engine minimises."""
+
+
+def needs_critic(algorithm: Algorithm) -> bool:
+    """Whether an algorithm wants a critic's values (`Trajectory.values`) and trains it: it has `critic = True`."""
+    return bool(getattr(algorithm, "critic", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.batch.build import Normalization, build_samples
 from lightning.batch.digest import sampler_logprobs, span_digest, transition_digest
-from lightning.batch.flaws import Flaw, find_flaw, is_trained
+from lightning.batch.flaws import Flaw, find_flaw, first_flaw, is_trained
 from lightning.batch.sample import FloatArray, IntArray, Sample, Span
 from lightning.batch.trajectory import Group, Trajectory
 
@@ -19,6 +19,7 @@ __all__ = [
     "Trajectory",
     "build_samples",
     "find_flaw",
+    "first_flaw",
     "is_trained",
     "sampler_logprobs",
     "span_digest",

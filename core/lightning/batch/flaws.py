@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning.batch.trajectory import Trajectory
 from lightning.types import CallStatus, Transition
 
 
@@ -44,4 +45,13 @@ def find_flaw(call: Transition) -> Flaw | None:
     starts = [run.start for run in call.versions]
     if not starts or starts[0] != 0 or starts != sorted(starts):
         return Flaw("bad_versions", "its policy versions do not begin at response token 0 and go on from there")
+    return None
+
+
+def first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
+    """The first trained call of a rollout that has a flaw, or None when all can be trained on."""
+    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
+        flaw = find_flaw(call) if is_trained(call, trainable) else None
+        if flaw is not None:
+            return call, flaw
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,19 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where one transition's response lies inside a sample: tokens `[start, stop)` of `ids` are its action."""
+    """Where one transition's response lies inside a sample: tokens `[start, stop)` of `ids` are its action.
+
+    With a critic, `value_target` is what the value of its state (the prompt: the hidden state at `start - 1`) should have
+    been, and `value_weight` its share of the value loss, normalised over the step and times the loss's coefficient.
+    """
 
     rollout: str
     attempt: int
     seq: int
     start: int
     stop: int
+    value_target: float = math.nan
+    value_weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,8 @@ class Sample:
     `weights[t]` is the token's share of the loss (0 = not trained: prompts, tool results, other agents), already
     normalised over the whole step. `advantages[t]` and `logprobs[t]` (the sampler's; NaN where it gave none) hold where
     `weights[t] != 0`; `versions[t]` is the policy version that sampled the token (-1 for tokens that were not sampled).
-    `temperature` is the one the row's responses were sampled with.
+    `temperature` is the one the row's responses were sampled with. `reference` (logprobs under the reference model) and
+    `prepared` (what a `StepLoss` prepared) are filled in by the engine for the losses that ask for them.
     """
 
     ids: IntArray
@@ -39,6 +47,8 @@ class Sample:
     versions: IntArray
     spans: tuple[Span, ...]
     temperature: float = 1.0
+    reference: FloatArray | None = None
+    prepared: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -10,13 +10,15 @@ from lightning.types import Rollout, StepReward, ToolEvent, Transition
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One succeeded rollout with everything recorded about it. `transitions` are its OK calls in `seq` order;
-    `trainable[i]` says whether call i belongs to the component of interest."""
+    `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
+    i's state before the step (NaN for calls that are not trained); without one `values` is empty."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
     trainable: tuple[bool, ...]
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
+    values: tuple[float, ...] = ()
 
     @property
     def reward(self) -> float:

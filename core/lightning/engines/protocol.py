@@ -45,14 +45,24 @@ class Engine(Protocol):
     """Holds the trained weights and their optimizer. Methods are synchronous and may take long: call them off the event
     loop. All raise `EngineError` with the cause, or `DataError` for samples that cannot be computed on."""
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int) -> None:
-        """Load a `transformers` causal LM folder and make a fresh optimizer."""
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+        """Load a `transformers` causal LM folder and make a fresh optimizer; with `critic`, also a head that values states.
+
+        The folder is also the reference model of losses that compare with one.
+        """
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs, one array of length T per sample (index 0 is NaN: nothing precedes it)."""
 
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """The critic's value of each call's state, one array of shape (spans,) per sample. Needs `open(critic=True)`."""
+
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """Accumulate the gradient of all samples, clip, and take one optimizer step."""
+        """Accumulate the gradient of all samples, clip, and take one optimizer step.
+
+        A `StepLoss` is prepared first, reference logprobs are computed where it asks for them, and spans with a
+        `value_weight` add the critic's loss.
+        """
 
     def save(self, folder: Path) -> None:
         """Write the whole training state (weights, optimizer, schedule, random state) atomically; no pickle."""

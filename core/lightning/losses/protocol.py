@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+    from lightning.batch.sample import FloatArray, IntArray, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,30 @@ class TokenBatch:
     """Entropy (nats) of the current policy at each token, differentiable."""
     has_old: torch.Tensor
     """Bool: the sampler gave a logprob for this token."""
+    versions: torch.Tensor | None = None
+    """Int: the policy version that sampled each token; -1 where nobody knows it."""
+    reference: torch.Tensor | None = None
+    """Logprobs under the reference model, without a gradient; only for a loss that `needs_reference`."""
+    prepared: torch.Tensor | None = None
+    """What the loss's own `prepare` said of each token; only for a `StepLoss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """All N trained tokens of one optimizer step before its update, as numpy arrays of shape (N,), in the order of the rows
+    and of the tokens in each: what a loss needs that looks at whole calls, rollouts or pairs of them."""
+
+    logprobs: FloatArray
+    """The current policy's."""
+    old_logprobs: FloatArray
+    """The sampler's, where it gave one, else the current ones."""
+    advantages: FloatArray
+    weights: FloatArray
+    versions: IntArray
+    reference: FloatArray | None
+    calls: npt.NDArray[np.int64]
+    """Which of `spans` each token belongs to."""
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +73,21 @@ class Loss(Protocol):
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """The loss of some of a step's tokens, and its metrics."""
+
+
+@runtime_checkable
+class StepLoss(Loss, Protocol):
+    """A loss of more than single tokens (a call's mean ratio, a pair of rollouts).
+
+    Calls may lie in several micro-batches, and be cut anywhere. So such a loss is taken apart: `prepare` sees every token of
+    the step, without gradients, and says one number for each; `__call__` is a sum over tokens again, and finds these numbers
+    in `TokenBatch.prepared`. Costs one more forward pass.
+    """
+
+    def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
+        """One number for each token, shape (N,)."""
+
+
+def needs_reference(loss: Loss) -> bool:
+    """Whether a loss compares with the reference model (the one that training began with): it has `needs_reference = True`."""
+    return bool(getattr(loss, "needs_reference", False))

@@ -102,6 +102,8 @@ def batch_digest(batch: Batch) -> str:
         for span in sample.spans:
             _text(digest, span.rollout)
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
+            if span.value_weight:
+                digest.update(struct.pack("<dd", span.value_target, span.value_weight))
     return digest.hexdigest()
 
 

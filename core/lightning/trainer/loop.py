@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning.algorithms.protocol import Algorithm, Batch
+from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
@@ -25,6 +25,7 @@ from lightning.policy_server.protocol import Probe, Update
 from lightning.tracking import Trackers
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step
+from lightning.trainer.critic import fresh_values, recorded_values
 from lightning.trainer.plan import (
     TRAIN,
     VAL,
@@ -90,8 +91,10 @@ class Loop:
         with self.timed("train"):
             self.reporter.phase("training")
             groups = await load_groups(self.stack.store, rollouts, self.train_agents)
+            if needs_critic(self.algorithm):
+                groups = await self.valued(step, groups)
             batch = self.algorithm.batch(groups)
-            result = await asyncio.to_thread(self.engine.step, batch.samples, self.algorithm.loss)
+            result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
         metrics = step_metrics(rollouts, groups, batch, result)
         metrics["drift_tokens"] = await self.drift(batch, result)
         metrics["tokens_per_second"] = _sampled_tokens(groups) / max(self._seconds["rollout"], 1e-9)
@@ -107,6 +110,10 @@ class Loop:
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
         self.trackers.log(step, metrics)
         return metrics
+
+    async def valued(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what the critic thinks of their states now."""
+        return await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
 
     async def sample(self, step: int) -> list[Rollout]:
         """Run the agent on the tasks of a step; every rollout has ended when this returns."""
@@ -263,12 +270,15 @@ class Loop:
     async def replay(self, record: StepRecord) -> None:
         """Take a committed step again on a fresh engine state, from the store's rows, after checking that they are the same."""
         rollouts = await all_rollouts(self.stack.store, record.run, split=TRAIN, step=record.step)
-        batch = self.algorithm.batch(await load_groups(self.stack.store, rollouts, self.train_agents))
+        groups = await load_groups(self.stack.store, rollouts, self.train_agents)
+        if needs_critic(self.algorithm):
+            groups = await recorded_values(self.stack.store, record.run, record.step, groups)
+        batch = self.algorithm.batch(groups)
         if batch_digest(batch) != record.digest:
             raise AuditError(
                 f"step {record.step} of {record.run} cannot be replayed: run `lightning audit {record.run}`"
             )
-        await asyncio.to_thread(self.engine.step, batch.samples, self.algorithm.loss)
+        await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
 
     async def remember_probe(self, record: StepRecord) -> None:
         """Tokens of one trained call of the last step."""

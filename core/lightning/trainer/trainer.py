@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError, DataError
@@ -156,7 +156,13 @@ class Trainer:
                     store=store,
                     runner=runner,
                 ),
-                asyncio.to_thread(engine.open, self.model, self._optimizer(), seed=self.config.trainer.seed),
+                asyncio.to_thread(
+                    engine.open,
+                    self.model,
+                    self._optimizer(),
+                    seed=self.config.trainer.seed,
+                    critic=needs_critic(self.algorithm),
+                ),
             )
             # Not before everything stands: a failed start leaves no run behind that a corrected one would stumble over.
             name_folder(self.out, run.id)
