@@ -54,7 +54,7 @@ class LedgerEngine:
     ledger: list[str] = field(default_factory=list)
     crash_at: str = ""
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int) -> None:
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         self.ledger = []
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:

@@ -63,8 +63,10 @@ class TorchEngine:
         self._steps = 0
         self._no_tree: str | None = None
 
-    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int) -> None:
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
+        if critic:
+            raise EngineError("the torch engine has no critic: use an algorithm without one")
         device = resolve_device(self._device_name)
         if device.type == "cpu" and self._threads:
             torch.set_num_threads(self._threads)
