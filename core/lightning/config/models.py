@@ -20,6 +20,12 @@ class TrainerConfig(Section):
     """Optimizer steps to take."""
     tasks_per_step: int = Field(default=16, ge=1)
     """Groups per step; the number of rollouts is this times the algorithm's group size."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many optimizer steps old the policy that sampled a trained token may be. 0 samples and trains in turns; more lets
+    rollouts go on while the engine trains, and carries slow ones over to later steps."""
+    max_waves: int = Field(default=4, ge=1)
+    """For algorithms with dynamic sampling: a step samples at most so many times `tasks_per_step` groups in search of as many
+    that teach something."""
     eval_every: int = Field(default=10, ge=0)
     """Evaluate on the held-out tasks every so many steps, and always before the first and after the last; 0 only then."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
