@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
-from lightning.credit.assign import Discounted, identical
+from lightning.credit.assign import Decayed, Discounted, identical, per_agent
+from lightning.credit.calls import returns_to_go, state_ids
+from lightning.credit.critic import Critic
 from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, Returns, group_returns, rollout_return
+from lightning.credit.tree import GiGPO, LeaveOneOut
 
 __all__ = [
     "Credit",
+    "Critic",
+    "Decayed",
     "Discounted",
+    "GiGPO",
     "GroupAdvantage",
     "Intermediate",
+    "LeaveOneOut",
     "Returns",
     "ToolReward",
     "all_equal",
@@ -20,7 +27,10 @@ __all__ = [
     "group_returns",
     "grpo",
     "identical",
+    "per_agent",
+    "returns_to_go",
     "rloo",
     "rollout_return",
+    "state_ids",
     "with_tool_rewards",
 ]

@@ -1,16 +1,18 @@
-"""Credit functions: how a rollout's advantage is spread over its calls.
+"""Credit from a rollout's place in its group: one comparison for the rollout, or one for each place or agent in it.
 
-The invariant: the group is normalised first, once per rollout, and only then is anything spread over calls.
+The invariant: rollouts are compared, never calls: a rollout counts once in every mean and deviation, however often it called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group
+from lightning.credit.calls import returns_to_go
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 
@@ -24,14 +26,17 @@ def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
 
 @dataclass(frozen=True, slots=True)
-class Discounted:
-    """A call that k others followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less."""
+class Decayed:
+    """A call that k others followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less.
+
+    The rollouts are compared as with `identical`, so a constant added to every reward changes nothing. Scaling by the
+    distance to the end is how Kimi-Researcher (Moonshot AI, 2025) discounts outcomes.
+    """
 
     gamma: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ConfigError(f"gamma={self.gamma} is not a discount: use a number from 0 to 1")
+        check_discount(self.gamma)
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory."""
@@ -39,3 +44,63 @@ class Discounted:
             value * self.gamma ** np.arange(len(trajectory.transitions) - 1, -1, -1, dtype=np.float64)
             for trajectory, value in zip(group.trajectories, advantage(group_returns(group)), strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Discounted:
+    """The discounted return from each call on, compared with the group's at the same place.
+
+    G_k = r_k + gamma G_(k+1), where r_k are the step rewards of call k and the outcome comes with the last call; the
+    advantage of call k is the estimator's for G_k among the G_k of the group, as MAGRPO compares turns (arXiv 2508.04652).
+    So no call answers for rewards before it. A rollout that has ended by call k stands there with its last call. With
+    gamma = 1 and no step rewards this is `identical`.
+    """
+
+    gamma: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_discount(self.gamma)
+
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """One array of advantages, shape (calls,), for each trajectory."""
+        returns = [returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories]
+        found = [np.zeros(len(own)) for own in returns]
+        for place in range(max(map(len, returns), default=0)):
+            here = np.array(
+                [
+                    own[min(place, len(own) - 1)] if len(own) else trajectory.reward
+                    for own, trajectory in zip(returns, group.trajectories, strict=True)
+                ]
+            )
+            for own, value in zip(found, advantage(here), strict=True):
+                if place < len(own):
+                    own[place] = value
+        return found
+
+
+def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+    """Each agent's calls get their rollout's advantage among the rollouts in which this agent called at all.
+
+    An agent that is only asked in hard cases is then compared with itself, not with rollouts that did without it: the
+    statistics by agent of Dr. MAS (arXiv 2602.08847), but with each rollout counted once. An agent that called in one
+    rollout only has nobody to be compared with there, and gets the rollout's advantage in the whole group.
+    """
+    returns, whole = group_returns(group), advantage(group_returns(group))
+    names = [[call.caller.agent for call in trajectory.transitions] for trajectory in group.trajectories]
+    found = [np.full(len(own), value) for own, value in zip(names, whole, strict=True)]
+    for agent in sorted({name for own in names for name in own}):
+        rollouts = [index for index, own in enumerate(names) if agent in own]
+        if len(rollouts) > 1:
+            for index, value in zip(rollouts, advantage(returns[rollouts]), strict=True):
+                found[index][_places(names[index], agent)] = value
+    return found
+
+
+def _places(names: Sequence[str], agent: str) -> list[int]:
+    return [place for place, name in enumerate(names) if name == agent]
+
+
+def check_discount(gamma: float) -> None:
+    """Raises `ConfigError` for a number that is no discount."""
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"gamma={gamma} is not a discount: use a number from 0 to 1")

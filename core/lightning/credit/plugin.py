@@ -13,10 +13,17 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """`identical` (the default), `discounted` and `intermediate`."""
-    from lightning.credit.assign import Discounted, identical
+    """Every credit of `lightning.credit` with its defaults; `identical` is LightningRL's default."""
+    from lightning.credit.assign import Decayed, Discounted, identical, per_agent
+    from lightning.credit.critic import Critic
     from lightning.credit.intermediate import Intermediate
+    from lightning.credit.tree import GiGPO, LeaveOneOut
 
     register("identical", identical)
+    register("decayed", Decayed())
     register("discounted", Discounted())
+    register("per-agent", per_agent)
+    register("leave-one-out", LeaveOneOut())
+    register("gigpo", GiGPO())
     register("intermediate", Intermediate())
+    register("critic", Critic())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from lightning.batch.trajectory import Group
-from lightning.credit import Discounted, centre, grpo, identical, rollout_return
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit import Credit, Decayed, Discounted, centre, grpo, identical, per_agent, rollout_return
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
-from lightning.types import StepReward
+from lightning.types import Caller, StepReward
 
 CALL = ((1, 2), (3,))
 
@@ -26,6 +27,17 @@ def uneven(rewards: tuple[float, ...], calls: tuple[int, ...]) -> Group:
     )
 
 
+def with_steps(trajectory: Trajectory, rewards: Mapping[int, float]) -> Trajectory:
+    given = tuple(StepReward(value, "r", trajectory.transitions[call].id) for call, value in rewards.items())
+    return replace(trajectory, step_rewards=given)
+
+
+def by_agents(names: Sequence[str], index: int, reward: float) -> Trajectory:
+    made = make_trajectory([CALL] * len(names), rollout=f"g/{index}", index=index, reward=reward)
+    calls = zip(made.transitions, names, strict=True)
+    return replace(made, transitions=tuple(replace(call, caller=Caller(name)) for call, name in calls))
+
+
 def test_identical_gives_every_call_its_rollouts_advantage() -> None:
     spread = identical(uneven((1.0, 0.0), (3, 1)), centre)
     assert [part.tolist() for part in spread] == [[0.5, 0.5, 0.5], [-0.5]]
@@ -37,20 +49,44 @@ def test_statistics_are_per_rollout_never_per_call() -> None:
     assert [part[0] for part in few] == [part[0] for part in many]
 
 
-def test_discounted_blames_late_calls_most() -> None:
-    spread = Discounted(0.5)(uneven((1.0, 0.0), (3, 1)), centre)
+def test_decayed_blames_late_calls_most() -> None:
+    spread = Decayed(0.5)(uneven((1.0, 0.0), (3, 1)), centre)
     assert [part.tolist() for part in spread] == [[0.125, 0.25, 0.5], [-0.5]]
 
 
-def test_discount_one_is_identical() -> None:
-    group = uneven((1.0, 0.0), (3, 2))
-    for one, other in zip(Discounted(1.0)(group, grpo), identical(group, grpo), strict=True):
+def test_discounted_compares_what_came_from_each_call_on_with_the_group_at_the_same_place() -> None:
+    first = with_steps(uneven((1.0,), (3,)).trajectories[0], {0: 0.5, 1: -1.0})
+    second = with_steps(uneven((0.0, 0.0), (1, 2)).trajectories[1], {0: 0.25})
+    spread = Discounted(0.5)(Group("g", (first, second)), centre)
+    mine, theirs = [0.5 - 0.5 + 0.25, -1.0 + 0.5, 1.0], [0.25, 0.0]
+    assert spread[0].tolist() == [(mine[0] - theirs[0]) / 2, (mine[1] - theirs[1]) / 2, (mine[2] - theirs[1]) / 2]
+    assert spread[1].tolist() == [(theirs[0] - mine[0]) / 2, (theirs[1] - mine[1]) / 2]
+
+
+@pytest.mark.parametrize("credit", [Decayed(1.0), Discounted(1.0), per_agent])
+def test_without_a_discount_step_rewards_or_other_agents_all_are_identical(credit: Credit) -> None:
+    group = uneven((1.0, 0.0, 0.5), (3, 2, 5))
+    for one, other in zip(credit(group, grpo), identical(group, grpo), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_discount_outside_its_range_is_refused() -> None:
+@pytest.mark.parametrize("kind", [Decayed, Discounted])
+def test_a_discount_outside_its_range_is_refused(kind: type[Decayed | Discounted]) -> None:
     with pytest.raises(ConfigError, match=r"gamma=1\.5"):
-        Discounted(1.5)
+        kind(1.5)
+
+
+def test_an_agent_is_compared_with_itself_in_the_rollouts_in_which_it_called() -> None:
+    group = Group(
+        "g",
+        (
+            by_agents(["router", "expert", "router"], 0, 1.0),
+            by_agents(["router", "expert"], 1, 0.5),
+            by_agents(["router", "clerk"], 2, 0.0),
+        ),
+    )
+    spread = per_agent(group, centre)
+    assert [part.tolist() for part in spread] == [[0.5, 0.25, 0.5], [0.0, -0.25], [-0.5, -0.5]]
 
 
 def test_rewards_given_inside_a_rollout_count() -> None:
@@ -63,6 +99,8 @@ def test_a_rollout_without_calls_has_statistics_but_no_advantages() -> None:
     assert [part.tolist() for part in identical(group, centre)] == [[], [-0.5]]
 
 
-def test_both_are_registered_under_their_names() -> None:
+def test_they_are_registered_under_their_names() -> None:
     assert plugins().credit("identical") is identical
+    assert plugins().credit("per-agent") is per_agent
+    assert plugins().credit("decayed") == Decayed()
     assert plugins().credit("discounted") == Discounted()

@@ -1,0 +1,103 @@
+"""The critic's credit: how much better each call turned out than the critic's value of its state had promised.
+
+The invariant: time is counted in calls, never in tokens, and only in trained ones. What other agents, tools and untrained
+calls do between two trained calls belongs to the environment, and so do the rewards that fall there: the call before earns
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.batch.flaws import is_trained
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit.intermediate import call_rewards
+from lightning.credit.protocol import GroupAdvantage
+from lightning.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """Generalized advantage estimation (arXiv 1506.02438, equation 16) over the trained calls of each rollout.
+
+    With the trained calls k = 0..K-1, V_k the critic's value of the state of call k (`Trajectory.values`) and V_K = 0:
+    delta_k = r_k + `gamma` V_(k+1) - V_k and A_k = delta_k + `gamma` `lam` A_(k+1). r_k are the step rewards from call k up
+    to the next trained call; the reward that the agent returned comes with the last trained call. Rewards before the first
+    trained call were nobody's doing. `lam` = 1 is return minus value (no bias from a wrong critic), `lam` = 0 believes the
+    critic one call ahead (least variance).
+
+    The group is not looked at, nor its estimator: the critic is the baseline. An algorithm that offers it has
+    `critic = True`, as this credit has, and teaches the critic with `value_targets`.
+    """
+
+    gamma: float = 1.0
+    lam: float = 0.95
+
+    critic: ClassVar[bool] = True
+    """It wants `Trajectory.values`."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("gamma", self.gamma), ("lam", self.lam)):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name}={value} is not a discount: use a number from 0 to 1")
+
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """One array of advantages, shape (calls,), for each trajectory: 0 for calls that are not trained.
+
+        Raises `DataError` for a trained call whose state has no value.
+        """
+        return [self.advantages(trajectory) for trajectory in group.trajectories]
+
+    def advantages(self, trajectory: Trajectory) -> npt.NDArray[np.float64]:
+        """The advantages of one rollout's calls, shape (calls,): 0 where they are not trained. Raises `DataError` for a
+        trained call whose state has no value."""
+        found = np.zeros(len(trajectory.transitions))
+        calls = _trained(trajectory)
+        if not len(calls):
+            return found
+        values = _values(trajectory, calls)
+        rewards = np.add.reduceat(call_rewards(trajectory), calls)
+        rewards[-1] += trajectory.reward
+        deltas = rewards + self.gamma * np.append(values[1:], 0.0) - values
+        running = 0.0
+        for place in range(len(calls) - 1, -1, -1):
+            running = deltas[place] + self.gamma * self.lam * running
+            found[calls[place]] = running
+        return found
+
+    def value_targets(self, trajectory: Trajectory) -> npt.NDArray[np.float64]:
+        """What the critic should have said of each trained call's state: its advantage plus its value, the lambda-return.
+        Shape (calls,), NaN for calls that are not trained."""
+        targets = np.full(len(trajectory.transitions), np.nan)
+        if len(calls := _trained(trajectory)):
+            targets[calls] = self.advantages(trajectory)[calls] + _values(trajectory, calls)
+        return targets
+
+
+def _trained(trajectory: Trajectory) -> npt.NDArray[np.intp]:
+    flags = zip(trajectory.transitions, trajectory.trainable, strict=True)
+    return np.flatnonzero([is_trained(call, trainable) for call, trainable in flags])
+
+
+def _values(trajectory: Trajectory, calls: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+    """The values of the trained calls."""
+    rollout, count = trajectory.rollout.id, len(trajectory.transitions)
+    if not trajectory.values:
+        raise DataError(
+            f"rollout {rollout} has no values of its states, which the critic's credit starts from: the algorithm must have "
+            "`critic = True`, so that the engine is opened with a critic and asked before credit is assigned"
+        )
+    if len(trajectory.values) != count:
+        raise DataError(f"rollout {rollout} has {count} calls, but values of {len(trajectory.values)} states")
+    values = np.asarray(trajectory.values, dtype=np.float64)[calls]
+    if len(missing := np.flatnonzero(~np.isfinite(values))):
+        place = calls[missing[0]]
+        raise DataError(
+            f"rollout {rollout} attempt {trajectory.rollout.attempt} call {trajectory.transitions[place].seq} is trained, "
+            f"but the critic's value of its state is {trajectory.values[place]}"
+        )
+    return values
