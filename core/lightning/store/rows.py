@@ -19,6 +19,8 @@ from lightning.types import (
     Fault,
     Json,
     LogProbs,
+    Resource,
+    ResourceKind,
     Rollout,
     Run,
     Span,
@@ -251,13 +253,29 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
         rollout.split,
         rollout.index,
         rollout.max_attempts,
+        versions_of_resources(rollout),
     )
+
+
+def versions_of_resources(rollout: Rollout) -> str:
+    """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
+    for name, version in rollout.resources.items():
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise DataError(
+                f"rollout {rollout.id!r} names version {version!r} of resource {name!r}: versions are 1, 2, ..."
+            )
+    return dump({name: rollout.resources[name] for name in sorted(rollout.resources)})
+
+
+def versions_from_resources(text: str, what: str) -> dict[str, int]:
+    """What `versions_of_resources` wrote."""
+    return dict(_mapping(text, f"the resources of {what}"))
 
 
 def rollout_from_row(row: Row) -> Rollout:
     """From `sql.ROLLOUT_COLUMNS`."""
     (rollout, run, task, group, step, split, index, max_attempts, status, attempt, reward, rewards) = row[:12]
-    fault, error, seconds, trained_at_step = row[12:16]
+    fault, error, seconds, trained_at_step, resources = row[12:17]
     task_id, task_input, expected, metadata = _rows(task, f"the task of rollout {rollout!r}")
     return Rollout(
         id=rollout,
@@ -276,6 +294,7 @@ def rollout_from_row(row: Row) -> Rollout:
         error=error,
         seconds=seconds,
         trained_at_step=trained_at_step,
+        resources=versions_from_resources(resources, f"rollout {rollout!r}"),
     )
 
 
@@ -290,12 +309,13 @@ def step_values(record: StepRecord) -> tuple[Value, ...]:
         record.digest,
         record.checkpoint,
         dump(dict(record.metrics), f"the metrics of step {record.step}"),
+        dump(list(record.groups)),
     )
 
 
 def step_from_row(row: Row) -> StepRecord:
     """From `sql.STEP_COLUMNS`."""
-    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, at = row
+    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, groups, at = row
     what = f"step {step} of run {run!r}"
     return StepRecord(
         run=run,
@@ -307,7 +327,27 @@ def step_from_row(row: Row) -> StepRecord:
         checkpoint=checkpoint,
         metrics=_mapping(metrics, what),
         at=at,
+        groups=tuple(_rows(groups, f"the groups of {what}")),
     )
+
+
+def resource_from_row(row: Row) -> Resource:
+    """From `sql.RESOURCE_COLUMNS`. Raises `StoreError` for content that is not what its digest says."""
+    name, kind, content, metadata, version, created_at, digest = row
+    what = f"version {version} of resource {name!r}"
+    resource = Resource(
+        name=name,
+        content=load(content, what),
+        kind=ResourceKind(kind),
+        metadata=_mapping(metadata, f"the metadata of {what}"),
+        version=version,
+        created_at=created_at,
+    )
+    if resource.digest != digest:
+        raise StoreError(
+            f"{what} is corrupt in the database: its content has changed. Restore the database from a backup"
+        )
+    return resource
 
 
 def _rows(text: str, what: str) -> list[Any]:

@@ -17,11 +17,11 @@ SELECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs ORDER BY created_at DESC, 
 # rollouts -------------------------------------------------------------------------------------------------------
 ROLLOUT_COLUMNS: Final = (
     "id, run, task, group_id, step, split, idx, max_attempts, status, attempt, reward, rewards, fault, error, "
-    "seconds, trained_at_step"
+    "seconds, trained_at_step, resources"
 )
 INSERT_ROLLOUT: Final = (
-    "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
-    "ON CONFLICT (id) DO NOTHING"
+    "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts, resources) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 )
 SELECT_ROLLOUT: Final = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE id = ?"  # noqa: S608
 SELECT_ROLLOUTS: Final = f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE "  # noqa: S608
@@ -127,8 +127,8 @@ SELECT_SPAN: Final = "SELECT 1 FROM spans WHERE rollout = ? AND attempt = ? AND 
 SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? ORDER BY started_at, span_id"  # noqa: S608
 
 # steps, metrics, state ------------------------------------------------------------------------------------------
-STEP_COLUMNS: Final = "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, at"
-INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+STEP_COLUMNS: Final = "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, at"
+INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
 SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
 SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step"  # noqa: S608
 SELECT_TRAINABLE: Final = "SELECT run, status, attempt, trained_at_step FROM rollouts WHERE id = ?"
@@ -141,3 +141,29 @@ UPSERT_STATE: Final = (
     "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value"
 )
 SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"
+
+# resources ------------------------------------------------------------------------------------------------------
+RESOURCE_COLUMNS: Final = "name, kind, content, metadata, version, created_at, digest"
+INSERT_RESOURCE: Final = f"INSERT INTO resources ({RESOURCE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+SELECT_SAME_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND digest = ?"  # noqa: S608
+SELECT_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND version = ?"  # noqa: S608
+SELECT_LATEST: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version DESC LIMIT 1"  # noqa: S608
+SELECT_RESOURCES: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources ORDER BY name, version"  # noqa: S608
+SELECT_VERSIONS: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version"  # noqa: S608
+ALIAS_COLUMNS: Final = "name, alias, version, at"
+INSERT_ALIAS: Final = f"INSERT INTO aliases ({ALIAS_COLUMNS}, earlier) VALUES (?, ?, ?, ?, ?)"  # noqa: S608
+SELECT_ALIAS: Final = (
+    f"SELECT n, earlier, {ALIAS_COLUMNS} FROM aliases WHERE name = ? AND alias = ? ORDER BY n DESC LIMIT 1"  # noqa: S608
+)
+SELECT_MOVE: Final = f"SELECT n, earlier, {ALIAS_COLUMNS} FROM aliases WHERE n = ?"  # noqa: S608
+SELECT_MOVES: Final = f"SELECT {ALIAS_COLUMNS} FROM aliases WHERE name = ? AND alias = ? ORDER BY n"  # noqa: S608
+SELECT_ALIASES: Final = (
+    f"SELECT {ALIAS_COLUMNS} FROM aliases WHERE n IN (SELECT max(n) FROM aliases GROUP BY name, alias) "  # noqa: S608
+    "UNION ALL SELECT name, 'latest', version, created_at FROM resources r "
+    "WHERE version = (SELECT max(version) FROM resources s WHERE s.name = r.name) ORDER BY 1, 2"
+)
+SELECT_USES: Final = (
+    "SELECT run, split, resources, count(*), count(reward), sum(CASE WHEN status = 'failed' THEN 1 ELSE 0 END), "
+    "sum(reward) FROM rollouts WHERE resources <> '{}' GROUP BY run, split, resources ORDER BY min(n)"
+)
+"""One row for each set of versions that rollouts ran with: few, however many rollouts there are."""

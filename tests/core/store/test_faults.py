@@ -18,7 +18,7 @@ from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.store.sqlite.migrations import MIGRATIONS
-from lightning.types import Caller, Outcome, Rollout, Run, Span, StepReward, Task, ToolEvent, Transition
+from lightning.types import Caller, Outcome, Resource, Rollout, Run, Span, StepReward, Task, ToolEvent, Transition
 
 CallOf = Callable[..., Transition]
 
@@ -213,6 +213,8 @@ async def test_a_file_of_an_older_schema_is_brought_forward(tmp_path: Path, call
     assert await store.append_spans([Span("b", 1, "0" * 32, "1" * 16)]) == 1
     await store.complete("b", 1, Outcome(reward=1.0, labels={"call-b0": Caller("x")}))
     assert await store.transitions("b") == [replace(found, caller=Caller("x")), new]
+    assert (await store.get_rollout("b")).resources == {}  # type: ignore[union-attr]
+    assert (await store.put_resource(Resource("writer", "text"))).version == 1
     await store.close()
 
 
@@ -229,6 +231,17 @@ async def test_what_the_second_schema_recorded_is_still_there(tmp_path: Path) ->
     assert (step.rollouts, step.digest, step.metrics) == ((("a", 1),), "digest", {"loss": 0.5})
     assert await store.spans("a") == []
     assert (await store.get_state("run", "gateway_secret"), (await store.get_rollout("a")).reward) == ("00ff", 0.5)  # type: ignore[union-attr]
+    await store.close()
+
+
+async def test_what_the_third_schema_recorded_is_still_there(tmp_path: Path) -> None:
+    store = SqliteStore(frozen(tmp_path / "store.db", 3))
+    await store.open()
+    assert [call.tool_calls for call in await store.transitions("a")] == [("t-0",), ()]
+    (span,) = await store.spans("a")
+    assert (span.name, span.service, span.attributes) == ("step", "app", {"k": [1]})
+    (step,) = await store.list_steps("run")
+    assert (step.digest, step.groups) == ("digest", ())
     await store.close()
 
 

@@ -141,7 +141,34 @@ _SPANS: Final = (
     )""",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS)
+_RESOURCES: Final = (
+    "ALTER TABLE steps ADD COLUMN group_ids TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE rollouts ADD COLUMN resources TEXT NOT NULL DEFAULT '{}'",
+    """CREATE TABLE resources (
+        n INTEGER PRIMARY KEY,
+        name TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        content TEXT NOT NULL,
+        metadata TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        UNIQUE (name, version),
+        UNIQUE (name, digest)
+    )""",
+    # A row for each move; `earlier` is the `n` of the move to return to.
+    """CREATE TABLE aliases (
+        n INTEGER PRIMARY KEY,
+        name TEXT NOT NULL,
+        alias TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        at REAL NOT NULL,
+        earlier INTEGER
+    )""",
+    "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
+)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 

@@ -17,8 +17,9 @@ from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, StoreError
 from lightning.store import rows, rules
-from lightning.store.protocol import MetricPoint, Page
+from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
 from lightning.store.sqlite import records
+from lightning.store.sqlite import resources as resource_ops
 from lightning.store.sqlite import rollouts as rollout_ops
 from lightning.store.sqlite import spans as span_ops
 from lightning.store.sqlite import transitions as transition_ops
@@ -29,6 +30,7 @@ from lightning.types import (
     Json,
     Lease,
     Outcome,
+    Resource,
     Rollout,
     Run,
     Span,
@@ -278,6 +280,39 @@ class SqliteStore:
     async def get_state(self, run: str, key: str) -> Json:
         """See `Store.get_state`."""
         return await self._read(lambda tx: records.get_state(tx, run, key))
+
+    # resources --------------------------------------------------------------------------------------------------
+    async def put_resource(self, resource: Resource) -> Resource:
+        """See `Store.put_resource`."""
+        return await self._write(lambda tx: resource_ops.put(tx, resource))
+
+    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
+        """See `Store.get_resource`."""
+        return await self._read(lambda tx: resource_ops.get(tx, name, which))
+
+    async def list_resources(self, name: str | None = None) -> list[Resource]:
+        """See `Store.list_resources`."""
+        return await self._read(lambda tx: resource_ops.versions(tx, name))
+
+    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+        """See `Store.set_alias`."""
+        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version))
+
+    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+        """See `Store.roll_back_alias`."""
+        return await self._write(lambda tx: resource_ops.roll_back(tx, name, alias))
+
+    async def list_aliases(self, name: str | None = None) -> list[Alias]:
+        """See `Store.list_aliases`."""
+        return await self._read(lambda tx: resource_ops.aliases(tx, name))
+
+    async def alias_history(self, name: str, alias: str) -> list[Alias]:
+        """See `Store.alias_history`."""
+        return await self._read(lambda tx: resource_ops.history(tx, name, alias))
+
+    async def resource_uses(self, name: str) -> list[ResourceUse]:
+        """See `Store.resource_uses`."""
+        return await self._read(lambda tx: resource_ops.uses(tx, name))
 
 
 def _close(writer: Writer, readers: _Readers | None) -> None:
