@@ -1,0 +1,112 @@
+"""What every credit must keep to, whatever it does: order, constants, equal rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit import (
+    Credit,
+    Critic,
+    Decayed,
+    Discounted,
+    GiGPO,
+    GroupAdvantage,
+    Intermediate,
+    LeaveOneOut,
+    centre,
+    grpo,
+    identical,
+    per_agent,
+    rloo,
+)
+from lightning.plugins import plugins
+from lightning.testing.trajectories import make_trajectory
+from lightning.types import Caller, StepReward
+
+COMPARING: dict[str, Credit] = {
+    "identical": identical,
+    "decayed": Decayed(0.5),
+    "discounted": Discounted(1.0),
+    "per-agent": per_agent,
+    "leave-one-out": LeaveOneOut(),
+    "gigpo": GiGPO(gamma=1.0),
+    "intermediate": Intermediate(),
+}
+"""Credits that compare within the group, without a discount where that would make the length of a rollout count."""
+
+EVERY = {**COMPARING, "discounted": Discounted(0.5), "gigpo": GiGPO(gamma=0.5), "critic": Critic()}
+ESTIMATORS = st.sampled_from([centre, grpo, rloo])
+few = settings(max_examples=40)
+number = st.integers(-8, 8).map(lambda value: value / 4)
+
+
+@st.composite
+def groups(draw: st.DrawFn, *, steps: bool = True) -> Group:
+    """Rollouts of two agents in few states, with values for a critic."""
+    members = []
+    for index in range(draw(st.integers(2, 6))):
+        calls = draw(st.lists(st.tuples(st.integers(0, 2), st.booleans(), number, number), max_size=5))
+        made = make_trajectory([((prompt,), (3,)) for prompt, *_ in calls], rollout=f"g/{index}", reward=draw(number))
+        transitions = tuple(
+            replace(call, caller=Caller("one" if first else "two"))
+            for call, (_, first, *_) in zip(made.transitions, calls, strict=True)
+        )
+        rewards = tuple(StepReward(step, "r", f"g/{index}/{call}") for call, (*_, step, _) in enumerate(calls))
+        values = tuple(value for *_, value in calls)
+        members.append(
+            replace(made, transitions=transitions, step_rewards=rewards if steps else (), values=values or (0.0,))
+            if calls
+            else made
+        )
+    return Group("g", tuple(members))
+
+
+def plus(trajectory: Trajectory, amount: float) -> Trajectory:
+    return replace(trajectory, rollout=replace(trajectory.rollout, reward=trajectory.reward + amount))
+
+
+def test_every_registered_credit_is_held_to_the_laws() -> None:
+    assert sorted(plugins().names("credits")) == sorted(EVERY)
+
+
+@few
+@given(group=groups(), advantage=ESTIMATORS, data=st.data())
+def test_the_order_of_rollouts_is_the_order_of_advantages(group: Group, advantage: GroupAdvantage, data) -> None:  # type: ignore[no-untyped-def]
+    order = data.draw(st.permutations(range(len(group.trajectories))))
+    permuted = Group("g", tuple(group.trajectories[index] for index in order))
+    for name, credit in EVERY.items():
+        found, shuffled = credit(group, advantage), credit(permuted, advantage)
+        for place, index in enumerate(order):
+            np.testing.assert_allclose(shuffled[place], found[index], atol=1e-9, err_msg=name)
+
+
+@few
+@given(group=groups(), advantage=ESTIMATORS)
+def test_each_call_gets_one_finite_number_in_float64(group: Group, advantage: GroupAdvantage) -> None:
+    for name, credit in EVERY.items():
+        found = credit(group, advantage)
+        assert [part.shape for part in found] == [(len(member.transitions),) for member in group.trajectories], name
+        assert all(part.dtype == np.float64 and np.isfinite(part).all() for part in found), name
+
+
+@few
+@given(group=groups(), amount=number, advantage=ESTIMATORS)
+def test_a_constant_added_to_every_reward_changes_nothing(
+    group: Group, amount: float, advantage: GroupAdvantage
+) -> None:
+    raised = Group("g", tuple(plus(member, amount) for member in group.trajectories))
+    for name, credit in COMPARING.items():
+        for one, other in zip(credit(raised, advantage), credit(group, advantage), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-9, err_msg=name)
+
+
+@few
+@given(group=groups(steps=False), reward=number, advantage=ESTIMATORS)
+def test_equal_rewards_teach_nothing(group: Group, reward: float, advantage: GroupAdvantage) -> None:
+    tied = Group("g", tuple(plus(member, reward - member.reward) for member in group.trajectories))
+    for name, credit in COMPARING.items():
+        assert all((part == 0.0).all() for part in credit(tied, advantage)), name
