@@ -47,8 +47,8 @@ class Sample:
     versions: IntArray
     spans: tuple[Span, ...]
     temperature: float = 1.0
-    reference: FloatArray | None = None
-    prepared: FloatArray | None = None
+    reference: npt.NDArray[np.floating] | None = None
+    prepared: npt.NDArray[np.floating] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

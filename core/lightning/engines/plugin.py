@@ -38,4 +38,5 @@ def torch_engine(config: Config) -> Engine:
         gradient_checkpointing=section.gradient_checkpointing,
         lora=section.lora,
         step=section.step,
+        critic_trunk=section.critic_trunk,
     )

@@ -17,7 +17,8 @@ from lightning.losses.protocol import Loss
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW and its schedule. `warmup_steps` rises linearly to `lr`; afterwards the rate is constant."""
+    """AdamW and its schedule. `warmup_steps` rises linearly to `lr`; afterwards the rate is constant. A critic has its own
+    rate, `critic_lr`, which rises alike."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -25,13 +26,15 @@ class OptimizerConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
+    critic_lr: float = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one optimizer step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`,
     `tokens` (trained), `tokens_forward` (computed), `max_logprob_gap`, `mean_logprob_gap` (|trainer - sampler| before the
-    update, over unconstrained tokens that have a sampler logprob).
+    update, over unconstrained tokens that have a sampler logprob). Where states were valued: `value_loss`, `value_mean`,
+    `value_target`, `value_explained_variance` (`losses.value.value_metrics`) and `critic_grad_norm`.
 
     `seen` maps each span to the SHA-256 (hex) of what was actually in the tensors the loss was computed on for that
     span: the response ids as little-endian int32 followed by the sampler's logprobs as little-endian float32.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     import torch
 
     from lightning.batch.sample import FloatArray, IntArray, Span
+
+
+KlEstimator = Literal["k1", "k2", "k3"]
+"""How log pi(a|s) - log pi_ref(a|s) of a sampled token estimates KL(pi || pi_ref) (http://joschu.net/blog/kl-approx.html),
+with d that difference: `k1` d · `k2` d² / 2 · `k3` exp(-d) - 1 + d.
+
+As a *loss term* what counts is the gradient. Of `k2` it is d · grad log pi, whose expectation under pi is the gradient of
+KL(pi || pi_ref): right. Of k1 it would be grad log pi, whose expectation is 0: no penalty at all; so `k1` has its own value
+here and k2's gradient. Of `k3` it is (1 - exp(-d)) · grad log pi, whose expectation is the gradient of the *other* direction,
+KL(pi_ref || pi): what GRPO (arXiv 2402.03300, equation 4) trains. The two agree to first order in d.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +56,14 @@ class StepTokens:
     """All N trained tokens of one optimizer step before its update, as numpy arrays of shape (N,), in the order of the rows
     and of the tokens in each: what a loss needs that looks at whole calls, rollouts or pairs of them."""
 
-    logprobs: FloatArray
-    """The current policy's."""
-    old_logprobs: FloatArray
+    logprobs: npt.NDArray[np.floating]
+    """The current policy's; float32, or float64 where the model computes in it."""
+    old_logprobs: npt.NDArray[np.floating]
     """The sampler's, where it gave one, else the current ones."""
     advantages: FloatArray
     weights: FloatArray
     versions: IntArray
-    reference: FloatArray | None
+    reference: npt.NDArray[np.floating] | None
     calls: npt.NDArray[np.int64]
     """Which of `spans` each token belongs to."""
     spans: tuple[Span, ...]

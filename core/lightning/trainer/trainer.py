@@ -206,7 +206,13 @@ class Trainer:
     def _optimizer(self) -> OptimizerConfig:
         engine = self.config.engine
         return OptimizerConfig(
-            engine.lr, engine.betas, engine.weight_decay, engine.eps, engine.max_grad_norm, engine.warmup_steps
+            engine.lr,
+            engine.betas,
+            engine.weight_decay,
+            engine.eps,
+            engine.max_grad_norm,
+            engine.warmup_steps,
+            engine.critic_lr,
         )
 
     def _described(self, train: Sequence[Task], val: Sequence[Task]) -> dict[str, Json]:

@@ -116,8 +116,8 @@ def test_a_crash_between_the_renames_is_recovered(open_engine: Open, make_row: M
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "not a whole training state"),
         (lambda folder: (folder / "state.json").write_text("{"), "not a whole training state"),
         (
-            lambda folder: (folder / "state.json").write_text('{"format": 2}'),
-            "written in format 2; this release reads 1",
+            lambda folder: (folder / "state.json").write_text('{"format": 3}'),
+            "written in format 3; this release reads 1 and 2",
         ),
     ],
 )

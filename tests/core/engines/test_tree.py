@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from lightning.batch import Sample, build_samples
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
-from lightning.engines.torch import rows
+from lightning.engines.torch import passes, rows
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.forest import Forest
 from lightning.losses.policy_gradient import ClippedPolicyGradient
@@ -111,7 +112,8 @@ def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: 
         metrics[kind], seen[kind] = result.metrics, result.seen
     assert seen["tree"] == seen["linear"]
     assert len(seen["tree"]) == 12
-    forest = Forest.of(engine._opened(), samples, [rows.trained_length(sample) for sample in samples])
+    forest = engine._step_layout(samples)
+    assert isinstance(forest, Forest)
     assert metrics["tree"]["tokens_forward"] == len(forest.tree.ids) < metrics["linear"]["tokens_forward"]
     for name in ("loss", "grad_norm", "tokens", "entropy", "clip_fraction", "max_logprob_gap", "tokens_compared"):
         assert metrics["tree"][name] == pytest.approx(metrics["linear"][name], rel=1e-9), name
@@ -178,15 +180,15 @@ def test_memory_that_runs_out_on_siblings_makes_smaller_batches(
 ) -> None:
     engine = open_engine(step="tree", tokens_per_microbatch=10_000)
     want = open_engine(step="tree").step(group(), LOSS).metrics["grad_norm"]
-    original = Forest._batch
+    original = passes.token_logprobs
     sizes = []
 
-    def limited(self: Forest, states: torch.Tensor, before: np.ndarray, chosen: np.ndarray) -> object:
-        sizes.append(len(states))
-        if len(states) > 60:
+    def limited(hidden: torch.Tensor, *arguments: Any) -> object:
+        sizes.append(len(hidden))
+        if len(hidden) > 60:
             raise torch.OutOfMemoryError("out of memory")
-        return original(self, states, before, chosen)
+        return original(hidden, *arguments)
 
-    monkeypatch.setattr(Forest, "_batch", limited)
+    monkeypatch.setattr(passes, "token_logprobs", limited)
     assert engine.step(group(), LOSS).metrics["grad_norm"] == pytest.approx(want, rel=1e-5)
     assert max(sizes) > 60 >= sizes[-1]

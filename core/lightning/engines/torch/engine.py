@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +19,37 @@ from torch import nn
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch import rows
-from lightning.engines.torch.forest import Forest, token_batch, tree_pays
-from lightning.engines.torch.logprobs import token_logprobs
+from lightning.engines.torch.critic import Critic, Trunk
+from lightning.engines.torch.forest import Forest
+from lightning.engines.torch.layout import (
+    Layout,
+    Numbers,
+    States,
+    Tokens,
+    reordered,
+    row_order,
+    states_of,
+    trained_tokens,
+    wanted_tokens,
+)
+from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.model import CausalLM, load_model, resolve_device
+from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
+from lightning.engines.torch.prepare import prepared_by, with_numbers
+from lightning.engines.torch.reference import Reference
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tally import Tally
 from lightning.engines.torch.tree import why_no_tree
 from lightning.engines.torch.weights import write_model, write_weights
 from lightning.errors import EngineError
-from lightning.losses.protocol import Loss, TokenBatch
+from lightning.losses.protocol import Loss, StepLoss, needs_reference
 
 if TYPE_CHECKING:
     from lightning.config import LoraConfig
     from lightning.config.models import StepKind
 
 logger = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors say when memory runs out outside torch's CUDA allocator: in the driver, in a library, on a CPU."""
+T = TypeVar("T")
 
 
 class TorchEngine:
@@ -53,10 +65,14 @@ class TorchEngine:
         gradient_checkpointing: bool = False,
         lora: LoraConfig | None = None,
         step: StepKind = "linear",
+        critic_trunk: Trunk = "frozen",
     ) -> None:
         self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora
+        self._trunk: Trunk = critic_trunk
         self._lm: CausalLM | None = None
+        self._reference: Reference | None = None
+        self._critic: Critic | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -65,8 +81,6 @@ class TorchEngine:
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
-        if critic:
-            raise EngineError("the torch engine has no critic: use an algorithm without one")
         device = resolve_device(self._device_name)
         if device.type == "cpu" and self._threads:
             torch.set_num_threads(self._threads)
@@ -78,26 +92,32 @@ class TorchEngine:
             lora=self._lora,
             gradient_checkpointing=self._gradient_checkpointing,
         )
+        self._reference = Reference(self._lm, lora=self._lora is not None)
+        self._critic = Critic(self._lm, self._trunk) if critic else None
         self._parameters = self._lm.trainable()
-        self._optimizer = _adamw(self._parameters, optimizer)
+        self._optimizer = _adamw(self._parameters, self._critic, optimizer)
         self._config, self._steps, self._no_tree = optimizer, 0, None
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
-        lm = self._opened()
-        for sample in samples:
-            rows.check(sample, lm.vocab_size)
-        results = [np.full(len(sample), np.nan, dtype=np.float32) for sample in samples]
-        longer = [index for index, sample in enumerate(samples) if len(sample) > 1]
-        with lm.evaluating():
-            for places in rows.plan([len(samples[index]) for index in longer], self._budget):
-                part = [samples[longer[place]] for place in places]
-                lengths = [len(sample) for sample in part]
-                values = _forward(lm, rows.collate(part, lengths, lm.device, every=True))[0].float().cpu().numpy()
-                ends = np.cumsum([length - 1 for length in lengths])
-                for place, own in zip(places, np.split(values, ends[:-1]), strict=True):
-                    results[longer[place]][1:] = own
-        return results
+        lm = self._checked(samples)
+        lengths = [len(sample) for sample in samples]
+        tokens = wanted_tokens(samples, [np.arange(1, length) for length in lengths])
+        layout = Linear(samples, lengths, tokens, states_of((), every=True))
+        found = self._within_memory(layout, lambda: read_logprobs(layout, lm, self._budget)).astype(np.float32)
+        return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """The critic's value of the state before each span, shape (spans,) each."""
+        lm, critic = self._checked(samples), self._critic
+        if critic is None:
+            raise EngineError(
+                "the engine has no critic: open it with critic=True, as the trainer does for an algorithm with `critic = True`"
+            )
+        lengths = [max((span.start for span in sample.spans), default=0) + 1 for sample in samples]
+        layout = self._layout(samples, lengths, wanted_tokens((), ()), states_of(samples, every=True))
+        found = self._within_memory(layout, lambda: read_values(layout, lm, critic, self._budget)).astype(np.float32)
+        return _apart(found, [len(sample.spans) for sample in samples])
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
@@ -108,45 +128,41 @@ class TorchEngine:
         Raises `DataError` for a row that cannot be computed on and `EngineError` for a loss or gradient that is not finite;
         the weights are then as before.
         """
-        lm, optimizer = self._opened(), self._opened_optimizer()
-        for sample in samples:
-            rows.check(sample, lm.vocab_size)
-        trained = [sample for sample in samples if sample.weights.any()]
-        if self._kind == "per-call":
-            trained = [row for sample in trained for row in rows.by_call(sample)]
-        tally = self._accumulate(trained, loss)
-        if not trained:
-            return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))
-        if not math.isfinite(norm):
-            optimizer.zero_grad(set_to_none=True)
+        self._checked(samples)
+        if self._critic is None and any(span.value_weight for sample in samples for span in sample.spans):
             raise EngineError(
-                f"the gradient is not finite at step {self._steps}, so the step was not taken and the weights are as "
-                "before: lower engine.lr or use float32"
+                "the rows say what states should have been worth, but the engine has no critic to learn it: open it with "
+                "critic=True, or give the algorithm the attribute `critic = True`"
             )
-        rate = self._config.lr * min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
+        tally = self._accumulate(samples, loss)
+        if not tally.parts:
+            return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
+        norms = self._clipped()
+        warm = min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
+        optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["full_lr"] * warm
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self._steps += 1
-        return StepResult({**tally.metrics(), "grad_norm": norm, "lr": rate, "stepped": 1.0}, tally.seen)
+        return StepResult({**tally.metrics(), **norms, "lr": self._config.lr * warm, "stepped": 1.0}, tally.seen)
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
         lm, optimizer = self._opened(), self._opened_optimizer()
-        progress = Progress(self._steps, self._budget, self._config)
-        save_state(folder, self._parameters, optimizer, progress, lm.device)
+        progress = Progress(self._steps, self._budget, self._config, self._critic.trunk if self._critic else "")
+        save_state(folder, self._learning(), optimizer, progress, lm.device)
 
     def load(self, folder: Path) -> None:
         """Restore a saved state into the opened model; the optimizer's settings stay those given to `open`.
 
         The next step is then bit for bit the one that would have followed on a CPU; on CUDA the attention kernels' own
         order of summation may differ between any two runs. For that the micro-batch size comes back too, as small as a
-        shortage of memory had made it, whatever `tokens_per_microbatch` says now.
+        shortage of memory had made it, whatever `tokens_per_microbatch` says now. The reference model is not part of it.
         """
         lm, optimizer = self._opened(), self._opened_optimizer()
-        progress = load_state(folder, self._parameters, optimizer, lm.device)
+        critic = self._critic.trunk if self._critic else ""
+        progress = load_state(folder, self._learning(), optimizer, lm.device, critic=critic)
         self._steps, self._budget = progress.steps, progress.tokens_per_microbatch
 
     def export(self, folder: Path) -> Path:
@@ -159,7 +175,7 @@ class TorchEngine:
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
-        self._lm, self._optimizer, self._parameters = None, None, {}
+        self._lm, self._reference, self._critic, self._optimizer, self._parameters = None, None, None, None, {}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -173,111 +189,123 @@ class TorchEngine:
             raise EngineError("the engine has no model: call open() first")
         return self._optimizer
 
-    def _accumulate(self, samples: Sequence[Sample], loss: Loss) -> Tally:
-        """Sum the gradients of all rows. When memory runs out, begin again with half the micro-batch."""
-        optimizer = self._opened_optimizer()
-        lengths = [rows.trained_length(sample) for sample in samples]
-        while True:
-            optimizer.zero_grad(set_to_none=True)
-            tally = Tally()
-            try:
-                if self._is_tree(samples, lengths):
-                    self._backward_tree(samples, lengths, loss, tally)
-                else:
-                    self._backward_rows(samples, lengths, loss, tally)
-            except torch.OutOfMemoryError as error:
-                self._shrink(max(lengths), error)
-            except BaseException:
-                optimizer.zero_grad(set_to_none=True)
-                raise
-            else:
-                return tally
+    def _checked(self, samples: Sequence[Sample]) -> CausalLM:
+        """The model, if these rows can be computed on. Raises `DataError` otherwise."""
+        lm = self._opened()
+        for sample in samples:
+            rows.check(sample, lm.vocab_size)
+        return lm
 
-    def _is_tree(self, samples: Sequence[Sample], lengths: Sequence[int]) -> bool:
-        """Whether the step goes over the prefix tree; `auto` wants enough shared tokens to pay for the smaller pieces."""
-        if self._kind not in ("auto", "tree") or not samples:
-            return False
+    def _learning(self) -> dict[str, nn.Parameter]:
+        """All that the optimizer changes: the policy's parameters and the critic's."""
+        return self._parameters | (self._critic.parameters() if self._critic else {})
+
+    def _accumulate(self, samples: Sequence[Sample], loss: Loss) -> Tally:
+        """Sum the gradients of all rows that have a share of the loss."""
+        lm, trained = self._opened(), [sample for sample in samples if rows.is_trained(sample)]
+        if not trained:
+            return Tally()
+        layout = self._step_layout(trained)
+        if isinstance(loss, StepLoss) or needs_reference(loss):
+            trained = self._prepared(trained, layout, loss)
+            layout = layout.again(trained)
+        if self._kind == "per-call":
+            trained = [row for sample in trained for row in rows.by_call(sample)]
+            layout = self._step_layout(trained)
+        optimizer = self._opened_optimizer()
+
+        def attempt() -> Tally:
+            optimizer.zero_grad(set_to_none=True)
+            return GradientPass(lm, layout, loss, self._critic, self._steps).run(self._budget)
+
+        try:
+            return self._within_memory(layout, attempt)
+        except BaseException:
+            optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _prepared(self, samples: Sequence[Sample], layout: Layout, loss: Loss) -> list[Sample]:
+        """The rows with what the loss wants to know of their trained tokens before the gradient pass."""
+        lm, source = self._opened(), self._reference
+        tokens = reordered(layout.tokens, row_order(layout.tokens))
+        reference: Numbers | None = None
+        prepared: Numbers | None = None
+        if needs_reference(loss) and source is not None:
+            with source.model() as model:
+                reference = self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget))
+        if isinstance(loss, StepLoss) and len(tokens):
+            current = self._within_memory(layout, lambda: read_logprobs(layout, lm, self._budget))
+            prepared = prepared_by(loss, samples, tokens, current, reference)
+        return with_numbers(samples, tokens, reference, prepared)
+
+    def _step_layout(self, samples: Sequence[Sample]) -> Layout:
+        lengths = [rows.trained_length(sample) for sample in samples]
+        return self._layout(samples, lengths, trained_tokens(samples), states_of(samples, every=False))
+
+    def _layout(self, samples: Sequence[Sample], lengths: Sequence[int], tokens: Tokens, states: States) -> Layout:
+        """How rows are computed; `auto` takes the tree where enough tokens are shared to pay for the smaller pieces."""
+        if self._kind in ("auto", "tree") and samples and not self._why_no_tree():
+            forest = Forest.of(samples, lengths, tokens, states)
+            if self._kind == "tree" or forest.pays:
+                return forest
+        return Linear(samples, lengths, tokens, states)
+
+    def _why_no_tree(self) -> str:
         if self._no_tree is None:
             self._no_tree = why_no_tree(self._opened())
             if self._no_tree:
                 logger.info("rows are computed one by one, not as a tree: %s", self._no_tree)
-        return not self._no_tree and (self._kind == "tree" or tree_pays(samples, lengths))
+        return self._no_tree
 
-    def _backward_tree(self, samples: Sequence[Sample], lengths: Sequence[int], loss: Loss, tally: Tally) -> None:
-        forest = Forest.of(self._opened(), samples, lengths)
-        where = f"{len(samples)} rows ({rows.name(samples[0])} to {rows.name(samples[-1])})"
+    def _clipped(self) -> dict[str, float]:
+        """Clip the policy's gradient and the critic's, each by its own norm; returns these as they were.
 
-        def loss_of(batch: TokenBatch) -> torch.Tensor:
-            return self._loss_of(batch, loss, tally, where)
-
-        with failing("pass over the tree", where):
-            computed = forest.accumulate(self._budget, loss_of)
-        tally.computed(computed, forest.digests())
-
-    def _backward_rows(self, samples: Sequence[Sample], lengths: Sequence[int], loss: Loss, tally: Tally) -> None:
-        lm = self._opened()
-        for indices in rows.plan(lengths, self._budget):
-            chosen = [samples[index] for index in indices]
-            part = rows.collate(chosen, [lengths[index] for index in indices], lm.device, every=False)
-            logprobs, entropy = _forward(lm, part)
-            batch = token_batch(logprobs, entropy, part.old_logprobs, part.advantages, part.weights)
-            total = self._loss_of(batch, loss, tally, f"the rows of {rows.name(chosen[0])} to {rows.name(chosen[-1])}")
-            with failing("backward pass", part.text):
-                total.backward()  # type: ignore[no-untyped-call]
-            tally.computed(part.ids.numel(), part.digests())
-
-    def _loss_of(self, batch: TokenBatch, loss: Loss, tally: Tally, where: str) -> torch.Tensor:
-        """The loss of some tokens, counted. Raises `EngineError` when it is not finite."""
-        output = loss(batch)
-        value = float(output.loss.detach())
-        if not math.isfinite(value):
+        Raises `EngineError`, with no gradient left, when one is not finite.
+        """
+        norms = {"grad_norm": float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))}
+        if self._critic is not None:
+            own = self._critic.parameters().values()
+            norms["critic_grad_norm"] = float(nn.utils.clip_grad_norm_(own, self._config.max_grad_norm))
+        if not all(map(math.isfinite, norms.values())):
+            self._opened_optimizer().zero_grad(set_to_none=True)
             raise EngineError(
-                f"the loss is {value} at step {self._steps} in {where}, so the step was not taken and the weights are as "
-                "before"
+                f"the gradient is not finite at step {self._steps}, so the step was not taken and the weights are as "
+                "before: lower engine.lr or use float32"
             )
-        tally.add(batch, value, output.metrics)
-        return output.loss
+        return norms
 
-    def _shrink(self, longest: int, error: torch.OutOfMemoryError) -> None:
-        if self._budget <= longest:
-            raise EngineError(
-                f"out of memory on a single row of {longest} tokens: set engine.gradient_checkpointing = true, train LoRA "
-                "adapters (engine.lora), or shorten the agent's calls (policy_server.max_model_len)"
-            ) from error
-        self._budget = max(longest, self._budget // 2)
-        logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)
-
-
-def _forward(lm: CausalLM, part: rows.Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies (N,) of the wanted tokens."""
-    with failing("forward pass", part.text), lm.computing():
-        hidden = lm.hidden(part.ids[:, :-1])
-        before = part.rows * hidden.shape[1] + part.columns - 1
-        wanted = hidden.flatten(0, 1).index_select(0, before)
-        return token_logprobs(wanted, part.targets, part.temperatures, lm.logits, lm.vocab_size)
+    def _within_memory(self, layout: Layout, attempt: Callable[[], T]) -> T:
+        """What `attempt` returns. When memory runs out it is made again with half the micro-batch, which is kept."""
+        longest = max(layout.lengths, default=0)
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                if self._budget <= longest:
+                    raise EngineError(
+                        f"out of memory on a single row of {longest} tokens: set engine.gradient_checkpointing = true, "
+                        "train LoRA adapters (engine.lora), or shorten the agent's calls (policy_server.max_model_len)"
+                    ) from error
+            self._budget = max(longest, self._budget // 2)
+            logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)
 
 
-@contextmanager
-def failing(doing: str, what: str) -> Iterator[None]:
-    """Whatever torch raises in a pass becomes an `EngineError`; a shortage of memory always an `OutOfMemoryError`."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, IndexError) as error:
-        if any(sign in str(error) for sign in OUT_OF_MEMORY):
-            raise torch.OutOfMemoryError(str(error)) from error
-        raise EngineError(f"the {doing} failed on {what}: {error}") from error
+def _apart(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
+    """Numbers of all rows as one array for each."""
+    return np.split(values, np.cumsum(counts)[:-1]) if counts else []
 
 
-def _adamw(parameters: dict[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101); matrices decay, norms and biases do not."""
+def _adamw(
+    parameters: dict[str, nn.Parameter], critic: Critic | None, config: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not. `full_lr` is a group's rate when the
+    warm-up is over."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "full_lr": config.lr},
+        {"params": vectors, "weight_decay": 0.0, "full_lr": config.lr},
+    ]
+    if critic is not None:
+        groups.append({"params": [*critic.parameters().values()], "weight_decay": 0.0, "full_lr": config.critic_lr})
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

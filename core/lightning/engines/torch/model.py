@@ -65,6 +65,20 @@ class CausalLM:
         finally:
             self.model.train(training)
 
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """With LoRA's adapters switched off: the model that they were added to."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in layers:
+            layer.enable_adapters(enabled=False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(enabled=True)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Parameters with a gradient, by name."""
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}

@@ -1,88 +1,45 @@
-"""Micro-batches: which rows are computed together, and their tensors.
+"""Rows before they are tensors: whether they can be trained on, how they are cut, and which are computed together.
 
-The invariant: rows are padded on the right only. With causal attention no real token can see the padding behind it, so no
-attention mask is needed and positions count from 0; and how rows are grouped changes no token's result.
+The invariant: nothing here changes what a token is predicted from, nor its share of the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from lightning.batch.digest import span_digest
-from lightning.batch.sample import Sample
+from lightning.batch.sample import Sample, Span
 from lightning.errors import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatch:
-    """B rows of up to T tokens, and the N tokens among them whose logprobs are wanted."""
-
-    samples: tuple[Sample, ...]
-    ids: torch.Tensor
-    """(B, T) int64; zeros behind a row's end."""
-    sampled: torch.Tensor
-    """(B, T) float32: the sampler's logprobs, NaN where there are none."""
-    rows: torch.Tensor
-    """(N,) int64: the row of each wanted token."""
-    columns: torch.Tensor
-    """(N,) int64: its index in the row, at least 1; its logprob comes from the hidden state at `columns - 1`."""
-    weights: torch.Tensor
-    """(N,) float32."""
-    advantages: torch.Tensor
-    """(N,) float32."""
-    temperatures: torch.Tensor | None
-    """(N,) float32, or None when all are 1."""
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """(N,) the wanted tokens' ids."""
-        return self.ids[self.rows, self.columns]
-
-    @property
-    def old_logprobs(self) -> torch.Tensor:
-        """(N,) the sampler's logprobs of the wanted tokens."""
-        return self.sampled[self.rows, self.columns]
-
-    @property
-    def text(self) -> str:
-        """The rows, for messages."""
-        count, width = self.ids.shape
-        return f"{count} rows of up to {width} tokens ({name(self.samples[0])} to {name(self.samples[-1])})"
-
-    def digests(self) -> dict[tuple[str, int, int], str]:
-        """The fingerprint of each span, read back from the tensors."""
-        ids, sampled = self.ids.cpu().numpy(), self.sampled.cpu().numpy()
-        return {
-            (span.rollout, span.attempt, span.seq): span_digest(
-                ids[row, span.start : span.stop], sampled[row, span.start : span.stop]
-            )
-            for row, sample in enumerate(self.samples)
-            for span in sample.spans
-        }
 
 
 def by_call(sample: Sample) -> list[Sample]:
     """A row cut into one for each of its calls, with weight on that call's response only."""
     parts = []
     for span in sample.spans:
+        own = slice(span.stop)
         weights = np.zeros(span.stop, np.float32)
         weights[span.start :] = sample.weights[span.start : span.stop]
         parts.append(
-            Sample(
-                sample.ids[: span.stop],
-                weights,
-                sample.advantages[: span.stop],
-                sample.logprobs[: span.stop],
-                sample.versions[: span.stop],
-                (span,),
-                sample.temperature,
+            replace(
+                sample,
+                ids=sample.ids[own],
+                weights=weights,
+                advantages=sample.advantages[own],
+                logprobs=sample.logprobs[own],
+                versions=sample.versions[own],
+                spans=(span,),
+                reference=None if sample.reference is None else sample.reference[own],
+                prepared=None if sample.prepared is None else sample.prepared[own],
             )
         )
     return parts
+
+
+def is_trained(sample: Sample) -> bool:
+    """Whether a row has a share of the loss, or of the critic's."""
+    return bool(sample.weights.any()) or any(span.value_weight != 0.0 for span in sample.spans)
 
 
 def trained_length(sample: Sample) -> int:
@@ -105,32 +62,6 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
         else:
             batches.append([index])
     return batches
-
-
-def collate(samples: Sequence[Sample], lengths: Sequence[int], device: torch.device, *, every: bool) -> Microbatch:
-    """Tensors of some rows, each cut to its length. Wanted are the tokens with weight or, with `every`, all but the first."""
-    shape = (len(samples), max(lengths))
-    ids, sampled = np.zeros(shape, np.int64), np.full(shape, np.nan, np.float32)
-    weights, advantages, wanted = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, bool)
-    for row, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        ids[row, :length] = sample.ids[:length]
-        sampled[row, :length] = sample.logprobs[:length]
-        weights[row, :length] = sample.weights[:length]
-        advantages[row, :length] = sample.advantages[:length]
-        wanted[row, 1:length] = True if every else sample.weights[1:length] != 0
-    rows, columns = np.nonzero(wanted)
-    temperatures = np.array([sample.temperature for sample in samples], np.float32)
-    uniform = bool((temperatures == 1.0).all())
-    return Microbatch(
-        samples=tuple(samples),
-        ids=torch.from_numpy(ids).to(device),
-        sampled=torch.from_numpy(sampled).to(device),
-        rows=torch.from_numpy(rows).to(device),
-        columns=torch.from_numpy(columns).to(device),
-        weights=torch.from_numpy(weights[rows, columns]).to(device),
-        advantages=torch.from_numpy(advantages[rows, columns]).to(device),
-        temperatures=None if uniform else torch.from_numpy(temperatures[rows]).to(device),
-    )
 
 
 def check(sample: Sample, vocab_size: int) -> None:
@@ -158,8 +89,14 @@ def check(sample: Sample, vocab_size: int) -> None:
         problem = f"its temperature is {sample.temperature}"
     elif any(not 0 < span.start < span.stop <= size for span in sample.spans):
         problem = "a span does not lie inside it"
+    elif any(not _can_be_valued(span) for span in sample.spans):
+        problem = "the value that a state should have, or its weight, is not finite"
     if problem:
         raise DataError(f"the training row of {name(sample)} cannot be trained on: {problem}")
+
+
+def _can_be_valued(span: Span) -> bool:
+    return span.value_weight == 0.0 or bool(np.isfinite((span.value_weight, span.value_target)).all())
 
 
 def _first_call(sample: Sample, place: int) -> str:

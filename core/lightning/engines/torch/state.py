@@ -1,7 +1,8 @@
 """The training state on disk: safetensors for tensors, JSON for the rest, never pickle.
 
 The invariant: a state that was saved and loaded continues bit for bit. It therefore holds the trained weights in their
-master precision, both moments and the step count of every parameter, torch's random state, and the micro-batch size.
+master precision (the critic's too), both moments and the step count of every parameter, torch's random state, and the
+micro-batch size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.files import recover, whole_folder
 from lightning.errors import EngineError
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 knew no critic."""
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = (
     "weights.safetensors",
     "optimizer.safetensors",
@@ -32,11 +35,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a state holds besides tensors: optimizer steps taken, and the micro-batch size memory has allowed so far."""
+    """What a state holds besides tensors: optimizer steps taken, the micro-batch size memory has allowed so far, and the
+    critic's kind of trunk (empty where there is no critic)."""
 
     steps: int
     tokens_per_microbatch: int
     optimizer: OptimizerConfig
+    critic: str = ""
 
 
 def save_state(
@@ -64,17 +69,24 @@ def save_state(
 
 
 def load_state(
-    folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, device: torch.device
+    folder: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    critic: str = "",
 ) -> Progress:
     """Restore what `save_state` wrote into the model and the optimizer.
 
-    Raises `EngineError`, before anything is changed, when the folder is missing, broken or of another model.
+    Raises `EngineError`, before anything is changed, when the folder is missing, broken, of another model, or was not saved
+    with this kind of `critic`.
     """
     recover(folder)
     try:
         state = json.loads((folder / _STATE).read_text())
-        if state.get("format") != FORMAT:
-            raise EngineError(f"{folder} was written in format {state.get('format')}; this release reads {FORMAT}")
+        if state.get("format") not in READABLE:
+            known = " and ".join(map(str, READABLE))
+            raise EngineError(f"{folder} was written in format {state.get('format')}; this release reads {known}")
         weights = load_file(folder / _WEIGHTS, device=str(device))
         moments = load_file(folder / _OPTIMIZER, device=str(device))
         random = load_file(folder / _RANDOM)
@@ -82,11 +94,17 @@ def load_state(
             steps=int(state["steps"]),
             tokens_per_microbatch=int(state["tokens_per_microbatch"]),
             optimizer=OptimizerConfig(**{**state["optimizer"], "betas": tuple(state["optimizer"]["betas"])}),
+            critic=str(state.get("critic", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, EngineError):
             raise
         raise EngineError(f"{folder} is not a whole training state: {error}") from error
+    if progress.critic != critic:
+        raise EngineError(
+            f"the training state in {folder} was saved {_with(progress.critic)}, but this engine was opened {_with(critic)}: "
+            "resume with the algorithm and the engine.critic_trunk that the run was started with"
+        )
     _refuse_other_model(folder, parameters, weights)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -100,6 +118,10 @@ def load_state(
     if device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"], device)
     return progress
+
+
+def _with(critic: str) -> str:
+    return f"with a critic on a {critic} trunk" if critic else "without a critic"
 
 
 def _refuse_other_model(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning.losses.protocol import TokenBatch
+from lightning.losses.value import value_metrics
 
 
 class Tally:
@@ -17,12 +18,15 @@ class Tally:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], str] = {}
+        self.parts = 0
+        """Micro-batches, or passes over nodes, that had a loss."""
         self._loss = 0.0
         self._weight = 0.0
-        self._tokens = self._forward = self._parts = self._compared = 0
+        self._tokens = self._forward = self._compared = 0
         self._gap_sum = self._gap_max = 0.0
         self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
         self._maxima: dict[str, float] = {}
+        self._values: dict[str, float] = {}
 
     def computed(self, tokens: int, seen: Mapping[tuple[str, int, int], str]) -> None:
         """Count the tokens that were computed, and what the tensors held of which calls."""
@@ -43,7 +47,6 @@ class Tally:
         self._loss += loss
         self._weight += weight
         self._tokens += len(batch.weights)
-        self._parts += 1
         self._gap_sum += total
         self._gap_max = max(self._gap_max, largest)
         self._compared += int(compared)
@@ -52,6 +55,11 @@ class Tally:
                 self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
             else:
                 self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def add_values(self, sums: Mapping[str, float]) -> None:
+        """Count some states that the critic valued, by the weighted sums of `value_loss`."""
+        for name, value in sums.items():
+            self._values[name] = self._values.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """The step's numbers so far; weighted sums become weighted means."""
@@ -63,7 +71,8 @@ class Tally:
             "tokens": float(self._tokens),
             "tokens_forward": float(self._forward),
             "tokens_compared": float(self._compared),
-            "microbatches": float(self._parts),
+            "microbatches": float(self.parts),
             "max_logprob_gap": self._gap_max,
             "mean_logprob_gap": self._gap_sum / max(1, self._compared),
+            **value_metrics(self._values),
         }

@@ -1,0 +1,48 @@
+"""The critic: one linear layer on the model's hidden states that says what a state is worth.
+
+The invariant: before its first step every state is worth 0, and the policy's export knows nothing of it.
+
+V(s) = mean_j(w_j h_j) + b, with h the hidden state after the last norm at the prompt's last token. The mean (not the sum)
+makes the learning rate mean the same in every model: one step of Adam moves a value by about its learning rate times the
+size of a hidden unit, whether there are 64 of them or 4,096.
+
+With `trunk="frozen"` the value loss trains this layer alone. That is the default: the hidden states of a language model hold
+what the next tokens will be, so a linear reading of them is a usable baseline; and the policy's gradient, its clipping and
+its weights are then, to the last bit, those of a run whose advantages came from elsewhere, whatever scale the rewards have.
+With `"shared"` it also trains the model, which can fit values better and makes `value_weight` a matter of balance.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning.engines.torch.model import CausalLM
+
+Trunk = Literal["shared", "frozen"]
+
+PREFIX = "critic."
+"""What the names of the critic's parameters begin with in a training state."""
+
+
+class Critic:
+    """A value head for a model, in float32, or in float64 where the model is."""
+
+    def __init__(self, lm: CausalLM, trunk: Trunk) -> None:
+        self.trunk = trunk
+        kind = torch.float64 if lm.dtype is torch.float64 else torch.float32
+        size = int(lm.model.get_output_embeddings().weight.shape[1])
+        self._weight = nn.Parameter(torch.zeros(size, dtype=kind, device=lm.device))
+        self._bias = nn.Parameter(torch.zeros((), dtype=kind, device=lm.device))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What it learns, by the names in a training state."""
+        return {f"{PREFIX}weight": self._weight, f"{PREFIX}bias": self._bias}
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(M, H) hidden states to (M,) values."""
+        states = hidden.detach() if self.trunk == "frozen" else hidden
+        # Not a matrix product: autocast would make it bfloat16.
+        return (states.to(self._weight.dtype) * self._weight).mean(-1) + self._bias

@@ -1,0 +1,153 @@
+"""Passes over a layout: reading logprobs or values without a gradient, and adding up the gradient of a step.
+
+The invariant: all passes see the same tokens through the same functions, so what is read before a step is what the step
+computes again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from lightning.engines.torch.critic import Critic
+from lightning.engines.torch.layout import Ints, Layout, Numbers, Part, Seen, Tokens, failing, reordered, row_order
+from lightning.engines.torch.logprobs import token_logprobs
+from lightning.engines.torch.model import CausalLM
+from lightning.engines.torch.tally import Tally
+from lightning.errors import EngineError
+from lightning.losses.protocol import Loss, TokenBatch
+from lightning.losses.value import value_loss
+
+
+def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
+    """Logprobs (N,) of a layout's tokens under any model of its family, in the order of the rows, without a gradient."""
+    found = np.full(len(layout.tokens), np.nan, _precision(lm))
+
+    def visit(part: Part) -> None:
+        if len(part.tokens):
+            logprobs, *_ = _predicted(lm, part, reordered(layout.tokens, part.tokens))
+            found[part.tokens] = logprobs.cpu().numpy()
+
+    with lm.evaluating():
+        layout.walk(lm, budget, visit)
+    ordered: Numbers = found[row_order(layout.tokens)]
+    return ordered
+
+
+def read_values(layout: Layout, lm: CausalLM, critic: Critic, budget: int) -> Numbers:
+    """The critic's values (M,) of a layout's states, in the order of the rows."""
+    found = np.full(len(layout.states), np.nan, _precision(lm))
+
+    def visit(part: Part) -> None:
+        found[part.states] = critic(_picked(part.hidden, part.at)).cpu().numpy()
+
+    with lm.evaluating():
+        layout.walk(lm, budget, visit)
+    ordered: Numbers = found[row_order(layout.states)]
+    return ordered
+
+
+@dataclass(slots=True)
+class GradientPass:
+    """Adds the gradient of every token's and every state's loss to the parameters."""
+
+    lm: CausalLM
+    layout: Layout
+    loss: Loss
+    critic: Critic | None
+    number: int
+    """The step's, for messages."""
+    tally: Tally = field(default_factory=Tally)
+
+    def run(self, budget: int) -> Tally:
+        """What the losses were, and what their tensors held of each call of the rows."""
+        seen = Seen(self.layout.tokens)
+
+        def visit(part: Part) -> torch.Tensor | None:
+            self.tally.parts += 1
+            losses = []
+            if len(part.tokens):
+                losses.append(self._policy_loss(part, seen))
+            if len(part.states):
+                losses.append(self._value_loss(part))
+            return sum(losses[1:], losses[0]) if losses else None
+
+        computed = self.layout.walk(self.lm, budget, visit)
+        self.tally.computed(computed, seen.digests(self.layout.samples))
+        return self.tally
+
+    def _policy_loss(self, part: Part, seen: Seen) -> torch.Tensor:
+        tokens = reordered(self.layout.tokens, part.tokens)
+        batch, targets, sampled = _token_batch(self.lm, part, tokens)
+        seen.note(part.tokens, targets, sampled)
+        output = self.loss(batch)
+        self._check("loss", output.loss, part)
+        self.tally.add(batch, float(output.loss.detach()), output.metrics)
+        return output.loss
+
+    def _value_loss(self, part: Part) -> torch.Tensor:
+        assert self.critic is not None, "rows with value targets are refused without a critic"
+        states = reordered(self.layout.states, part.states)
+        values = self.critic(_picked(part.hidden, part.at))
+        targets, weights = (
+            torch.from_numpy(numbers).to(values.device, values.dtype) for numbers in (states.targets, states.weights)
+        )
+        output = value_loss(values, targets, weights)
+        self._check("value loss", output.loss, part)
+        self.tally.add_values(output.metrics)
+        return output.loss
+
+    def _check(self, what: str, loss: torch.Tensor, part: Part) -> None:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise EngineError(
+                f"the {what} is {value} at step {self.number} in {part.what}, so the step was not taken and the weights "
+                "are as before"
+            )
+
+
+def _token_batch(lm: CausalLM, part: Part, tokens: Tokens) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
+    """What a loss function sees of a part's tokens, and the tensors of their ids and of their sampler's logprobs; where
+    these are NaN the old logprobs are the current ones."""
+    logprobs, entropy, targets = _predicted(lm, part, tokens)
+    kind, device = logprobs.dtype, logprobs.device
+
+    def tensor(numbers: Numbers) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(device, kind)
+
+    sampled = torch.from_numpy(tokens.sampled).to(device)
+    old = sampled.to(kind)
+    has_old = ~old.isnan()
+    batch = TokenBatch(
+        logprobs=logprobs,
+        old_logprobs=torch.where(has_old, old, logprobs.detach()),
+        advantages=tensor(tokens.advantages),
+        weights=tensor(tokens.weights),
+        entropy=entropy,
+        has_old=has_old,
+        versions=torch.from_numpy(tokens.versions).to(device),
+        reference=None if tokens.reference is None else tensor(tokens.reference),
+        prepared=None if tokens.prepared is None else tensor(tokens.prepared),
+    )
+    return batch, targets, sampled
+
+
+def _predicted(lm: CausalLM, part: Part, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies (N,) of a part's tokens, and these."""
+    targets = torch.from_numpy(tokens.targets).to(lm.device)
+    heat = None if tokens.temperatures is None else torch.from_numpy(tokens.temperatures).to(lm.device)
+    with failing("output layer", part.what), lm.computing():
+        logprobs, entropy = token_logprobs(_picked(part.hidden, part.before), targets, heat, lm.logits, lm.vocab_size)
+    return logprobs, entropy, targets
+
+
+def _picked(hidden: torch.Tensor, places: Ints) -> torch.Tensor:
+    """(N, H): the hidden states at some places."""
+    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
+
+
+def _precision(lm: CausalLM) -> type[np.floating]:
+    return np.float64 if lm.dtype is torch.float64 else np.float32
