@@ -96,7 +96,7 @@ def _placed(tree: PrefixTree, entries: Entries, columns: Ints) -> tuple[Entries,
     """Entries in the order of their places, and these; they need the hidden states at `columns` of their rows."""
     rows, starts = np.unique(entries.rows, return_index=True)
     parts = np.split(columns, starts[1:]) if len(rows) else []
-    found = [tree.places(row, own) for row, own in zip(rows.tolist(), parts, strict=True)]
+    found: list[Ints] = [tree.places(row, own) for row, own in zip(rows.tolist(), parts, strict=True)]
     places = np.concatenate([np.zeros(0, np.int64), *found])
     order = np.argsort(places, kind="stable")
     return reordered(entries, order), places[order]
@@ -106,5 +106,6 @@ def _entries(places: Ints, batch: Sequence[Node], width: int) -> tuple[Ints, Int
     """Which entries need a hidden state of some nodes, and where it stands in a (B * `width`) tensor of these."""
     firsts, lasts = (np.searchsorted(places, [getattr(node, edge) for node in batch]) for edge in ("start", "stop"))
     chosen = [np.arange(first, last) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-    found = [places[own] - node.start + row * width for row, (own, node) in enumerate(zip(chosen, batch, strict=True))]
-    return np.concatenate(chosen), np.concatenate(found)
+    starts = np.repeat([node.start - row * width for row, node in enumerate(batch)], [len(own) for own in chosen])
+    entries = np.concatenate(chosen)
+    return entries, places[entries] - starts

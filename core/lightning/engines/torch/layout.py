@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -118,9 +118,10 @@ def trained_tokens(samples: Sequence[Sample]) -> Tokens:
 def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
     """Some tokens of each row, in the order of the rows and of the tokens in each."""
 
-    def collect(name: str, kind: type[np.generic]) -> npt.NDArray[np.generic]:
+    def collect(name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
         values = [getattr(sample, name)[own] for sample, own in zip(samples, columns, strict=True)]
-        return np.concatenate([np.zeros(0, kind), *values]).astype(kind, copy=False)
+        found: npt.NDArray[Any] = np.concatenate([np.zeros(0, kind), *values])
+        return found.astype(kind, copy=False)
 
     def collect_some(name: str) -> Numbers | None:
         if not samples or getattr(samples[0], name) is None:
@@ -133,11 +134,11 @@ def wanted_tokens(samples: Sequence[Sample], columns: Sequence[Ints]) -> Tokens:
     return Tokens(
         rows=rows,
         columns=np.concatenate([np.zeros(0, np.int64), *columns]),
-        targets=collect("ids", np.int64),  # type: ignore[arg-type]
-        weights=collect("weights", np.float32),  # type: ignore[arg-type]
-        advantages=collect("advantages", np.float32),  # type: ignore[arg-type]
-        sampled=collect("logprobs", np.float32),  # type: ignore[arg-type]
-        versions=collect("versions", np.int32),  # type: ignore[arg-type]
+        targets=collect("ids", np.int64),
+        weights=collect("weights", np.float32),
+        advantages=collect("advantages", np.float32),
+        sampled=collect("logprobs", np.float32),
+        versions=collect("versions", np.int32),
         temperatures=None if bool((temperatures == 1.0).all()) else temperatures[rows],
         reference=collect_some("reference"),
         prepared=collect_some("prepared"),
@@ -162,13 +163,14 @@ Entries = TypeVar("Entries", Tokens, States)
 
 def reordered(entries: Entries, order: Ints) -> Entries:
     """The entries in another order, or some of them."""
-    values = (getattr(entries, item.name) for item in fields(entries))
-    return type(entries)(*(None if value is None else value[order] for value in values))
+    values = {item.name: getattr(entries, item.name) for item in fields(entries)}
+    return replace(entries, **{name: value[order] for name, value in values.items() if value is not None})
 
 
 def row_order(entries: Tokens | States) -> Ints:
     """The order in which entries come by rows, and by tokens in each."""
-    return np.lexsort((entries.columns, entries.rows))
+    order: Ints = np.lexsort((entries.columns, entries.rows))
+    return order
 
 
 class Seen:

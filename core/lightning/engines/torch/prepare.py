@@ -78,7 +78,8 @@ def with_numbers(
 def _calls_of(samples: Sequence[Sample], tokens: Tokens) -> tuple[npt.NDArray[np.int64], tuple[Span, ...]]:
     """For each token which of the rows' spans it lies in, and these."""
     starts = np.searchsorted(tokens.rows, np.arange(len(samples) + 1)).tolist()
-    calls, spans = np.full(len(tokens), -1, np.int64), []
+    calls = np.full(len(tokens), -1, np.int64)
+    spans: list[Span] = []
     for row, sample in enumerate(samples):
         own = slice(starts[row], starts[row + 1])
         for span in sample.spans:
