@@ -14,8 +14,9 @@ try:
     import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
+from lightning.instrument.tracer_provider import Watch
+
 from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers
-from lightning_autogen.provider import Watch
 from lightning_autogen.results import results
 
 __all__ = ["SUPPORTED", "LightningHandler", "lightning_identify", "lightning_install"]

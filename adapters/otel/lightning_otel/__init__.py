@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import lightning
 from lightning.instrument import check_supported
+from lightning.instrument.tracer_provider import Watch
 
-from lightning_otel.provider import Watch
 from lightning_otel.spans import caller_here, receivers
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -18,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.instrument import callers
+from lightning.instrument.tracer_provider import StandIn, Watch
 from lightning_otel import spans
 from lightning_otel.processor import LightningProcessor
-from lightning_otel.provider import StandIn, Watch
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -29,7 +28,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.util._once import Once
 
-ADAPTERS = Path(__file__).parents[3] / "adapters"
 REFUSED = "Overriding of current TracerProvider is not allowed"
 
 Events = list[lightning.ToolEvent]
@@ -205,11 +203,6 @@ def test_two_adapters_watch_side_by_side(warnings_of: Callable[[], list[str]]) -
         watch.stop()
     assert trace.set_tracer_provider is original
     assert warnings_of() == []
-
-
-def test_both_adapters_share_one_text() -> None:
-    otel, autogen = (ADAPTERS / name / f"lightning_{name}" / "provider.py" for name in ("otel", "autogen"))
-    assert otel.read_text() == autogen.read_text()
 
 
 def test_a_provider_that_takes_no_processors(warnings_of: Callable[[], list[str]]) -> None:

@@ -3,6 +3,9 @@
 The invariant: the user's own provider, set before or after, gets the spans and keeps its resource, sampler and exporters.
 OpenTelemetry takes one provider for good. While there is none, a stand-in holds the place: it records for our processor,
 exports nothing, and steps aside for the provider that `trace.set_tracer_provider` is given.
+
+Nothing of `lightning` imports this module, which needs OpenTelemetry's API: adapters do, for what reports by its spans. The SDK
+is imported for the first span.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import lightning
 from opentelemetry import trace
+
+from lightning.errors import LightningError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -88,7 +92,7 @@ class Watch:
     def start(self) -> None:
         """Watch the provider that is set, and the one that will be. Raises `LightningError` where no span can be seen."""
         if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-            raise lightning.LightningError("OTEL_SDK_DISABLED=true keeps OpenTelemetry from recording spans: unset it")
+            raise LightningError("OTEL_SDK_DISABLED=true keeps OpenTelemetry from recording spans: unset it")
         provider = trace.get_tracer_provider()
         if type(provider) is trace.ProxyTracerProvider:  # nobody has set one
             self._stand_in = StandIn(self._add)
@@ -112,7 +116,7 @@ class Watch:
             return
         try:
             self._add(tracer_provider)
-        except lightning.LightningError as error:
+        except LightningError as error:
             logger.warning("%s", error)
         if self._stand_in is not None:
             self._stand_in.step_aside(tracer_provider)
@@ -125,7 +129,7 @@ class Watch:
     def _add(self, provider: trace.TracerProvider) -> None:
         add = getattr(provider, "add_span_processor", None)
         if add is None:
-            raise lightning.LightningError(
+            raise LightningError(
                 f"agents go without names: the process's TracerProvider, a {type(provider).__qualname__}, takes no span "
                 "processors; set one of opentelemetry.sdk.trace"
             )
