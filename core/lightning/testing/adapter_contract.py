@@ -9,17 +9,23 @@ import asyncio
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import pytest
 
-from lightning.instrument import activate
-from lightning.plugins.adapters import failed_adapter
-from lightning.testing.contract_harness import CAPABILITIES, ContractHarness, Make, check, in_thread, named, unbroken
+from lightning.testing.contract_faults import FaultChecks
+from lightning.testing.contract_harness import (
+    CAPABILITIES,
+    Make,
+    calculator,
+    check,
+    in_thread,
+    named,
+    solved,
+    traces,
+    unbroken,
+)
 from lightning.testing.contract_house import Ran
-from lightning.testing.contract_policy import ANSWER, BAD, HANG, REFUSE
-from lightning.testing.vllm_shapes import Reply
-from lightning.types import CallStatus, ToolEvent
+from lightning.testing.contract_policy import BAD
 
 __all__ = ["CAPABILITIES", "AdapterContract"]
 
@@ -27,7 +33,7 @@ CONCURRENT = 8
 THREADS = 4
 
 
-class AdapterContract(ContractHarness):
+class AdapterContract(FaultChecks):
     """The kit. Give a subclass named `Test...` the plugin's name, what it claims, and a few small agents:
 
         class TestAcme(AdapterContract):
@@ -314,142 +320,6 @@ class AdapterContract(ContractHarness):
             with self.without():
                 self.play(self.solver)
         check(len(seen) > count, "uninstalling the adapter took the user's own processor away")
-
-    # faults -------------------------------------------------------------------------------------------------------
-    def test_uninstalling_leaves_no_trace(self) -> None:
-        """After the undo the adapter hears nothing; installed again, it reports everything once."""
-        solved(self.go(self.solver))
-        first = len(self.emitted)
-        self.clean("after the adapter was uninstalled")
-        with self.without():
-            bare = self.play(self.solver)
-        solved(bare)
-        check(len(self.emitted) == first, f"uninstalled, the adapter still reported {self.emitted[first:]}")
-        again = self.go(self.solver)
-        check(
-            len(self.emitted) == 2 * first,
-            f"installed for the first time it reported {first} events of a run, installed again "
-            f"{len(self.emitted) - first}: lightning_install's undo has to take back all that it attached",
-        )
-        check(again.agents == ["solver"] * 2, f"installed again, the calls are named {again.agents}")
-
-    def clean(self, when: str) -> None:
-        """Check `leftovers`."""
-        left = self.leftovers()
-        check(not left, f"{when} it still holds {left!r}")
-
-    def test_retries_keep_one_identity(self) -> None:
-        """A call that the client sends again is the same call: same agent, same span."""
-        self.house.fake.queue(Reply(status=500))
-        ran = self.go(self.solver)
-        solved(ran, calls=3)
-        statuses = [call.status for call in ran.calls]
-        check(
-            statuses == [CallStatus.ERROR, CallStatus.OK, CallStatus.OK],
-            f"the policy server failed once and the client should have tried again; the calls were {statuses}",
-        )
-        failed, retried, following = (call.caller for call in ran.calls)
-        check(failed == retried, f"the failed call is {failed}, its retry {retried}: they are one call")
-        if "spans" in self.capabilities:
-            check(following.span_id != retried.span_id, f"the next call has the span of the one before: {following}")
-
-    def test_broken_receiver_does_not_break_the_agent(self) -> None:
-        """What receives events raises: the agent goes on."""
-
-        def broken(event: ToolEvent) -> NoReturn:
-            raise RuntimeError(f"the kit's receiver is broken ({event.name})")
-
-        with self.installed(broken):
-            ran = self.play(self.solver, BAD)
-        solved(ran, calls=3)
-        check(ran.agents == ["solver"] * 3, f"with a broken receiver the calls are named {ran.agents}")
-
-    def test_broken_identify_does_not_break_the_agent(self) -> None:
-        """`lightning_identify` raises: the agent goes on, and the calls are marked."""
-
-        def broken() -> NoReturn:
-            raise RuntimeError("the kit broke lightning_identify")
-
-        with self.identify(lambda _: broken), self.installed():
-            ran = self.play(self.solver)
-        solved(ran)
-        marks = {failed_adapter(call.caller) for call in ran.calls}
-        check(marks == {self.adapter}, f"the calls of a failing adapter should be marked with its name, not {marks}")
-
-    def test_provider_failure_surfaces(self) -> None:
-        """The policy server refuses: the agent's user sees it, and nothing of it is left."""
-        with self.installed():
-            ran = self.play(self.solver, REFUSE)
-            check(
-                ran.error is not None,
-                f"the model call failed and the agent answered {ran.answer!r}: who hid the failure?",
-            )
-            self._next_is_named("a failed model call")
-        self.clean("after a failed model call, a good run and its uninstallation")
-
-    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
-    def test_cancelling_leaves_no_state(self, stream: bool) -> None:
-        """The run is cancelled while the model is sampling: its call is aborted, and nothing of it is left."""
-        if stream:
-            self.need("stream")
-        with self.installed():
-            cancelled = self.house.play(self._cancelled(stream=stream))
-            check(
-                [call.caller.agent for call in cancelled.calls] == ["solver"],
-                f"the cancelled call is named {cancelled.agents}",
-            )
-            statuses = [call.status for call in cancelled.calls]
-            check(
-                statuses == [CallStatus.ABORTED],
-                f"the call of a cancelled run is {statuses}, not aborted: was the connection left open?",
-            )
-            self._next_is_named("a cancelled run")
-        self.clean("after a cancelled run, a good run and its uninstallation")
-
-    async def _cancelled(self, *, stream: bool) -> Ran:
-        fake = self.house.fake
-        before, gone = len(fake.requests), len(fake.aborted)
-        lease, llm = self.house.lease()
-        with activate(llm) as session:
-            context = contextvars.copy_context()
-            running = asyncio.create_task(self.run(self.solver(llm), HANG, stream=stream), context=context)
-            await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
-            running.cancel()
-            done, _ = await asyncio.wait({running}, timeout=10.0)
-            check(done, "the run was cancelled and goes on: something swallows asyncio.CancelledError")
-            context.run(self.nobody, "after the run was cancelled, in the same task")
-            await self.house.until(lambda: len(fake.aborted) > gone, "the policy server to be told that the call ended")
-            await self.house.until(lambda: bool(self.house.calls(lease)), "the aborted call in the store")
-        error = None if running.cancelled() else running.exception()
-        check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
-        return self.house.finish(lease, session, "", error or asyncio.CancelledError())
-
-    def _next_is_named(self, what: str) -> None:
-        self.nobody(f"after {what}")
-        following = unbroken(self.play(self.solver))
-        solved(following)
-        check(following.agents == ["solver"] * 2, f"after {what} the next run's calls are named {following.agents}")
-        if "tools" in self.capabilities:
-            check(len(calculator(following)) == 1, f"after {what} the next run's events are {following.events}")
-
-
-def solved(ran: Ran, calls: int = 2) -> None:
-    """Check that the solver did its work: its calls, its answer."""
-    __tracebackhide__ = True
-    if ran.error is not None:
-        raise ran.error
-    check(ANSWER in ran.answer, f"the solver's final text is {ran.answer!r}; the model said {ANSWER!r}")
-    check(len(ran.calls) == calls, f"the solver makes {calls} model calls; in the store there are {len(ran.calls)}")
-
-
-def traces(ran: Ran) -> list[tuple[str, list[int]]]:
-    """Who called, with the sampled token ids."""
-    return [(call.caller.agent, list(call.response_ids)) for call in ran.calls]
-
-
-def calculator(ran: Ran) -> list[ToolEvent]:
-    """The runs of the solver's tool."""
-    return [event for event in ran.events if event.name == "calculator"]
 
 
 def _in_order(names: Sequence[str], path: Sequence[str]) -> bool:

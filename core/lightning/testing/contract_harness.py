@@ -25,6 +25,7 @@ from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_house import LIMIT, House, Ran
+from lightning.testing.contract_policy import ANSWER
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, ToolEvent
 
@@ -256,6 +257,25 @@ def unbroken(ran: Ran) -> Ran:
     failed = any(failed_adapter(call.caller) for call in ran.calls)
     check(not failed, "lightning_identify() raised, or returned no lightning.Caller: see the captured log")
     return ran
+
+
+def solved(ran: Ran, calls: int = 2) -> None:
+    """Check that the solver did its work: its calls, its answer."""
+    __tracebackhide__ = True
+    if ran.error is not None:
+        raise ran.error
+    check(ANSWER in ran.answer, f"the solver's final text is {ran.answer!r}; the model said {ANSWER!r}")
+    check(len(ran.calls) == calls, f"the solver makes {calls} model calls; in the store there are {len(ran.calls)}")
+
+
+def traces(ran: Ran) -> list[tuple[str, list[int]]]:
+    """Who called, with the sampled token ids."""
+    return [(call.caller.agent, list(call.response_ids)) for call in ran.calls]
+
+
+def calculator(ran: Ran) -> list[ToolEvent]:
+    """The runs of the solver's tool."""
+    return [event for event in ran.events if event.name == "calculator"]
 
 
 def named(caller: Caller | None) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.testing.vllm_shapes import Reply, ToolCall
+from lightning.testing.vllm_replies import Reply, ToolCall
 
 ANSWER = "The answer is 42."
 HANG = "hang"

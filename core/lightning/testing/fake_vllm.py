@@ -22,20 +22,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from lightning.testing.vllm_shapes import (
-    ChatShape,
-    CompletionShape,
-    Generation,
-    Job,
-    Recorded,
-    Reply,
-    Shape,
-    Token,
-    ToolCall,
-    compact,
-    error_object,
-    tokenize_reply,
-)
+from lightning.testing.vllm_replies import Generation, Job, Recorded, Reply, Token, ToolCall, tokenize_reply
+from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]
 

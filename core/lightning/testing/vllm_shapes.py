@@ -1,116 +1,16 @@
 """What vLLM 0.31's OpenAI server says, byte by byte, for a scripted reply: answers, chunks, ids, logprobs and nulls.
 
 The invariant: fields are present, absent or null exactly as in vLLM (whole answers are dumped with nulls, chunks without
-what was not set); only the tokens are made up: one per word, the same word always with the same id.
+what was not set).
 """
 
 from __future__ import annotations
 
 import json
-import re
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-EOS = 2
-VOCABULARY = 32_000
-PIECES = re.compile(r"\s*\S+|\s+")
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call in a reply; `arguments` is JSON text."""
-
-    name: str
-    arguments: str = "{}"
-    id: str = ""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What one request is answered with. Ids and logprobs are made from the text unless given; times are in seconds.
-
-    `delay` passes before the first token, `token_delay` between tokens. `status` other than 200 answers with vLLM's
-    error object. `die_after` tokens the connection is cut (0: before anything is sent), `error_after` tokens a stream
-    ends with vLLM's error event. `raw` replaces the whole body. `chunk_bytes` cuts a stream's bytes at odd places.
-    """
-
-    text: str = "hello from the fake policy"
-    tool_calls: Sequence[ToolCall] = ()
-    token_ids: Sequence[int] | None = None
-    logprobs: Sequence[float] | None = None
-    finish_reason: str = ""
-    delay: float = 0.0
-    token_delay: float = 0.0
-    status: int = 200
-    message: str = "scripted failure"
-    die_after: int | None = None
-    error_after: int | None = None
-    raw: bytes | None = None
-    chunk_bytes: int = 0
-
-    @property
-    def ending(self) -> str:
-        """The finish reason, by default what the content implies."""
-        return self.finish_reason or ("tool_calls" if self.tool_calls else "stop")
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A request as it arrived. `headers` have lower-case names; `at` is Unix time."""
-
-    path: str
-    headers: Mapping[str, str]
-    body: Mapping[str, Any]
-    at: float
-
-    @property
-    def request_id(self) -> str:
-        """What the client sent as `X-Request-Id`."""
-        return self.headers.get("x-request-id", "")
-
-
-@dataclass
-class Token:
-    """One token of a reply: its id, its text, its logprob."""
-
-    id: int
-    text: str
-    logprob: float
-
-
-@dataclass
-class Generation:
-    """One choice being sampled. `sampled` is how many tokens the engine has produced, `done` that it has ended."""
-
-    index: int
-    reply: Reply
-    tokens: list[Token]
-    sampled: int = 0
-    done: bool = False
-
-
-@dataclass(eq=False)
-class Job:
-    """A request in the fake engine."""
-
-    request: Recorded
-    generations: list[Generation]
-    prompts: list[list[int]]
-    id: str
-    created: int
-
-    @property
-    def n(self) -> int:
-        """How many choices it has."""
-        return len(self.generations)
-
-    def key(self, index: int) -> str:
-        """How a policy server names this choice in `Update.in_flight` (one prompt, or one choice for each)."""
-        request_id = self.request.request_id
-        several = self.n > 1 if len(self.prompts) == 1 else index > 0
-        return f"{index}_{request_id}" if several else request_id
+from lightning.testing.vllm_replies import Generation, Job, Reply, Token, ToolCall, tokenize
 
 
 class Shape:
@@ -287,34 +187,6 @@ class CompletionShape(Shape):
             "token_ids": [token.id] if wants_ids else None,
         }
         return [{**self.frame(job, model), "choices": [choice]}]
-
-
-def tokenize(text: str) -> list[int]:
-    """Made-up ids, one per word: the same word has the same id everywhere."""
-    return [3 + zlib.crc32(piece.encode()) % (VOCABULARY - 3) for piece in PIECES.findall(text)]
-
-
-def tokenize_reply(reply: Reply, index: int) -> list[Token]:
-    """The tokens a reply is made of, end-of-sequence included when it stopped by itself."""
-    text = reply.text if not reply.tool_calls else tool_text(reply)
-    pieces = PIECES.findall(text) or [""]
-    ids = tokenize(text) or [3]
-    if reply.token_ids is not None:
-        ids = list(reply.token_ids)
-        pieces = [*pieces[: len(ids)], *[""] * (len(ids) - len(pieces))]
-    elif reply.ending in {"stop", "tool_calls"}:
-        ids, pieces = [*ids, EOS], [*pieces, ""]
-    values = reply.logprobs or [-((token * 37 + index * 11 + 5) % 100) / 50 - 0.01 for token in ids]
-    return [Token(*item) for item in zip(ids, pieces, values, strict=True)]
-
-
-def tool_text(reply: Reply) -> str:
-    """Tool calls as hermes models write them."""
-    calls = (
-        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
-        for call in reply.tool_calls
-    )
-    return "\n".join(calls)
 
 
 def chat_message(reply: Reply) -> dict[str, Any]:

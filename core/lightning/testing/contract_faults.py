@@ -1,0 +1,140 @@
+"""What the conformance kit does to an adapter: takes it away, breaks what it reports to, cancels its agents.
+
+The invariant: after each fault the next rollout is named and reported as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import NoReturn
+
+import pytest
+
+from lightning.instrument import activate
+from lightning.plugins.adapters import failed_adapter
+from lightning.testing.contract_harness import ContractHarness, calculator, check, solved, unbroken
+from lightning.testing.contract_house import Ran
+from lightning.testing.contract_policy import BAD, HANG, REFUSE
+from lightning.testing.vllm_replies import Reply
+from lightning.types import CallStatus, ToolEvent
+
+
+class FaultChecks(ContractHarness):
+    """The part of `AdapterContract` that is about faults; see there."""
+
+    def test_uninstalling_leaves_no_trace(self) -> None:
+        """After the undo the adapter hears nothing; installed again, it reports everything once."""
+        solved(self.go(self.solver))
+        first = len(self.emitted)
+        self.clean("after the adapter was uninstalled")
+        with self.without():
+            bare = self.play(self.solver)
+        solved(bare)
+        check(len(self.emitted) == first, f"uninstalled, the adapter still reported {self.emitted[first:]}")
+        again = self.go(self.solver)
+        check(
+            len(self.emitted) == 2 * first,
+            f"installed for the first time it reported {first} events of a run, installed again "
+            f"{len(self.emitted) - first}: lightning_install's undo has to take back all that it attached",
+        )
+        check(again.agents == ["solver"] * 2, f"installed again, the calls are named {again.agents}")
+
+    def clean(self, when: str) -> None:
+        """Check `leftovers`."""
+        left = self.leftovers()
+        check(not left, f"{when} it still holds {left!r}")
+
+    def test_retries_keep_one_identity(self) -> None:
+        """A call that the client sends again is the same call: same agent, same span."""
+        self.house.fake.queue(Reply(status=500))
+        ran = self.go(self.solver)
+        solved(ran, calls=3)
+        statuses = [call.status for call in ran.calls]
+        check(
+            statuses == [CallStatus.ERROR, CallStatus.OK, CallStatus.OK],
+            f"the policy server failed once and the client should have tried again; the calls were {statuses}",
+        )
+        failed, retried, following = (call.caller for call in ran.calls)
+        check(failed == retried, f"the failed call is {failed}, its retry {retried}: they are one call")
+        if "spans" in self.capabilities:
+            check(following.span_id != retried.span_id, f"the next call has the span of the one before: {following}")
+
+    def test_broken_receiver_does_not_break_the_agent(self) -> None:
+        """What receives events raises: the agent goes on."""
+
+        def broken(event: ToolEvent) -> NoReturn:
+            raise RuntimeError(f"the kit's receiver is broken ({event.name})")
+
+        with self.installed(broken):
+            ran = self.play(self.solver, BAD)
+        solved(ran, calls=3)
+        check(ran.agents == ["solver"] * 3, f"with a broken receiver the calls are named {ran.agents}")
+
+    def test_broken_identify_does_not_break_the_agent(self) -> None:
+        """`lightning_identify` raises: the agent goes on, and the calls are marked."""
+
+        def broken() -> NoReturn:
+            raise RuntimeError("the kit broke lightning_identify")
+
+        with self.identify(lambda _: broken), self.installed():
+            ran = self.play(self.solver)
+        solved(ran)
+        marks = {failed_adapter(call.caller) for call in ran.calls}
+        check(marks == {self.adapter}, f"the calls of a failing adapter should be marked with its name, not {marks}")
+
+    def test_provider_failure_surfaces(self) -> None:
+        """The policy server refuses: the agent's user sees it, and nothing of it is left."""
+        with self.installed():
+            ran = self.play(self.solver, REFUSE)
+            check(
+                ran.error is not None,
+                f"the model call failed and the agent answered {ran.answer!r}: who hid the failure?",
+            )
+            self._next_is_named("a failed model call")
+        self.clean("after a failed model call, a good run and its uninstallation")
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+    def test_cancelling_leaves_no_state(self, stream: bool) -> None:
+        """The run is cancelled while the model is sampling: its call is aborted, and nothing of it is left."""
+        if stream:
+            self.need("stream")
+        with self.installed():
+            cancelled = self.house.play(self._cancelled(stream=stream))
+            check(
+                [call.caller.agent for call in cancelled.calls] == ["solver"],
+                f"the cancelled call is named {cancelled.agents}",
+            )
+            statuses = [call.status for call in cancelled.calls]
+            check(
+                statuses == [CallStatus.ABORTED],
+                f"the call of a cancelled run is {statuses}, not aborted: was the connection left open?",
+            )
+            self._next_is_named("a cancelled run")
+        self.clean("after a cancelled run, a good run and its uninstallation")
+
+    async def _cancelled(self, *, stream: bool) -> Ran:
+        fake = self.house.fake
+        before, gone = len(fake.requests), len(fake.aborted)
+        lease, llm = self.house.lease()
+        with activate(llm) as session:
+            context = contextvars.copy_context()
+            running = asyncio.create_task(self.run(self.solver(llm), HANG, stream=stream), context=context)
+            await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=10.0)
+            check(done, "the run was cancelled and goes on: something swallows asyncio.CancelledError")
+            context.run(self.nobody, "after the run was cancelled, in the same task")
+            await self.house.until(lambda: len(fake.aborted) > gone, "the policy server to be told that the call ended")
+            await self.house.until(lambda: bool(self.house.calls(lease)), "the aborted call in the store")
+        error = None if running.cancelled() else running.exception()
+        check(running.cancelled() or error is not None, "a cancelled run returned as if it had ended")
+        return self.house.finish(lease, session, "", error or asyncio.CancelledError())
+
+    def _next_is_named(self, what: str) -> None:
+        self.nobody(f"after {what}")
+        following = unbroken(self.play(self.solver))
+        solved(following)
+        check(following.agents == ["solver"] * 2, f"after {what} the next run's calls are named {following.agents}")
+        if "tools" in self.capabilities:
+            check(len(calculator(following)) == 1, f"after {what} the next run's events are {following.events}")
