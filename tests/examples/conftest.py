@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.make_model import NOISY, demonstrate
-from lightning_examples.raw_python.tasks import tasks
 from lightning_examples.recipe.chatml import Conversation, build_tokenizer, render
+from lightning_examples.word_problems import tasks
 from transformers import PreTrainedTokenizerFast
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import LLM, Task
-from lightning_examples.raw_python.agent import MAX_CALLS, MAX_TOKENS, SYSTEM, agent, calculate, grade, run_tool
+from lightning_examples.calculator import calculate
+from lightning_examples.raw_python.agent import MAX_CALLS, MAX_TOKENS, SYSTEM, agent, grade, run_tool
 
 TASK = Task(input="Mia has 12 pens. First Mia finds 3 more. How many pens now?", expected=15)
 STEP = Reply("", tool_calls=[ToolCall("calculate", '{"expression": "12 + 3"}', "call-1")])

@@ -17,11 +17,11 @@ from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition
+from lightning_examples.calculator import calculate
 from lightning_examples.math_autogen import agent as module
 from lightning_examples.math_autogen.agent import MAX_CALLS, MAX_TOKENS, NAME, SYSTEM, agent, grade
 from lightning_examples.math_autogen.make_model import NOISY, demonstrate
 from lightning_examples.math_autogen.tasks import tasks
-from lightning_examples.raw_python.agent import calculate
 from lightning_examples.recipe.chatml import Conversation, render
 
 TASK = Task(input="Mia has 12 pens. First Mia finds 3 more. How many pens now?", expected=15)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.types import Task
 from lightning_examples.math_autogen.tasks import number, read_calcx, read_gsm8k, split, tasks, val_tasks
-from lightning_examples.raw_python.tasks import is_held_out
+from lightning_examples.word_problems import is_held_out
 
 DATA = Path(__file__).parent / "data"
 

@@ -16,9 +16,9 @@ from lightning.policy_server import OwnedVLLM
 from lightning.types import LLM
 from lightning_examples.raw_python.agent import agent
 from lightning_examples.raw_python.demo import demo
-from lightning_examples.raw_python.tasks import val_tasks
 from lightning_examples.recipe.chatml import Conversation, chat_template, encode, render
 from lightning_examples.recipe.pretrain import batch_loss
+from lightning_examples.word_problems import val_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIMIT = 6 * 1024 * 1024

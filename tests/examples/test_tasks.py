@@ -10,7 +10,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_examples.raw_python.tasks import describe, is_held_out, make_task, tasks, val_tasks
+from lightning_examples.word_problems import describe, is_held_out, make_task, tasks, val_tasks
 
 seeds = st.integers(0, 2**32)
 

@@ -16,8 +16,8 @@ from autogen_core.models import ModelFamily, ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import DefaultAsyncHttpxClient
 
+from lightning_examples.calculator import calculate
 from lightning_examples.math_autogen.tasks import NUMBER, number
-from lightning_examples.raw_python.agent import calculate
 
 if TYPE_CHECKING:
     from lightning import LLM, Task

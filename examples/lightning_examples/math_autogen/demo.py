@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning
 from lightning.demos import Demo
 
+from lightning_examples.demonstrations import TINY, algorithm
 from lightning_examples.math_autogen import MODEL
 from lightning_examples.math_autogen.agent import agent
 from lightning_examples.math_autogen.tasks import describe, tasks, val_tasks
 
 SETTINGS = {
-    "trainer.steps": 15,
-    "trainer.tasks_per_step": 16,
-    "trainer.eval_every": 0,
-    # A thousand times a usual rate: this model has 235 thousand weights, and every update is on-policy.
-    "engine.lr": 2e-3,
-    "engine.warmup_steps": 3,
+    **TINY,
     "policy_server.max_model_len": 1024,
     "runner.concurrency": 32,
     "runner.adapters": ("autogen",),
@@ -39,8 +34,3 @@ def demo() -> Demo:
         settings=SETTINGS,
         source=Path(__file__).with_name("agent.py"),
     )
-
-
-def algorithm() -> lightning.LightningRL:
-    """GRPO; every token counts the same, so that long rollouts teach as much per token as short ones."""
-    return lightning.LightningRL("grpo", group_size=8, normalization="token-mean", clip_low=0.2, clip_high=0.28)

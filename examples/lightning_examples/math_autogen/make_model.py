@@ -17,9 +17,9 @@ from typing import cast
 from autogen_core.tools import FunctionTool
 from lightning.types import Task
 
+from lightning_examples.calculator import calculate
 from lightning_examples.math_autogen.agent import MAX_CALLS, SYSTEM, grade
 from lightning_examples.math_autogen.tasks import tasks
-from lightning_examples.raw_python.agent import calculate
 from lightning_examples.recipe.chatml import Conversation, Message, tool_call
 from lightning_examples.recipe.make import command, make_folder
 from lightning_examples.recipe.pretrain import Plan

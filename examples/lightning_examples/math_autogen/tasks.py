@@ -1,4 +1,4 @@
-"""Word problems: the generated ones of `raw_python`, and readers for Calc-X and GSM8K on disk.
+"""Word problems: generated ones, and readers for Calc-X and GSM8K on disk.
 
 The invariant: a hash of the question's text alone decides whether it is held out, whatever file it came from.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from lightning.errors import DataError
 from lightning.types import Task
 
-from lightning_examples.raw_python.tasks import describe, is_held_out, tasks, val_tasks
+from lightning_examples.word_problems import describe, is_held_out, tasks, val_tasks
 
 __all__ = ["NUMBER", "describe", "number", "read_calcx", "read_gsm8k", "split", "tasks", "val_tasks"]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import lightning
 from lightning.config import Config, load_config, with_settings
 
+from lightning_examples.demonstrations import algorithm
 from lightning_examples.math_autogen import MODEL
 from lightning_examples.math_autogen.agent import agent
-from lightning_examples.math_autogen.demo import SETTINGS, algorithm
+from lightning_examples.math_autogen.demo import SETTINGS
 from lightning_examples.math_autogen.tasks import read_calcx, read_gsm8k, split, tasks, val_tasks
 
 FULL_SIZE = Path(__file__).with_name("full_size.toml")

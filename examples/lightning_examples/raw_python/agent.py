@@ -5,16 +5,16 @@ Nothing in this file knows that it is being trained: `llm` only says where the m
 
 from __future__ import annotations
 
-import ast
 import functools
 import json
-import operator
 import re
 from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from openai import OpenAI
+
+from lightning_examples.calculator import calculate
 
 if TYPE_CHECKING:
     from lightning import LLM, Task
@@ -62,41 +62,6 @@ def _client(base_url: str) -> OpenAI:
 
 UNKNOWN = "error: unknown tool"
 FACTS = {"dozen": "12", "score": "20", "week": "7", "year": "365"}
-OPERATORS: dict[type[ast.AST], Callable[..., int | float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-LIMIT = 1e12
-
-
-def calculate(expression: str) -> str:
-    """The value of an arithmetic expression of numbers, + - * / and brackets; nothing else is ever evaluated."""
-    if len(expression) > 100:
-        raise ValueError("expression too long")
-    try:
-        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
-        raise ValueError("cannot calculate that") from error
-    return str(int(value)) if value == int(value) else f"{value:.6g}"
-
-
-def _evaluate(node: ast.expr) -> int | float:
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            result = value
-        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
-            result = OPERATORS[type(op)](_evaluate(left), _evaluate(right))
-        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
-            result = OPERATORS[type(op)](_evaluate(operand))
-        case _:
-            raise ValueError("only numbers and + - * /")
-    if not abs(result) <= LIMIT:
-        raise ValueError("number too large")
-    return result
 
 
 def search(query: str) -> str:

@@ -15,11 +15,12 @@ from typing import cast
 
 from lightning.types import Task
 
-from lightning_examples.raw_python.agent import MAX_CALLS, SYSTEM, TOOLS, calculate, grade, search
-from lightning_examples.raw_python.tasks import tasks
+from lightning_examples.calculator import calculate
+from lightning_examples.raw_python.agent import MAX_CALLS, SYSTEM, TOOLS, grade, search
 from lightning_examples.recipe.chatml import Conversation, Message, tool_call
 from lightning_examples.recipe.make import command, make_folder
 from lightning_examples.recipe.pretrain import Plan
+from lightning_examples.word_problems import tasks
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import lightning
 
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
-from lightning_examples.raw_python.tasks import tasks, val_tasks
+from lightning_examples.word_problems import tasks, val_tasks
 
 
 def main() -> None:

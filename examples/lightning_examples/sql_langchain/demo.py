@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning
 from lightning.demos import Demo
 
+from lightning_examples.demonstrations import TINY, algorithm
 from lightning_examples.sql_langchain import MODEL
 from lightning_examples.sql_langchain.agent import agent
 from lightning_examples.sql_langchain.tasks import describe, tasks, val_tasks
 
 SETTINGS = {
+    **TINY,
     "trainer.steps": 25,
-    "trainer.tasks_per_step": 16,
-    "trainer.eval_every": 0,
-    # A thousand times a usual rate: this model has 250 thousand weights, and every update is on-policy.
-    "engine.lr": 2e-3,
-    "engine.warmup_steps": 3,
     "policy_server.max_model_len": 512,
     "runner.concurrency": 32,
     "runner.preload": ("lightning_examples.sql_langchain.agent",),
@@ -36,11 +32,6 @@ def demo() -> Demo:
         describe=describe,
         algorithm=algorithm,
         settings=SETTINGS,
-        train_agents=("write", "rewrite"),
+        train_agents=("write", "rewrite"),  # the checker's calls are recorded, but never trained
         source=Path(__file__).with_name("agent.py"),
     )
-
-
-def algorithm() -> lightning.LightningRL:
-    """GRPO; every token counts the same. The checker's calls are recorded, but never trained."""
-    return lightning.LightningRL("grpo", group_size=8, normalization="token-mean", clip_low=0.2, clip_high=0.28)
