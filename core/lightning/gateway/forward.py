@@ -1,7 +1,8 @@
 """Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered.
 
 The invariant: a call is sent with the version that is current at that moment noted on it, never during a hold, and never
-again once a server has begun to work on it.
+again once a server has begun to work on it. A kept connection that ends before a byte of the answer came tells of a server
+that had just let go of it and never read the call (RFC 9112, 9.3.1): such a call is sent once more.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 
@@ -44,7 +47,10 @@ class Forwarder:
     def session(self) -> aiohttp.ClientSession:
         """The session, made on the running loop when it is first needed; health checks begin with it."""
         if self._session is None:
+            watching = aiohttp.TraceConfig()
+            watching.on_connection_reuseconn.append(_note_reuse)
             self._session = aiohttp.ClientSession(
+                trace_configs=[watching],
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=TIMEOUT,
@@ -61,6 +67,7 @@ class Forwarder:
         Raises `RefusalError` (503) when a hold lasts too long or no server is up.
         """
         tried: list[Slot] = []
+        renewed = False
         headers = [*headers, ("X-Request-Id", live.request_id)]
         while len(tried) < MAX_TRIES:
             await self._gate.wait()
@@ -75,14 +82,21 @@ class Forwarder:
             body["model"] = slot.upstream.model
             payload = write_object(body)
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
+            connection = _Connection()
             live.dispatch(self._book.current, asyncio.get_running_loop().time())
             try:
-                return await self.session.post(slot.url(f"/v1{path}"), data=data, headers=headers)
+                return await self.session.post(
+                    slot.url(f"/v1{path}"), data=data, headers=headers, trace_request_ctx=connection
+                )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.sent = live.waits_for_bytes = False
                 self.pool.unreachable(slot, error)
                 tried.append(slot)
             except (aiohttp.ClientError, OSError) as error:
+                if connection.reused and not renewed and _is_silent_end(error):
+                    live.sent = live.waits_for_bytes = False
+                    renewed = True
+                    continue
                 raise UpstreamError(f"its connection was lost before it answered ({error!r})") from error
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
@@ -118,3 +132,24 @@ class Forwarder:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+@dataclass(slots=True)
+class _Connection:
+    """What one try was sent over."""
+
+    reused: bool = False
+
+
+async def _note_reuse(
+    session: aiohttp.ClientSession, context: Any, params: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    if isinstance(connection := context.trace_request_ctx, _Connection):
+        connection.reused = True
+
+
+def _is_silent_end(error: Exception) -> bool:
+    """Whether a connection ended without a byte of the answer."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # else: the beginning of an answer
+    return isinstance(error, aiohttp.ClientOSError)

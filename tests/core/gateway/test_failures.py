@@ -19,6 +19,10 @@ HI = [{"role": "user", "content": "hi there"}]
 SLOW = Reply("a b c d e f g h", token_delay=0.02)
 
 
+def content_of(answer) -> str:
+    return answer.choices[0].message.content
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -64,6 +68,33 @@ async def test_a_server_that_dies_is_a_502(house, die_after):
     assert caught.value.status_code == 502
     (step,) = await house.recorded()
     assert step.status is CallStatus.ERROR
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_kept_connection_that_the_server_let_go_of_is_replaced_once(house, stream):
+    """As under load, when both ends' idle times run out together: the call goes out again, over a new connection."""
+    client = await house.client()
+    await client.chat.completions.create(model="policy", messages=HI)
+    house.fake.queue(Reply(die_after=0), Reply("second try"))
+    answer = await client.chat.completions.create(model="policy", messages=HI, stream=stream)
+    said = [chunk.choices[0].delta.content or "" async for chunk in answer] if stream else [content_of(answer)]
+    assert "".join(said) == "second try"
+    assert len(house.fake.requests) == 3
+    assert [step.status for step in await house.transitions()] == [CallStatus.OK] * 2
+    house.fake.queue(Reply(die_after=0), Reply(die_after=0))
+    with pytest.raises(openai.InternalServerError, match="broke off"):
+        await client.chat.completions.create(model="policy", messages=HI)
+    assert len(house.fake.requests) == 5
+    assert [step.status for step in await house.transitions()] == [CallStatus.OK] * 2 + [CallStatus.ERROR]
+
+
+async def test_a_kept_connection_that_ends_within_an_answer_is_a_502(house):
+    client = await house.client()
+    await client.chat.completions.create(model="policy", messages=HI)
+    house.fake.queue(Reply("a b c d", die_after=2))
+    with pytest.raises(openai.APIError, match="broke off"):
+        _ = [chunk async for chunk in await client.chat.completions.create(model="policy", messages=HI, stream=True)]
+    assert len(house.fake.requests) == 2
 
 
 async def test_a_server_that_dies_in_a_stream_is_an_error_event(house):
