@@ -25,7 +25,7 @@ TRAIN_TASKS = 4000
 
 
 def demo(
-    name: Annotated[str, typer.Argument(help="Which demonstration.")] = "math",
+    name: Annotated[str, typer.Argument(help="Which demonstration.")] = "raw",
     seed: Annotated[int, typer.Option(help="Seeds tasks, sampling order and training.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, picture, log.")] = None,
     resume: Annotated[
