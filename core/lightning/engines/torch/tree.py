@@ -159,5 +159,6 @@ class TreeWalk:
         for row, node in enumerate(batch):
             ids[row, : len(node)] = self.tree.ids[node.start : node.stop]
         cache = PathCache(ancestors)
-        hidden = self.lm.hidden_after(torch.from_numpy(ids).to(self.lm.device), length, cache)
+        with self.lm.computing():
+            hidden = self.lm.hidden_after(torch.from_numpy(ids).to(self.lm.device), length, cache)
         return hidden, cache.layers()
