@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from lightning.algorithms.protocol import Algorithm, Batch
 
-__all__ = ["Algorithm", "Batch"]
+if TYPE_CHECKING:
+    from lightning.algorithms.intake import Intake
+    from lightning.algorithms.own import from_batch, from_loss
+
+__all__ = ["Algorithm", "Batch", "Intake", "from_batch", "from_loss"]
+
+_HOME = {
+    "Intake": "lightning.algorithms.intake",
+    "from_batch": "lightning.algorithms.own",
+    "from_loss": "lightning.algorithms.own",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lightning.algorithms' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value

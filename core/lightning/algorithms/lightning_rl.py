@@ -3,85 +3,110 @@
 The invariant: rows are a pure function of the finished groups and of the fields below. Groups keep their order, rollouts
 their order within a group and calls their order within a rollout, so the same store gives the same batch, byte for byte.
 
-Agent Lightning, arXiv 2508.03680. Left out of GRPO: the KL penalty to a reference model (as DAPO and Dr. GRPO do).
+Agent Lightning, arXiv 2508.03680.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from math import isfinite
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning.algorithms.intake import Intake, reason_to_doubt, reason_to_skip
+from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, whiten
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization, build_samples, name_of
-from lightning.batch.flaws import Flaw, first_flaw, is_trained
+from lightning.algorithms.returns import Overlong, with_rules
+from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit.advantage import all_equal, centre, grpo, rloo
-from lightning.credit.intermediate import ToolReward, check_tool_reward, with_tool_rewards
-from lightning.credit.protocol import Credit, GroupAdvantage, group_returns
-from lightning.errors import ConfigError, DataError
-from lightning.types import Transition
+from lightning.credit.intermediate import ToolReward, check_tool_reward
+from lightning.credit.protocol import Credit
+from lightning.errors import ConfigError
+from lightning.losses.protocol import KlEstimator, Loss
 
 if TYPE_CHECKING:
-    from lightning.losses.protocol import Loss
+    from lightning.losses.policy_gradient import Surrogate
 
-logger = logging.getLogger(__name__)
-
-LowLevel = Literal["grpo", "dr_grpo", "rloo"]
+PRESET: Any = None
+"""Default of the fields that a low level decides. The object holds the decision, so that a run's record says it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LightningRL:
     """Trains every call of the component of interest from the return of its rollout, compared within its group.
 
-    `low_level` is the single-call algorithm: `grpo` (mean and deviation of the group), `dr_grpo` (mean only, weights by a
-    constant) or `rloo` (mean of the other rollouts). `group_size` rollouts are sampled per task. `credit` spreads a
-    rollout's advantage over its calls: a registered name or a function. `tool_reward` makes tool runs count: a reward for
-    each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`; like a `lightning.reward`, what it gives is
-    added to the rollout's return. Ratios are clipped to [1 - `clip_low`,
-    1 + `clip_high`]. `normalization` None means `rollout-mean`, for `dr_grpo` `constant`: then a rollout's sum over
-    tokens is divided by `constant_tokens`. `advantage_eps` is added to GRPO's deviation.
+    `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
+    `reinforce++_baseline` or `ppo` (docs/algorithms.md has them side by side). It decides the fields `credit`, `clip_low`,
+    `clip_high`, `normalization` and `dynamic_sampling`, unless they are given.
 
-    A rollout with a recorded call that cannot be trained on (`lightning.batch.find_flaw`) is dropped from its group like
-    one that failed, counted by reason and logged. Groups are skipped, and counted by reason, when fewer than two of their
-    rollouts succeeded (`too_few_succeeded`) or were left after that (`too_few_trainable`), when their returns do not
-    differ (`all_rewards_equal`), when no call of theirs belongs to the component of interest (`nothing_to_train`), or when
-    the advantage of a trained call is not a finite float32 (`advantage_not_finite`).
+    `group_size` rollouts are sampled per task. `credit` spreads a rollout's advantage over its calls: a registered name or a
+    function. One that has `critic = True` makes the engine train a critic, with its loss times `value_coefficient`; `ppo`
+    needs one. Ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum
+    over tokens is divided by `constant_tokens`. `advantage_eps` is added to deviations. `dynamic_sampling` makes the trainer
+    sample more tasks until enough groups teach something.
+
+    What counts as reward: what the agent returned, its `lightning.reward`s, and by `tool_reward` its tool runs: a reward for
+    each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`. Rollouts whose trained calls generate more than
+    `overlong_tokens` - `overlong_buffer` tokens lose up to `overlong_penalty`.
+
+    What composes with every low level: an entropy bonus (`entropy_coefficient`), a penalty on the KL divergence from the
+    model that training began with (`kl_coefficient`, `kl_estimator`), and `tis_cap`, truncated importance sampling between
+    sampler and trainer (`lightning.losses.policy_gradient.ClippedPolicyGradient` has the formula).
+
+    A rollout with a recorded call that cannot be trained on is dropped from its group like one that failed, counted by
+    reason and logged. Groups that teach nothing are skipped and counted (`lightning.algorithms.intake.reason_to_skip`), also
+    when the advantage of a trained call is not a finite float32 (`advantage_not_finite`).
     """
 
     low_level: LowLevel = "grpo"
     _: KW_ONLY
     group_size: int = 8
-    credit: str | Credit = "identical"
+    credit: str | Credit = PRESET
     tool_reward: ToolReward | None = None
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float = PRESET
+    clip_high: float = PRESET
     entropy_coefficient: float = 0.0
-    normalization: Normalization | None = None
+    normalization: Normalization = PRESET
     constant_tokens: int = 1024
     advantage_eps: float = 1e-4
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k2"
+    tis_cap: float | None = None
+    value_coefficient: float = 0.5
+    dynamic_sampling: bool = PRESET
+    overlong_tokens: int | None = None
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
-        if self.normalization is not None:
-            _one_of("normalization", self.normalization, get_args(Normalization))
+        for name in ("credit", "clip_low", "clip_high", "normalization", "dynamic_sampling"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(PRESETS[self.low_level], name))
+        _one_of("normalization", self.normalization, get_args(Normalization))
+        _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:
             check_tool_reward(self.tool_reward)
-        if self.group_size < 2:
-            raise ConfigError(
-                f"group_size={self.group_size}: a rollout is compared with the others of its task, so use 2+"
-            )
+        self._overlong()
         if self.constant_tokens < 1:
             raise ConfigError(f"constant_tokens={self.constant_tokens} must be positive")
         if not 0.0 <= self.clip_low <= 1.0 or not self.clip_high >= 0.0:
             raise ConfigError(f"ratios cannot be clipped to [1 - {self.clip_low}, 1 + {self.clip_high}]")
+        if self.tis_cap is not None and not self.tis_cap > 0.0:
+            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
+        for name in ("entropy_coefficient", "kl_coefficient", "value_coefficient", "advantage_eps"):
+            if not isfinite(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number")
+        if self.low_level == "ppo" and self.credit != "critic" and not self.critic:
+            raise ConfigError("low_level 'ppo' needs a credit function that uses a critic, such as 'critic'")
+        if self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size} must be positive")
+        if self.group_size == 1 and self._least() > 1:
+            raise ConfigError("group_size=1: a rollout is compared with the others of its task, so use 2+")
 
     @property
     def name(self) -> str:
@@ -89,59 +114,89 @@ class LightningRL:
         return "lightning_rl"
 
     @property
-    def loss(self) -> Loss:
-        """The clipped policy gradient on single tokens."""
-        from lightning.losses.policy_gradient import ClippedPolicyGradient
+    def critic(self) -> bool:
+        """Whether the credit function asks for a critic's values; the critic is then trained as well."""
+        return bool(getattr(self._credit(), "critic", False))
 
-        return ClippedPolicyGradient(self.clip_low, self.clip_high, self.entropy_coefficient)
+    @property
+    def loss(self) -> Loss:
+        """The clipped policy gradient, on single tokens or (GSPO) on whole calls."""
+        return self.loss_with(PRESETS[self.low_level].surrogate)
+
+    def loss_with(self, surrogate: Surrogate) -> Loss:
+        """The loss of these fields with another surrogate: `clip`, `cispo`, or a function of one's own."""
+        from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+
+        whole_calls = PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and self.tis_cap is None
+        kind = SequencePolicyGradient if whole_calls else ClippedPolicyGradient
+        return kind(
+            self.clip_low,
+            self.clip_high,
+            self.entropy_coefficient,
+            surrogate,
+            self.kl_coefficient,
+            self.kl_estimator,
+            self.tis_cap,
+        )
+
+    def teaches(self, group: Group) -> bool:
+        """Whether a group is worth a place in a batch (dynamic sampling asks): enough rollouts that can be trained on, and,
+        where rollouts are compared, returns that differ. Needs no critic's values."""
+        return not reason_to_skip(group, self._rewarded(Intake().sound(group)), least=self._least())
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The step's rows. Raises `DataError` for a reward that no store accepts, and for a credit function that does not
         give one advantage for each call."""
-        credit, estimator = self._credit(), self._estimator()
-        skipped, dropped = Counter[str](), _Dropped()
+        preset, intake, least = PRESETS[self.low_level], Intake(), self._least()
+        credit, critic = self._credit(), self.critic
+        estimator = estimator_of(preset, self.advantage_eps)
         trajectories: list[Trajectory] = []
         advantages: list[npt.NDArray[np.float64]] = []
+        targets: list[npt.NDArray[np.float64]] = []
+        taught = 0
         for group in groups:
-            _check_rewards(group)
-            whole = self._rewarded(dropped.without_flawed(group))
-            with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
-                reason = _reason_to_skip(group, whole)
-                values = credit(whole, estimator) if not reason else []
-                reason = reason or _reason_to_doubt(whole, values)
+            whole = intake.sound(group)
+            rewarded = self._rewarded(whole)
+            reason = reason_to_skip(group, rewarded, least=least)
+            if not reason:
+                with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
+                    values = credit(rewarded, estimator)
+                    reason = reason_to_doubt(rewarded, values)
             if reason:
-                skipped[reason] += 1
+                intake.skip(reason)
                 continue
+            taught += 1
             trajectories.extend(whole.trajectories)
             advantages.extend(values)
-        dropped.log()
-        samples = build_samples(
+            if critic:
+                targets.extend(_value_targets(credit, rewarded))
+        if preset.whiten:
+            advantages = whiten(trajectories, advantages, eps=self.advantage_eps)
+            if taught and not critic and not any(map(np.any, advantages)):
+                intake.skip("all_rewards_equal", taught)
+                trajectories, advantages = [], []
+        return intake.batch(
             trajectories,
             advantages,
-            normalization=self._normalization(),
+            normalization=self.normalization,
             constant_tokens=self.constant_tokens,
-            drop_zero_advantages=self.entropy_coefficient == 0.0,
+            drop_zero_advantages=not (critic or self.entropy_coefficient or self.kl_coefficient),
+            value_targets=targets if critic else None,
+            value_coefficient=self.value_coefficient,
         )
-        trained = {span.rollout for sample in samples for span in sample.spans}
-        used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
-        return Batch(samples, used, dict(skipped), dropped.counts())
 
     def _rewarded(self, group: Group) -> Group:
-        """The group with the rewards that its tools earn."""
-        rule = self.tool_reward
-        if rule is None:
-            return group
-        return Group(group.id, tuple(with_tool_rewards(trajectory, rule) for trajectory in group.trajectories))
+        """The group with all that counts as reward."""
+        return with_rules(group, self.tool_reward, self._overlong())
 
-    def _normalization(self) -> Normalization:
-        if self.normalization is not None:
-            return self.normalization
-        return "constant" if self.low_level == "dr_grpo" else "rollout-mean"
+    def _overlong(self) -> Overlong | None:
+        if self.overlong_tokens is None:
+            return None
+        return Overlong(self.overlong_tokens, self.overlong_buffer, self.overlong_penalty)
 
-    def _estimator(self) -> GroupAdvantage:
-        if self.low_level == "grpo":
-            return partial(grpo, eps=self.advantage_eps)
-        return centre if self.low_level == "dr_grpo" else rloo
+    def _least(self) -> int:
+        """How many rollouts teach something. Where rollouts are not compared, one does."""
+        return 1 if PRESETS[self.low_level].equal_teaches or self.critic else 2
 
     def _credit(self) -> Credit:
         if not isinstance(self.credit, str):
@@ -151,74 +206,15 @@ class LightningRL:
         return plugins().credit(self.credit)
 
 
-class _Dropped:
-    """The rollouts that have a flawed call, each with the first of them, by reason."""
-
-    def __init__(self) -> None:
-        self._calls: dict[str, list[tuple[Transition, Flaw]]] = {}
-
-    def without_flawed(self, group: Group) -> Group:
-        """The group without its rollouts that cannot be trained on, which are noted."""
-        kept = []
-        for trajectory in group.trajectories:
-            found = first_flaw(trajectory)
-            if found is None:
-                kept.append(trajectory)
-            else:
-                self._calls.setdefault(found[1].reason, []).append(found)
-        return group if len(kept) == len(group.trajectories) else Group(group.id, tuple(kept))
-
-    def counts(self) -> dict[str, int]:
-        """Rollouts by reason."""
-        return {reason: len(calls) for reason, calls in self._calls.items()}
-
-    def log(self) -> None:
-        """Name the first culprit of each reason."""
-        for reason, calls in self._calls.items():
-            call, flaw = calls[0]
-            logger.warning(
-                "%d rollouts are left out (%s); the first: %s cannot be trained on: %s",
-                len(calls),
-                reason,
-                name_of(call),
-                flaw.problem,
-            )
-
-
-def _check_rewards(group: Group) -> None:
-    for trajectory in group.trajectories:
-        reward = trajectory.rollout.reward
-        if reward is None or not np.isfinite(reward):
-            raise DataError(
-                f"rollout {trajectory.rollout.id} attempt {trajectory.rollout.attempt} has the reward {reward}: "
-                "only finite rewards can be trained on"
-            )
-
-
-def _reason_to_skip(group: Group, whole: Group) -> str:
-    """Why a group teaches nothing; `whole` is what is left of it when flawed rollouts are dropped."""
-    if len(whole.trajectories) < 2:
-        return "too_few_succeeded" if len(group.trajectories) < 2 else "too_few_trainable"
-    if all_equal(group_returns(whole)):
-        return "all_rewards_equal"
-    if not any(any(trajectory.trainable) for trajectory in whole.trajectories):
-        return "nothing_to_train"
-    return ""
-
-
-def _reason_to_doubt(group: Group, advantages: Sequence[npt.NDArray[np.float64]]) -> str:
-    """Why credited advantages cannot be trained on; rows hold them as float32."""
-    for trajectory, values in zip(group.trajectories, advantages, strict=False):
-        for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
-            if is_trained(call, trainable) and not np.isfinite(np.float32(value)):
-                logger.warning(
-                    "group %s is left out: the advantage of %s is %s; check the rewards and the credit function",
-                    group.id,
-                    name_of(call),
-                    value,
-                )
-                return "advantage_not_finite"
-    return ""
+def _value_targets(credit: Credit, group: Group) -> list[npt.NDArray[np.float64]]:
+    """What a critic should have said of each call's state, shape (calls,) for each trajectory."""
+    targets = getattr(credit, "value_targets", None)
+    if targets is None:
+        raise ConfigError(
+            f"the credit function {credit!r} says `critic = True`, but has no method value_targets(trajectory) that tells "
+            "what the critic should learn"
+        )
+    return [targets(trajectory) for trajectory in group.trajectories]
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ Rows of different rollouts share nothing yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -45,6 +46,8 @@ def build_samples(
     normalization: Normalization = "rollout-mean",
     constant_tokens: int | None = None,
     drop_zero_advantages: bool = False,
+    value_targets: Sequence[Sequence[float] | npt.NDArray[np.floating]] | None = None,
+    value_coefficient: float = 1.0,
 ) -> tuple[Sample, ...]:
     """The training rows of one optimizer step, in the order of the trajectories and of their calls.
 
@@ -52,6 +55,9 @@ def build_samples(
     response tokens; nothing else gets weight or a span, and calls that would only repeat context get no row. Calls are
     merged within a rollout and at one temperature. `drop_zero_advantages` leaves out calls whose advantage is exactly 0
     (their policy gradient is 0, but an entropy bonus would not be); they still count in the normalisation.
+
+    With `value_targets[i][j]`, what the critic should have said of call j's state, the spans of the C trained calls carry
+    them with the weight `value_coefficient` / C: each visited state counts the same, however long the answer to it.
 
     Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), an advantage that
     is not finite, and a call that occurs twice or belongs to another attempt. That an id lies inside the vocabulary is
@@ -66,6 +72,8 @@ def build_samples(
     ]
     _refuse_duplicates(rollouts)
     _set_weights(rollouts, normalization, constant_tokens)
+    if value_targets is not None:
+        _set_targets(trajectories, rollouts, value_targets, value_coefficient)
     samples: list[Sample] = []
     for calls in rollouts:
         kept = [call for call in calls if not (drop_zero_advantages and call.advantage == 0.0)]
@@ -83,6 +91,8 @@ class _Call:
     advantage: float
     temperature: float
     weight: float = 0.0
+    value_target: float = math.nan
+    value_weight: float = 0.0
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -132,7 +142,8 @@ class _Row:
             logprobs[start:stop] = sampler_logprobs(source)
             for run in source.versions:
                 versions[start + run.start : stop] = run.version
-            spans.append(Span(source.rollout, source.attempt, source.seq, start, stop))
+            key = (source.rollout, source.attempt, source.seq)
+            spans.append(Span(*key, start, stop, call.value_target, call.value_weight))
         return Sample(self.ids(), weights, advantages, logprobs, versions, tuple(spans), self.longest.temperature)
 
 
@@ -172,6 +183,27 @@ def _set_weights(rollouts: Sequence[Sequence[_Call]], normalization: Normalizati
                 case "constant":
                     share = trained_rollouts * (constant or 1)
             call.weight = 1.0 / share
+
+
+def _set_targets(
+    trajectories: Sequence[Trajectory],
+    rollouts: Sequence[Sequence[_Call]],
+    targets: Sequence[Sequence[float] | npt.NDArray[np.floating]],
+    coefficient: float,
+) -> None:
+    known = {
+        call.key: float(target)
+        for trajectory, own in zip(trajectories, targets, strict=True)
+        for call, target in zip(trajectory.transitions, own, strict=True)
+    }
+    share = coefficient / max(1, sum(len(calls) for calls in rollouts))
+    for calls in rollouts:
+        for call in calls:
+            call.value_target, call.value_weight = known[call.transition.key], share
+            if not math.isfinite(call.value_target):
+                raise DataError(
+                    f"{name_of(call.transition)} cannot train the critic: its target is {call.value_target}"
+                )
 
 
 def _trained_calls(trajectory: Trajectory, advantages: Sequence[float] | npt.NDArray[np.floating]) -> Iterator[_Call]:

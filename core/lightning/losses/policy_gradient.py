@@ -1,4 +1,5 @@
-"""The clipped policy gradient, as a pure function of tokens.
+"""The policy gradient losses, composed of pure functions of tokens: a clipped surrogate, a KL penalty, an entropy bonus and
+importance weights.
 
 The invariant: the result is a sum over tokens of `weights * something`; a token whose sampler gave no logprob is treated as
 on-policy (its ratio is exactly 1, with a gradient), and changes nothing for the others.
@@ -6,29 +7,59 @@ on-policy (its ratio is exactly 1, with a gradient), and changes nothing for the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lightning.errors import ConfigError
-from lightning.losses.protocol import LossOutput, TokenBatch
+from lightning.errors import ConfigError, EngineError
+from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch
+from lightning.losses.terms import (
+    cispo_surrogate,
+    clamped,
+    clip_surrogate,
+    reference_kl,
+    sampler_kl,
+    truncated_weight,
+)
 
-MAX_LOG_RATIO = 20.0
-"""exp of more would overflow a sum in float32; such a token is far outside any clip range (verl clamps the same)."""
+OwnLoss: TypeAlias = Callable[[TokenBatch], torch.Tensor]
+"""A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`."""
+
+Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
+
+Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
 class ClippedPolicyGradient:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with DAPO's separate bounds (arXiv 2503.14476, eq. 8):
+    """What every policy gradient here minimises:
 
-        sum_t w_t * ( -min(ratio_t * A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) * A_t) - entropy_coefficient * H_t )
+        sum_t w_t * ( -c_t * J_t  +  kl_coefficient * KL_t  -  entropy_coefficient * H_t )
 
-    where ratio_t = exp(logprob_t - old_logprob_t). Left out: a KL penalty, and PPO's value loss (no critic).
+    J_t is the surrogate of token t: `clip` (PPO, DAPO), `cispo`, or minus a function of one's own. Its ratio is
+    exp(logprob_t - old_logprob_t), with the policy that sampled the token as the old one, and c_t is 1.
+
+    With `tis_cap` the correction is decoupled from the clipping: the old policy is the trainer at the step's start (the
+    proximal policy of arXiv 2505.24298), and c_t = min(pi_trainer / pi_sampler, `tis_cap`) is a truncated importance weight
+    without a gradient. A batch is trained on once, so the trainer at the step's start is the current policy: the ratio is 1,
+    nothing is clipped, and no further forward pass is needed.
+
+    KL_t is the `kl_estimator` of KL(pi || reference), and asks the engine for a reference model. Neither it nor the entropy
+    is weighted by c_t.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     entropy_coefficient: float = 0.0
+    surrogate: Surrogate = "clip"
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k2"
+    tis_cap: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
@@ -37,27 +68,109 @@ class ClippedPolicyGradient:
             )
         if not self.clip_high >= 0.0:
             raise ConfigError(f"clip_high={self.clip_high} must not be negative: the ratio is kept below 1 + clip_high")
+        if not (math.isfinite(self.kl_coefficient) and math.isfinite(self.entropy_coefficient)):
+            raise ConfigError(
+                f"kl_coefficient={self.kl_coefficient} and entropy_coefficient={self.entropy_coefficient} must be finite"
+            )
+        if self.kl_estimator not in get_args(KlEstimator):
+            raise ConfigError(
+                f"unknown kl_estimator {self.kl_estimator!r}: use one of {', '.join(get_args(KlEstimator))}"
+            )
+        if self.tis_cap is not None and not self.tis_cap > 0.0:
+            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference model's logprobs are asked for."""
+        return self.kl_coefficient != 0.0
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss and, as weighted sums, `clip_fraction`, `approx_kl` (k3, http://joschu.net/blog/kl-approx.html),
-        `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a maximum."""
-        logprobs, advantages, weights = batch.logprobs, batch.advantages, batch.weights
-        old = torch.where(batch.has_old, batch.old_logprobs, logprobs.detach())
-        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        """The loss and, as weighted sums, `clip_fraction`, `approx_kl` (k3 of the sampler's policy to the current one),
+        `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a maximum. With a
+        KL penalty also `reference_kl`; with `tis_cap` also `tis_weight` and `tis_clipped`."""
+        current, weights = batch.logprobs.detach(), batch.weights
+        old = torch.where(batch.has_old, batch.old_logprobs, current)
+        sampled, token = current - old, batch.logprobs - old
+        if self.tis_cap is not None:
+            token = batch.logprobs - current
+            batch = replace(batch, old_logprobs=current)
+        log_ratio = self._log_ratio(batch, token)
+        loss, is_clipped = self._surrogate_loss(batch, log_ratio)
+        ratio = clamped(log_ratio.detach()).exp()
+        seen = {
+            "clip_fraction": is_clipped,
+            "approx_kl": sampler_kl(sampled),
+            "entropy": batch.entropy.detach(),
+            "ratio": ratio,
+            "old_logprob_share": batch.has_old,
+        }
+        if self.tis_cap is not None:
+            weight = truncated_weight(sampled, self.tis_cap)
+            loss = weight * loss
+            seen |= {"tis_weight": weight, "tis_clipped": clamped(sampled).exp() > self.tis_cap}
+        if self.kl_coefficient:
+            if batch.reference is None:
+                raise EngineError("a KL penalty needs the reference model's logprobs, and the engine gave none")
+            penalty = reference_kl(batch.logprobs, batch.reference, self.kl_estimator)
+            loss = loss + self.kl_coefficient * penalty
+            seen["reference_kl"] = penalty.detach()
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * batch.entropy
-        with torch.no_grad():
-            is_clipped = clipped * advantages < ratio * advantages
-            sums = torch.stack([
-                (weights * is_clipped).sum(),
-                (weights * (ratio - 1.0 - log_ratio)).sum(),
-                (weights * batch.entropy).sum(),
-                (weights * ratio).sum(),
-                (weights * batch.has_old).sum(),
-                ratio.max() if len(ratio) else ratio.sum(),
-            ])  # fmt: skip
-        names = ("clip_fraction", "approx_kl", "entropy", "ratio", "old_logprob_share", "ratio_max")
-        return LossOutput((weights * loss).sum(), dict(zip(names, sums.tolist(), strict=True)))
+        sums = [(weights * values).sum() for values in seen.values()]
+        values = torch.stack([*sums, ratio.max() if len(ratio) else ratio.sum()]).tolist()
+        return LossOutput((weights * loss).sum(), dict(zip([*seen, "ratio_max"], values, strict=True)))
+
+    def _log_ratio(self, batch: TokenBatch, token: torch.Tensor) -> torch.Tensor:
+        """The log ratio (N,) that is clipped; `token` is that of each token by itself."""
+        return token
+
+    def _surrogate_loss(self, batch: TokenBatch, log_ratio: torch.Tensor) -> Pair:
+        """Minus the surrogate (N,), and which tokens are clipped."""
+        bounds = (self.clip_low, self.clip_high)
+        if self.surrogate == "clip":
+            objective, is_clipped = clip_surrogate(log_ratio, batch.advantages, *bounds)
+        elif self.surrogate == "cispo":
+            objective, is_clipped = cispo_surrogate(batch.logprobs, log_ratio, batch.advantages, *bounds)
+        else:
+            return _own(self.surrogate, batch), torch.zeros_like(batch.has_old)
+        return -objective, is_clipped
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePolicyGradient(ClippedPolicyGradient):
+    """GSPO (arXiv 2507.18071): the ratio belongs to a whole call, and is clipped for all of its tokens or for none.
+
+    s = exp(mean over the call's tokens of logprob_t - old_logprob_t) (equation 7), and token t has the ratio
+    s_t = sg[s] * pi_t / sg[pi_t] (GSPO-token, equations 13 and 14), whose value is s, and whose gradient, with one advantage
+    for the whole call, is GSPO's. So each token may also have an advantage of its own.
+
+    A call whose sampler gave no logprobs has the ratio 1. Bounds are much narrower than those of tokens: the paper has
+    3e-4 and 4e-4.
+    """
+
+    def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
+        """The log of s at each of the call's tokens, shape (N,), in float64."""
+        difference = step.logprobs.astype(np.float64) - step.old_logprobs
+        sums = np.bincount(step.calls, difference, len(step.spans))
+        tokens = np.bincount(step.calls, minlength=len(step.spans))
+        mean: npt.NDArray[np.floating] = (sums / np.maximum(tokens, 1))[step.calls]
+        return mean
+
+    def _log_ratio(self, batch: TokenBatch, token: torch.Tensor) -> torch.Tensor:
+        if self.tis_cap is not None:
+            return token
+        if batch.prepared is None:
+            raise EngineError("a ratio of whole calls has to be prepared for the step, and the engine did not do that")
+        return batch.prepared + (batch.logprobs - batch.logprobs.detach())
+
+
+def _own(function: OwnLoss, batch: TokenBatch) -> torch.Tensor:
+    values = function(batch)
+    if not isinstance(values, torch.Tensor) or values.shape != batch.logprobs.shape:
+        what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"{values!r}"
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"the loss {name} returned {what} for {len(batch.logprobs)} tokens: it has to return one loss for each token, "
+            "and must not add them up"
+        )
+    return values

@@ -34,7 +34,8 @@ def batch_of(tokens: list[tuple[float, float, float, float, float, bool]]) -> To
 
 
 def part(batch: TokenBatch, where: torch.Tensor) -> TokenBatch:
-    return TokenBatch(*(getattr(batch, name)[where] for name in TokenBatch.__slots__))
+    values = {name: getattr(batch, name) for name in TokenBatch.__slots__}
+    return TokenBatch(**{name: None if value is None else value[where] for name, value in values.items()})
 
 
 @given(st.lists(token, min_size=1, max_size=8))

@@ -1,0 +1,139 @@
+"""What of a step's groups can be trained on, and the count of what cannot: the same for every algorithm.
+
+The invariant: nothing is left out silently. A rollout that cannot be trained on is dropped and counted, a group that teaches
+nothing is skipped and counted, and the first culprit of each kind is named in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.algorithms.protocol import Batch
+from lightning.batch.build import Normalization, build_samples, name_of
+from lightning.batch.flaws import Flaw, first_flaw, is_trained
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit.advantage import all_equal
+from lightning.credit.protocol import group_returns
+from lightning.errors import DataError
+from lightning.losses.protocol import Loss
+from lightning.types import Transition
+
+logger = logging.getLogger(__name__)
+
+PerCall = Sequence[Sequence[float] | npt.NDArray[np.floating]]
+"""One number for each call of each trajectory."""
+
+
+class Intake:
+    """Takes in the groups of one step: `sound`, then `skip` or not, and at the end `batch`."""
+
+    def __init__(self) -> None:
+        self._skipped: Counter[str] = Counter()
+        self._flawed: dict[str, list[tuple[Transition, Flaw]]] = {}
+
+    def sound(self, group: Group) -> Group:
+        """The group without the rollouts that have a flawed call (`lightning.batch.find_flaw`), which are noted.
+
+        Raises `DataError` for a reward that no store accepts.
+        """
+        kept = []
+        for trajectory in group.trajectories:
+            _check_reward(trajectory)
+            found = first_flaw(trajectory)
+            if found is None:
+                kept.append(trajectory)
+            else:
+                self._flawed.setdefault(found[1].reason, []).append(found)
+        return group if len(kept) == len(group.trajectories) else Group(group.id, tuple(kept))
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """Count groups that are left out."""
+        self._skipped[reason] += count
+
+    def batch(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: PerCall,
+        *,
+        normalization: Normalization = "rollout-mean",
+        constant_tokens: int | None = None,
+        drop_zero_advantages: bool = False,
+        value_targets: PerCall | None = None,
+        value_coefficient: float = 1.0,
+        loss: Loss | None = None,
+    ) -> Batch:
+        """The batch of these rollouts, with what was skipped and dropped; arguments as of `build_samples`."""
+        for reason, calls in self._flawed.items():
+            call, flaw = calls[0]
+            logger.warning(
+                "%d rollouts are left out (%s); the first: %s cannot be trained on: %s",
+                len(calls),
+                reason,
+                name_of(call),
+                flaw.problem,
+            )
+        samples = build_samples(
+            trajectories,
+            advantages,
+            normalization=normalization,
+            constant_tokens=constant_tokens,
+            drop_zero_advantages=drop_zero_advantages,
+            value_targets=value_targets,
+            value_coefficient=value_coefficient,
+        )
+        trained = {span.rollout for sample in samples for span in sample.spans}
+        used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
+        dropped = {reason: len(calls) for reason, calls in self._flawed.items()}
+        return Batch(samples, used, dict(self._skipped), dropped, loss)
+
+
+def trains(trajectory: Trajectory) -> bool:
+    """Whether a rollout has a call of the component of interest with tokens to train on."""
+    return any(map(is_trained, trajectory.transitions, trajectory.trainable))
+
+
+def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
+    """Why a group teaches nothing, or "". `whole` is what `Intake.sound` left of `found`, with all that counts as reward.
+
+    `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed ones were dropped ·
+    `return_not_finite` · `all_rewards_equal`, unless `least` is 1: then rollouts are not compared · `nothing_to_train`: no
+    call of the component of interest.
+    """
+    if len(whole.trajectories) < least:
+        return "too_few_succeeded" if len(found.trajectories) < least else "too_few_trainable"
+    with np.errstate(over="ignore", invalid="ignore"):
+        returns = group_returns(whole)
+        if not np.isfinite(returns).all():
+            return "return_not_finite"
+        if least > 1 and all_equal(returns):
+            return "all_rewards_equal"
+    return "" if any(map(trains, whole.trajectories)) else "nothing_to_train"
+
+
+def reason_to_doubt(group: Group, advantages: PerCall) -> str:
+    """Why credited advantages cannot be trained on, or "": rows hold them as float32."""
+    for trajectory, values in zip(group.trajectories, advantages, strict=False):
+        for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
+            if is_trained(call, trainable) and not np.isfinite(np.float32(value)):
+                logger.warning(
+                    "group %s is left out: the advantage of %s is %s; check the rewards and the credit function",
+                    group.id,
+                    name_of(call),
+                    value,
+                )
+                return "advantage_not_finite"
+    return ""
+
+
+def _check_reward(trajectory: Trajectory) -> None:
+    reward = trajectory.rollout.reward
+    if reward is None or not np.isfinite(reward):
+        raise DataError(
+            f"rollout {trajectory.rollout.id} attempt {trajectory.rollout.attempt} has the reward {reward}: "
+            "only finite rewards can be trained on"
+        )

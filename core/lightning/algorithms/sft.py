@@ -1,0 +1,101 @@
+"""SFT on one's own best rollouts: rejection sampling.
+
+The invariant: rows are a pure function of the finished groups and of the fields below; no rollout that was not selected by its
+return is ever imitated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from lightning.algorithms.intake import Intake, reason_to_skip, trains
+from lightning.algorithms.protocol import Batch
+from lightning.algorithms.returns import with_rules
+from lightning.batch.build import Normalization
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.credit.intermediate import ToolReward, check_tool_reward
+from lightning.credit.protocol import group_returns
+from lightning.errors import ConfigError
+from lightning.losses.protocol import Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFT:
+    """Supervised fine-tuning on the rollouts that did well (RAFT, arXiv 2304.06767; expert iteration).
+
+    Of the `group_size` rollouts of a task, those whose return is at least `threshold` (None: any), and of these the `best`
+    so many (None: all) are imitated: every trained call of theirs, at the temperature it was sampled with. Of equal rollouts
+    the first ones count. Returns and `tool_reward` are as of `LightningRL`, as is `normalization`, but for `constant`.
+
+    Dropped and skipped are the same as with `LightningRL`; a group is also skipped when no rollout of it reaches the threshold
+    (`below_threshold`). With a threshold returns need not differ; without one the best of equals is no choice.
+    """
+
+    group_size: int = 8
+    best: int | None = 1
+    threshold: float | None = None
+    normalization: Normalization = "rollout-mean"
+    tool_reward: ToolReward | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"group_size={self.group_size} must be positive")
+        if self.best is not None and self.best < 1:
+            raise ConfigError(f"best={self.best} must be positive: so many rollouts of each group are imitated")
+        if self.threshold is None and (self.best is None or self.best >= self.group_size):
+            raise ConfigError(
+                f"best={self.best} of group_size={self.group_size} without a threshold would imitate every rollout: give a "
+                "threshold, or a smaller `best`"
+            )
+        if self.threshold is not None and not np.isfinite(self.threshold):
+            raise ConfigError(f"threshold={self.threshold} must be a finite number")
+        if self.normalization == "constant" or self.normalization not in get_args(Normalization):
+            raise ConfigError(
+                f"normalization {self.normalization!r} is not one of token-mean, rollout-mean, sequence-mean"
+            )
+        if self.tool_reward is not None:
+            check_tool_reward(self.tool_reward)
+
+    @property
+    def name(self) -> str:
+        """The plugin name that makes this algorithm again from its fields."""
+        return "sft"
+
+    @property
+    def loss(self) -> Loss:
+        """The negative log likelihood."""
+        from lightning.losses.likelihood import NegativeLogLikelihood
+
+        return NegativeLogLikelihood()
+
+    def teaches(self, group: Group) -> bool:
+        """Whether a rollout of a group is imitated."""
+        return isinstance(self._selected(group, Intake()), list)
+
+    def batch(self, groups: Sequence[Group]) -> Batch:
+        """The rows of the selected rollouts. Raises `DataError` for a reward that no store accepts."""
+        intake = Intake()
+        members: list[Trajectory] = []
+        for group in groups:
+            selected = self._selected(group, intake)
+            if isinstance(selected, str):
+                intake.skip(selected)
+            else:
+                members.extend(selected)
+        advantages = [np.ones(len(member.transitions)) for member in members]
+        return intake.batch(members, advantages, normalization=self.normalization)
+
+    def _selected(self, group: Group, intake: Intake) -> list[Trajectory] | str:
+        """The rollouts of a group to imitate, in its order, or why there is none."""
+        whole = with_rules(intake.sound(group), self.tool_reward)
+        if reason := reason_to_skip(group, whole, least=2 if self.threshold is None else 1):
+            return reason
+        returns = group_returns(whole)
+        ranking = [int(place) for place in np.argsort(-returns, kind="stable") if trains(whole.trajectories[place])]
+        if self.threshold is not None:
+            ranking = [place for place in ranking if returns[place] >= self.threshold]
+        return [whole.trajectories[place] for place in sorted(ranking[: self.best])] or "below_threshold"
