@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError, DataError, StoreError
@@ -22,7 +23,7 @@ from lightning.types import Json, Rollout, Run, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it was trained. `rollout` is empty when it concerns the whole step."""
+    """One thing that is not as it was trained. `rollout` (or a group's id) is empty when it concerns the whole step."""
 
     step: int
     rollout: str
@@ -60,20 +61,24 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     agents = _train_agents(stored)
     records = await store.list_steps(run)
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
-    trained_in: dict[str, int] = {}
+    findings.extend(_repeated(records))
     rollouts = calls = tokens = 0
     committed = {record.step for record in records}
+    everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
         Finding(rollout.trained_at_step, rollout.id, "was trained in a step that has no record")
-        for rollout in await all_rollouts(store, run, split=TRAIN)
+        for rollout in everything
         if rollout.trained_at_step is not None and rollout.trained_at_step not in committed
     )
+    by_group: dict[str, list[Rollout]] = {}
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in everything:
+        by_group.setdefault(rollout.group, []).append(rollout)
+        by_step.setdefault(rollout.step, []).append(rollout)
     for record in records:
-        for name, _ in record.rollouts:
-            if name in trained_in:
-                findings.append(Finding(record.step, name, f"trained already in step {trained_in[name]}"))
-            trained_in[name] = record.step
-        members = await all_rollouts(store, run, split=TRAIN, step=record.step)
+        members = by_step.get(record.step, [])
+        if record.groups:
+            members = [member for group in record.groups for member in by_group.get(group, [])]
         try:
             groups = await load_groups(store, members, agents)
             if algorithm is not None and needs_critic(algorithm):
@@ -82,6 +87,7 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
             findings.append(Finding(record.step, "", f"cannot be read: {error}"))
             continue
         findings.extend(_compare(record, members, groups, algorithm))
+        findings.extend(_too_stale(record, groups, _max_staleness(stored)))
         used = {name for name, _ in record.rollouts}
         trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
         rollouts += len(trajectories)
@@ -102,6 +108,8 @@ def rebuild_algorithm(run: Run) -> Algorithm | None:
         algorithm = plugins().algorithm(name)(**arguments)
     except TypeError as error:
         raise ConfigError(f"the algorithm {name!r} no longer takes the arguments of run {run.id!r}: {error}") from error
+    if isinstance(algorithm, PromptAlgorithm):
+        return None  # it trained nothing
     # A user's subclass may bear the name of what it extends.
     return algorithm if type(algorithm).__qualname__ == described.get("type") else None
 
@@ -144,6 +152,46 @@ def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algor
     if batch_digest(batch) != record.digest:
         findings.append(Finding(record.step, "", "its training rows are not the ones the engine computed on"))
     return findings
+
+
+def _repeated(records: Sequence[StepRecord]) -> list[Finding]:
+    """Rollouts that were trained twice, and groups that two steps looked at."""
+    findings = []
+    trained_in: dict[str, int] = {}
+    taken_by: dict[str, int] = {}
+    for record in records:
+        for name, _ in record.rollouts:
+            if name in trained_in:
+                findings.append(Finding(record.step, name, f"trained already in step {trained_in[name]}"))
+            trained_in[name] = record.step
+        for group in record.groups:
+            if group in taken_by:
+                findings.append(Finding(record.step, group, f"taken already by step {taken_by[group]}"))
+            taken_by[group] = record.step
+    return findings
+
+
+def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -> list[Finding]:
+    """Trained calls with tokens of a policy older than the run allows, or younger than the step's own."""
+    if bound is None:
+        return []
+    used = {name for name, _ in record.rollouts}
+    findings = []
+    for member in (member for group in groups for member in group.trajectories if member.rollout.id in used):
+        versions = [run.version for call in member.transitions for run in call.versions]
+        if not all(record.step - bound <= version <= record.step for version in versions):
+            found = f"sampled by versions {min(versions)} to {max(versions)}"
+            problem = f"{found}, which is not within trainer.max_staleness = {bound} of step {record.step}"
+            findings.append(Finding(record.step, member.rollout.id, problem))
+    return findings
+
+
+def _max_staleness(run: Run) -> int | None:
+    """The run's bound; None for one that was started before there was any."""
+    config = run.config.get("config")
+    section = config.get("trainer") if isinstance(config, Mapping) else None
+    bound = section.get("max_staleness") if isinstance(section, Mapping) else None
+    return bound if isinstance(bound, int) else None
 
 
 def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:

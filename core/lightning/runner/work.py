@@ -2,6 +2,7 @@
 
 The invariant: a lease this worker holds is renewed while its agent runs and is completed or given back before `work`
 returns, however it returns; an outcome is judged against the calls that the store has, not against the agent's word.
+With a `Source` there is always more to do, and a rollout is made only when there is room to run it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Protocol, cast
 
 from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
@@ -31,6 +32,17 @@ NEVER_FINISHED = (
 )
 
 
+class Source(Protocol):
+    """Where a worker that never stops gets rollouts from."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when `refill` may have something that it had not before, or when rollouts were created by others."""
+
+    async def refill(self) -> bool:
+        """Create some rollouts, if it is time for them; asked when there is room and nothing is pending."""
+
+
 async def work(
     store: Store,
     runner: Runner,
@@ -40,14 +52,18 @@ async def work(
     worker: str,
     config: RunnerConfig,
     on_finished: Callable[[Rollout], None] | None = None,
+    source: Source | None = None,
 ) -> None:
     """Run every rollout of a run that is pending, as `worker`, until none is pending or running any more.
 
+    With a `source` it goes on until it is cancelled, and asks for more whenever there is room.
+
     `worker` names this process in leases; what it held before (a restart) is given back first. `on_finished` and the hook
     `rollout_finished` hear of each rollout that ends here for good. Cancelling ends the agents and gives the leases back.
-    Errors of the store, of `llm_for` and of `on_finished` propagate; `RunnerError` means that no agent can be run.
+    Errors of the store, of `llm_for`, of `on_finished` and of `source` propagate; `RunnerError` means that no agent can be
+    run.
     """
-    await _Work(store, runner, run, llm_for, worker, config, on_finished).execute()
+    await _Work(store, runner, run, llm_for, worker, config, on_finished, source).execute()
 
 
 class _Work:
@@ -62,9 +78,10 @@ class _Work:
         worker: str,
         config: RunnerConfig,
         on_finished: Callable[[Rollout], None] | None,
+        source: Source | None,
     ) -> None:
         self._store, self._runner, self._run, self._llm_for = store, runner, run, llm_for
-        self._worker, self._config, self._on_finished = worker, config, on_finished
+        self._worker, self._config, self._on_finished, self._source = worker, config, on_finished, source
         self._concurrency = min(runner.concurrency, config.concurrency)
         self._attempts: set[asyncio.Task[None]] = set()
         self._held: dict[asyncio.Task[None], Lease] = {}  # what the heartbeat renews: until the outcome is reported
@@ -73,19 +90,22 @@ class _Work:
 
     async def execute(self) -> None:
         await self._store.release(self._worker)
-        heartbeat = asyncio.create_task(self._heartbeat())
+        heartbeat, news = asyncio.create_task(self._heartbeat()), asyncio.create_task(self._news())
         try:
             while await self._lease():
-                await asyncio.wait({heartbeat, *self._attempts}, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+                waiting = {heartbeat, news, *self._attempts}
+                await asyncio.wait(waiting, timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
                 if heartbeat.done():
                     heartbeat.result()
+                if news.done():
+                    news = asyncio.create_task(self._news())
                 self._collect()
         except BaseException:
-            await _end([heartbeat, *self._attempts])
+            await _end([heartbeat, news, *self._attempts])
             await self._release_anyway()
             raise
         else:
-            await _end([heartbeat])
+            await _end([heartbeat, news])
             await self._store.release(self._worker)
         finally:
             if self._stale:
@@ -100,14 +120,23 @@ class _Work:
 
     async def _lease(self) -> bool:
         """Take what there is room for; False when this run has nothing left to do, here or elsewhere."""
-        free = self._concurrency - len(self._attempts)
-        if free:
+        while free := self._concurrency - len(self._attempts):
             leases = await self._store.lease(self._run, self._worker, limit=free, ttl=self._config.lease_ttl)
             for lease in leases:
                 task = asyncio.create_task(self._attempt(lease))
                 self._attempts.add(task)
                 self._held[task] = lease
-        return bool(self._attempts) or await self._unfinished()
+            if len(leases) == free or self._source is None or not await self._source.refill():
+                break
+        return bool(self._attempts) or self._source is not None or await self._unfinished()
+
+    async def _news(self) -> None:
+        """Return when the source has changed; never, without one."""
+        if self._source is None:
+            await asyncio.Event().wait()
+            return
+        await self._source.changed.wait()
+        self._source.changed.clear()
 
     async def _unfinished(self) -> bool:
         for status in (Status.PENDING, Status.RUNNING):

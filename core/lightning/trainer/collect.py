@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -16,6 +16,7 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.digest import transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.store.protocol import Store
+from lightning.trainer.plan import TRAIN
 from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
 
 
@@ -29,6 +30,24 @@ async def all_rollouts(store: Store, run: str, *, split: str | None = None, step
         cursor = page.cursor
         if not cursor:
             return found
+
+
+async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
+    """The rollouts that a committed step looked at, group by group in the step's order."""
+    if not record.groups:
+        return await all_rollouts(store, record.run, split=TRAIN, step=record.step)
+    first = max(0, record.step - max_staleness)
+    steps = [await all_rollouts(store, record.run, split=TRAIN, step=step) for step in range(first, record.step + 1)]
+    return of_groups([rollout for found in steps for rollout in found], record.groups)
+
+
+def of_groups(rollouts: Iterable[Rollout], groups: Sequence[str]) -> list[Rollout]:
+    """Those of the rollouts that belong to the groups, in the order of the groups."""
+    members: dict[str, list[Rollout]] = {group: [] for group in groups}
+    for rollout in rollouts:
+        if rollout.group in members:
+            members[rollout.group].append(rollout)
+    return [rollout for group in members.values() for rollout in group]
 
 
 def is_trainable(caller: Caller, train_agents: Sequence[str]) -> bool:
@@ -126,6 +145,7 @@ def record_step(
         digest=batch_digest(batch),
         checkpoint=checkpoint,
         metrics=metrics,
+        groups=tuple(group.id for group in groups),
     )
 
 

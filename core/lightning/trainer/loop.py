@@ -9,42 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
-from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, StepResult
-from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
+from lightning.errors import AuditError, ConfigError
 from lightning.plugins import plugins
-from lightning.policy_server.protocol import Probe, Update
 from lightning.tracking import Trackers
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step
+from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step, rollouts_of
 from lightning.trainer.critic import fresh_values, recorded_values
-from lightning.trainer.plan import (
-    TRAIN,
-    VAL,
-    generation,
-    is_lost,
-    of_generation,
-    tasks_of_step,
-    train_rollouts,
-    val_rollouts,
-)
+from lightning.trainer.metrics import sampled_tokens, staleness, step_metrics
+from lightning.trainer.pipeline import Pipeline
+from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.progress import Reporter
+from lightning.trainer.publishing import Publisher
+from lightning.trainer.sampling import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
 from lightning.types import Rollout, Status, StepRecord, Task
 
 logger = logging.getLogger(__name__)
-
-PROBE_TOKENS = 96
-"""How many tokens of one trained row the policy server must reproduce after each update."""
 
 
 @dataclass
@@ -61,7 +49,9 @@ class Loop:
     trackers: Trackers
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
-    _probe_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.publisher = Publisher(self.stack, self.engine)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -74,36 +64,45 @@ class Loop:
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)
-        for step in range(self.done, config.steps):
-            if step == 0 or (config.eval_every and step % config.eval_every == 0):
-                await self.evaluate()
-            began = time.monotonic()
-            metrics = await self.step(step)
-            self.reporter.step(step, metrics, time.monotonic() - began)
-        await self.evaluate()
+        async with self.sampling() as self.sampler:
+            due = await self.evaluation_begun()
+            for step in range(self.done, config.steps):
+                if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
+                    await self.evaluate()
+                due, began = False, time.monotonic()
+                metrics = await self.step(step)
+                self.reporter.step(step, metrics, time.monotonic() - began)
+            await self.evaluate()
         await asyncio.to_thread(self.engine.export, self.stack.folder / "model")
+
+    def sampling(self) -> Sampler:
+        """What runs the agents: in turns with training, or all the time when tokens may be stale."""
+        make = Pipeline if self.stack.config.trainer.max_staleness else TurnSampler
+        return make(self.stack, self.algorithm, self.train, self.train_agents, self.reporter, self.finished)
 
     async def step(self, step: int) -> dict[str, float]:
         """Sample the groups of a step, train on them once, and make the policy server serve the result."""
         self._seconds = {}
         with self.timed("rollout"):
-            rollouts = await self.sample(step)
+            sampled = await self.sampler.step(step)
         with self.timed("train"):
             self.reporter.phase("training")
-            groups = await load_groups(self.stack.store, rollouts, self.train_agents)
+            groups = sampled.groups
             if needs_critic(self.algorithm):
                 groups = await self.valued(step, groups)
-            batch = self.algorithm.batch(groups)
+            batch = await asyncio.to_thread(self.algorithm.batch, groups)
             result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
-        metrics = step_metrics(rollouts, groups, batch, result)
+        metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics["drift_tokens"] = await self.drift(batch, result)
-        metrics["tokens_per_second"] = _sampled_tokens(groups) / max(self._seconds["rollout"], 1e-9)
+        metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
         if metrics["max_logprob_gap"] > self.stack.config.trainer.max_logprob_gap:
             logger.warning("step %d: trainer and sampler differ by %.3g nats", step, metrics["max_logprob_gap"])
         with self.timed("checkpoint"):
             await self.commit(step, groups, batch, metrics)
         with self.timed("update"):
-            gap = await self.publish(batch)
+            self.publisher.remember(batch)
+            gap = await self.publish()
+        self.sampler.served(self.done)
         if gap is not None:
             metrics["probe_gap"] = gap
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
@@ -114,40 +113,6 @@ class Loop:
     async def valued(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """The groups with what the critic thinks of their states now."""
         return await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
-
-    async def sample(self, step: int) -> list[Rollout]:
-        """Run the agent on the tasks of a step; every rollout has ended when this returns."""
-        config = self.stack.config
-        tasks = tasks_of_step(self.train, step, config.trainer.tasks_per_step, config.trainer.seed)
-        size, attempts = self.algorithm.group_size, config.runner.max_attempts
-        return await self.execute(
-            step,
-            TRAIN,
-            f"rollouts of step {step + 1}",
-            len(tasks) * size,
-            lambda number: train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number),
-        )
-
-    async def execute(
-        self, step: int, split: str, what: str, count: int, plan: Callable[[int], list[Rollout]]
-    ) -> list[Rollout]:
-        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when it is lost as a whole."""
-        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
-        number = generation(known, count)
-        self.reporter.phase(what, count)
-        await self.stack.execute(plan(number), self.finished)
-        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
-        rollouts = of_generation(known, number)
-        failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
-        first = _last_line(failed[0].error) if failed else ""
-        if failed:
-            logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
-        if is_lost(rollouts):
-            raise RunnerError(
-                f"{what}: all {len(rollouts)} failed, there is nothing to learn from. The first: {first} "
-                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
-            )
-        return rollouts
 
     def finished(self, rollout: Rollout) -> None:
         """A rollout has ended for good: tell whoever watches."""
@@ -177,39 +142,15 @@ class Loop:
         self.checkpoints.prune(self.done)
         plugins().hook.step_finished(record=record)
 
-    async def publish(self, batch: Batch | None) -> float | None:
+    async def publish(self) -> float | None:
         """Give the engine's weights to the policy server as version `done`; return the probe's gap."""
         self.reporter.phase("updating the policy server")
-        if batch is not None and batch.samples:
-            self._probe_ids = batch.samples[0].ids[:PROBE_TOKENS].tolist()
-        folder = self.stack.folder / "weights"
-        folder.mkdir(exist_ok=True)
-        file = folder / f"version-{self.done:08d}.safetensors"
-        await asyncio.to_thread(self.engine.weights, file)
-        probe = await asyncio.to_thread(self.probe) if self._probe_ids else None
-        update = await self.stack.update(file, self.done, probe)
-        self.check_probe(update)
-        for old in folder.glob("version-*.safetensors"):
-            if old != file:
-                old.unlink()
-        return update.probe_gap
+        return await self.publisher.publish(self.done)
 
-    def check_probe(self, update: Update) -> None:
-        """Raises `PolicyServerError` when the server does not compute with the trainer's weights."""
-        limit = self.stack.config.trainer.max_logprob_gap
-        if update.probe_gap is not None and not update.probe_gap <= limit:
-            raise PolicyServerError(
-                f"after the update to version {update.version} the policy server's logprobs differ from the trainer's by "
-                f"{update.probe_gap:.3g} nats (trainer.max_logprob_gap is {limit:g}): it does not serve the trained weights. "
-                "Nothing is lost; resume the run. If it comes again, compare dtypes (policy_server.dtype, engine.dtype)"
-            )
-
-    def probe(self) -> Probe:
-        """A few tokens with the trainer's own logprobs."""
-        ids = np.asarray(self._probe_ids, dtype=np.int32)
-        zeros = np.zeros(len(ids), dtype=np.float32)
-        sample = Sample(ids, zeros, zeros, zeros, np.full(len(ids), -1, dtype=np.int32), ())
-        return Probe(ids.tolist(), self.engine.logprobs([sample])[0].tolist())
+    async def evaluation_begun(self) -> bool:
+        """Whether an interrupted evaluation of the present policy has to be brought to its end, due or not."""
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=VAL, step=self.done)
+        return any(rollout.status in (Status.PENDING, Status.RUNNING) for rollout in known)
 
     async def evaluate(self) -> Evaluation | None:
         """Run the agent on every held-out task with the current policy; finished ones are not run again."""
@@ -221,7 +162,7 @@ class Loop:
         known = await all_rollouts(self.stack.store, run, split=VAL, step=step)
         again = known and all(rollout.status in (Status.SUCCEEDED, Status.FAILED) for rollout in known)
         with self.timed("eval"):
-            rollouts = await self.execute(
+            rollouts = await self.sampler.execute(
                 step,
                 VAL,
                 f"held-out tasks after {step} steps",
@@ -246,7 +187,7 @@ class Loop:
             self._refuse_foreign_checkpoints()
             self.checkpoints.discard_after(0)
             if self.stack.config.policy_server.attach or self.stack.policy.version != 0:
-                await self.publish(None)  # an attached server serves whatever it was given last
+                await self.publish()  # an attached server serves whatever it was given last
             return
         committed = records[-1].step + 1
         self.checkpoints.discard_after(committed)
@@ -256,8 +197,8 @@ class Loop:
         for record in records[start:]:
             await self.replay(record)
         self.done = committed
-        await self.remember_probe(records[-1])
-        await self.publish(None)
+        await self.publisher.recall(records[-1])
+        await self.publish()
         self.reporter.say(f"resumed after step {committed} ({committed - start} replayed from the store)")
 
     def _refuse_foreign_checkpoints(self) -> None:
@@ -269,7 +210,7 @@ class Loop:
 
     async def replay(self, record: StepRecord) -> None:
         """Take a committed step again on a fresh engine state, from the store's rows, after checking that they are the same."""
-        rollouts = await all_rollouts(self.stack.store, record.run, split=TRAIN, step=record.step)
+        rollouts = await rollouts_of(self.stack.store, record, self.stack.config.trainer.max_staleness)
         groups = await load_groups(self.stack.store, rollouts, self.train_agents)
         if needs_critic(self.algorithm):
             groups = await recorded_values(self.stack.store, record.run, record.step, groups)
@@ -280,12 +221,6 @@ class Loop:
             )
         await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
 
-    async def remember_probe(self, record: StepRecord) -> None:
-        """Tokens of one trained call of the last step."""
-        for attempt in record.rollouts[:1]:
-            for call in (await self.stack.store.transitions_of([attempt]))[0][:1]:
-                self._probe_ids = [*call.prompt_ids, *call.response_ids][:PROBE_TOKENS]
-
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the block's wall seconds to a phase."""
@@ -294,36 +229,3 @@ class Loop:
             yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
-
-
-def step_metrics(
-    rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
-) -> dict[str, float]:
-    """The numbers of a step, besides its times."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    calls = [len(member.transitions) for group in groups for member in group.trajectories]
-    skipped = sum(batch.skipped.values())
-    return {
-        **result.metrics,
-        **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
-        **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "reward_std": float(np.std(rewards)) if rewards else 0.0,
-        "rollouts": float(len(rollouts)),
-        "failed": float(sum(rollout.status is Status.FAILED for rollout in rollouts)),
-        "groups": float(len(groups)),
-        "groups_used": float(len(groups) - skipped),
-        "rows": float(len(batch.samples)),
-        "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
-    }
-
-
-def _sampled_tokens(groups: Sequence[Group]) -> int:
-    return sum(
-        len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
-    )
-
-
-def _last_line(error: str) -> str:
-    lines = error.strip().splitlines()
-    return lines[-1] if lines else "no reason was given"

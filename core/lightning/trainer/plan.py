@@ -41,11 +41,29 @@ def _as_task(item: Task | Json, where: str) -> Task:
 
 def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
     """The `count` tasks of a step: consecutive slices of endless shuffled passes over `tasks`, no state between steps."""
+    return tasks_from(tasks, step * count, count, seed)
+
+
+def tasks_from(tasks: Sequence[Task], first: int, count: int, seed: int | str) -> list[Task]:
+    """`count` tasks from position `first` on of endless shuffled passes over `tasks`."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
-    places = [divmod(position, len(tasks)) for position in range(step * count, (step + 1) * count)]
+    places = [divmod(position, len(tasks)) for position in range(first, first + count)]
     orders = {epoch: _order(len(tasks), f"{seed}/{epoch}") for epoch in {epoch for epoch, _ in places}}
     return [tasks[orders[epoch][offset]] for epoch, offset in places]
+
+
+def tasks_of_wave(tasks: Sequence[Task], step: int, wave: int, count: int, seed: int) -> list[Task]:
+    """The tasks of one wave of a step. Wave 0 is the step's own; later ones are shuffled passes over the other tasks.
+
+    They do not move the order that steps have without them.
+    """
+    own = tasks_of_step(tasks, step, count, seed)
+    if wave == 0:
+        return own
+    used = {task.id for task in own}
+    others = [task for task in tasks if task.id not in used]
+    return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {step}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -97,9 +115,19 @@ def _prefix(*parts: str | int, generation: int) -> str:
 
 
 def train_rollouts(
-    run: str, step: int, tasks: Sequence[Task], group_size: int, max_attempts: int, *, generation: int = 0
+    run: str,
+    step: int,
+    tasks: Sequence[Task],
+    group_size: int,
+    max_attempts: int,
+    *,
+    generation: int = 0,
+    first: int = 0,
 ) -> list[Rollout]:
-    """`group_size` rollouts for each task of a step; their ids are the same each time, so creating them twice is harmless."""
+    """`group_size` rollouts for each task of a step; their ids are the same each time, so creating them twice is harmless.
+
+    Groups are numbered within the step, from `first` on.
+    """
     prefix = _prefix(run, step, generation=generation)
     return [
         Rollout(
@@ -112,7 +140,7 @@ def train_rollouts(
             index=index,
             max_attempts=max_attempts,
         )
-        for place, task in enumerate(tasks)
+        for place, task in enumerate(tasks, first)
         for index in range(group_size)
     ]
 

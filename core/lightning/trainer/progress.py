@@ -69,7 +69,7 @@ class Reporter:
             f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed)  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
-            f"{seconds:.1f} s, {_clock(left)} left"
+            f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
         )
         self.console.print(line, highlight=False, soft_wrap=True)
         if self._steps is not None:
@@ -88,6 +88,16 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _pipeline(metrics: Mapping[str, float]) -> str:
+    """What is worth knowing where rollouts go on while the engine trains: age of the tokens, groups carried over, waiting."""
+    if "pipeline/groups_carried" not in metrics:
+        return ""
+    return (
+        f"stale {metrics['staleness_mean']:.1f} (max {metrics['staleness_max']:.0f})  "
+        f"carried {metrics['pipeline/groups_carried']:.0f}  waited {metrics['seconds/rollout']:.1f} s  "
+    )
 
 
 def _clock(seconds: float) -> str:

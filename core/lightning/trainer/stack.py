@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.runner.protocol import Runner
-from lightning.runner.work import work
+from lightning.runner.work import Source, work
 from lightning.store.protocol import Store
 from lightning.trainer.plan import VAL
 from lightning.types import LLM, Lease, Rollout, Run
@@ -70,9 +70,20 @@ class Stack:
             llm = self.gateway.llm(lease)
         return replace(llm, prompts=self.config.runner.prompts)
 
+    async def create(self, rollouts: Sequence[Rollout]) -> None:
+        """Create rollouts (again, harmlessly, after a resume)."""
+        await self.store.create_rollouts(rollouts)
+
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
-        await self.store.create_rollouts(rollouts)
+        await self.create(rollouts)
+        await self._work(on_finished)
+
+    async def sample(self, source: Source, on_finished: Callable[[Rollout], None]) -> None:
+        """Run rollouts, and ask the source for more, until it is cancelled."""
+        await self._work(on_finished, source)
+
+    async def _work(self, on_finished: Callable[[Rollout], None], source: Source | None = None) -> None:
         doing = asyncio.create_task(
             work(
                 self.store,
@@ -82,6 +93,7 @@ class Stack:
                 worker=f"{self.run.id}/local",
                 config=self.config.runner,
                 on_finished=on_finished,
+                source=source,
             )
         )
         await self._unless_supervisor_fails(doing)

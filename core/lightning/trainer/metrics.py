@@ -1,0 +1,51 @@
+"""The numbers of a step, besides its times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning.algorithms.protocol import Batch
+from lightning.batch.trajectory import Group
+from lightning.engines.protocol import StepResult
+from lightning.types import Rollout, Status
+
+
+def step_metrics(
+    rollouts: Sequence[Rollout], groups: Sequence[Group], batch: Batch, result: StepResult
+) -> dict[str, float]:
+    """What was sampled, what was left out and why, and what the engine says."""
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    calls = [len(member.transitions) for group in groups for member in group.trajectories]
+    skipped = sum(batch.skipped.values())
+    return {
+        **result.metrics,
+        **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
+        **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
+        "reward": float(np.mean(rewards)) if rewards else 0.0,
+        "reward_std": float(np.std(rewards)) if rewards else 0.0,
+        "rollouts": float(len(rollouts)),
+        "failed": float(sum(rollout.status is Status.FAILED for rollout in rollouts)),
+        "groups": float(len(groups)),
+        "groups_used": float(len(groups) - skipped),
+        "rows": float(len(batch.samples)),
+        "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
+    }
+
+
+def staleness(step: int, batch: Batch) -> dict[str, float]:
+    """How many optimizer steps older than `step` the policy was that sampled the trained tokens: mean and maximum over
+    those whose version is known, 0 when there are none."""
+    versions = [sample.versions[(sample.weights != 0) & (sample.versions >= 0)] for sample in batch.samples]
+    known = np.concatenate(versions) if versions else np.empty(0, dtype=np.int32)
+    if not len(known):
+        return {"staleness_mean": 0.0, "staleness_max": 0.0}
+    return {"staleness_mean": float(step - known.mean()), "staleness_max": float(step - known.min())}
+
+
+def sampled_tokens(groups: Sequence[Group]) -> int:
+    """Response tokens of the groups' calls."""
+    return sum(
+        len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
+    )

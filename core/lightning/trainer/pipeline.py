@@ -1,0 +1,246 @@
+"""Rollouts that go on while the engine trains.
+
+The invariant: a group begins with the version that the policy server has, recorded as `Rollout.step` before an agent runs,
+and is taken by one step that is at most `trainer.max_staleness` later (`lightning.trainer.pacing`); none is thrown away. The
+store knows all of this: which groups have begun, and, by `StepRecord.groups`, which of them were taken.
+
+A group begins only when an agent's place is free, so that it begins with the newest weights there are. Evaluations run on the
+same places, before new groups; no step is taken meanwhile, so all their tokens are of one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.trainer.collect import all_rollouts, load_groups
+from lightning.trainer.pacing import OpenGroup, Pacer
+from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
+from lightning.trainer.progress import Reporter
+from lightning.trainer.sampling import Sampled, Sampler, samples_dynamically
+from lightning.trainer.stack import Stack
+from lightning.types import Rollout, Status, Task
+
+RESYNC_SECONDS = 5.0
+"""After so long without news the store is asked: another process may have ended a rollout."""
+
+
+@dataclass(slots=True)
+class _Members:
+    """The rollouts of an open group that have ended, and how many have not. `number` counts groups as they began.
+
+    `hopeless` groups had failed as a whole before this process; `teaches` is known once an algorithm was asked.
+    """
+
+    number: int
+    missing: int
+    ended: list[Rollout] = field(default_factory=list)
+    hopeless: bool = False
+    teaches: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether every one has failed."""
+        return not self.missing and all(rollout.status is Status.FAILED for rollout in self.ended)
+
+
+class Pipeline(Sampler):
+    """Samples all the time. It is also the `Source` that the worker asks for rollouts."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        algorithm: Algorithm,
+        tasks: Sequence[Task],
+        agents: Sequence[str],
+        reporter: Reporter,
+        finished: Callable[[Rollout], None],
+    ) -> None:
+        super().__init__(stack, algorithm, tasks, agents, reporter, finished)
+        self.changed = asyncio.Event()
+        self._news = asyncio.Event()
+        self._pacer = self._paced(0, [])
+        self._members: dict[str, _Members] = {}
+        self._unfinished: dict[str, Rollout] = {}
+        self._places = Counter[int]()
+        self._begun = 0
+        self._dropped: list[_Members] = []
+        self._since = time.monotonic()
+        self._worker: asyncio.Task[None] | None = None
+
+    # what the loop asks -----------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """See `Sampler.start`."""
+        await self._recall()
+        self._since = time.monotonic()
+        self._worker = asyncio.create_task(self.stack.sample(self, self._ended_here))
+
+    async def close(self) -> None:
+        """See `Sampler.close`: agents that run are ended, their leases given back."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+
+    async def step(self, step: int) -> Sampled:
+        """See `Sampler.step`. Waits until the pacer has a pick; the time between two picks is what it took to sample."""
+        what = f"rollouts for step {step + 1}"
+        self.reporter.phase(what, self.algorithm.group_size * self.config.tasks_per_step)
+        while (picked := await self._pick(what)) is None:
+            await self._wait()
+        taken = sorted([*picked, *self._dropped], key=lambda members: members.number)
+        rollouts = [rollout for members in taken for rollout in sorted(members.ended, key=lambda one: one.index)]
+        metrics = self._metrics()
+        self._dropped = []
+        groups = await load_groups(self.stack.store, rollouts, self.agents)
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        return Sampled(rollouts, groups, seconds, metrics)
+
+    async def finish(self, rollouts: list[Rollout]) -> None:
+        """See `Sampler.finish`. The worker takes them before it asks for new groups."""
+        self._unfinished |= {rollout.id: rollout for rollout in rollouts}
+        await self.stack.create(rollouts)
+        self.changed.set()
+        await self._ask_store()
+        while any(rollout.id in self._unfinished for rollout in rollouts):
+            await self._wait()
+            self._news.clear()
+
+    def served(self, version: int) -> None:
+        """See `Sampler.served`. From now on groups begin with this version, and there is room for those of another step."""
+        self._pacer.advance(version)
+        self.changed.set()
+
+    # what the worker asks ---------------------------------------------------------------------------------------
+    async def refill(self) -> bool:
+        """Begin the group of the next task, if the bound on staleness has room for it; returns whether it had."""
+        if not self._pacer.room:
+            return False
+        run, version = self.stack.run.id, self._pacer.step
+        tasks = tasks_from(self.tasks, self._begun, 1, self.config.seed)
+        size, attempts = self.algorithm.group_size, self.stack.config.runner.max_attempts
+        planned = train_rollouts(run, version, tasks, size, attempts, first=self._places[version])
+        self._open(planned)
+        self._pacer.begin(planned[0].group)
+        await self.stack.create(planned)
+        return True
+
+    # inside -----------------------------------------------------------------------------------------------------
+    def _paced(self, step: int, open_groups: Sequence[OpenGroup]) -> Pacer:
+        config = self.config
+        return Pacer(config.tasks_per_step, config.max_staleness, config.steps, step=step, open_groups=open_groups)
+
+    async def _recall(self) -> None:
+        """Read from the store what had begun before this process, and what of it was taken."""
+        store, run = self.stack.store, self.stack.run.id
+        records = await store.list_steps(run)
+        taken = {group for record in records for group in record.groups}
+        begun = [
+            rollout
+            for version in range(max(0, len(records) - self.config.max_staleness), len(records) + 1)
+            for rollout in await all_rollouts(store, run, split=TRAIN, step=version)
+        ]
+        by_group: dict[str, list[Rollout]] = {}
+        for rollout in begun:
+            by_group.setdefault(rollout.group, []).append(rollout)
+        self._places.update(members[0].step for members in by_group.values() if members[0].group in taken)
+        self._begun = len(taken)
+        left = [members for group, members in by_group.items() if group not in taken]
+        for members in left:
+            self._open(members)
+        groups = [OpenGroup(members[0].group, members[0].step) for members in left]
+        self._pacer = self._paced(len(records), groups)
+        for rollout in begun:
+            if rollout.status in (Status.SUCCEEDED, Status.FAILED):
+                self._note(rollout)
+        for waiting in self._members.values():
+            # An earlier process may have given up because of these. They are not held against this one.
+            waiting.hopeless = waiting.failed
+
+    def _open(self, rollouts: Sequence[Rollout]) -> None:
+        """Expect the rollouts of a group."""
+        one = rollouts[0]
+        self._members[one.group] = _Members(self._begun, len(rollouts))
+        self._unfinished |= {rollout.id: rollout for rollout in rollouts}
+        self._places[one.step] += 1
+        self._begun += 1
+
+    def _ended_here(self, rollout: Rollout) -> None:
+        self.finished(rollout)
+        self._note(rollout)
+
+    def _note(self, rollout: Rollout) -> None:
+        """A rollout has ended. Hearing of it twice does no harm."""
+        if self._unfinished.pop(rollout.id, None) is None:
+            return
+        self._news.set()
+        members = self._members.get(rollout.group)
+        if members is not None:
+            members.ended.append(rollout)
+            members.missing -= 1
+            if not members.missing:
+                self._pacer.finish(rollout.group)
+
+    async def _pick(self, what: str) -> list[_Members] | None:
+        """The groups that the present step takes and that count for it; None while it has to wait."""
+        self._news.clear()
+        await self._drop_useless()
+        picked = self._pacer.pick()
+        taken = [self._members.pop(group) for group in picked or ()]
+        new = [rollout for members in (*self._dropped, *taken) if not members.hopeless for rollout in members.ended]
+        if picked is not None or (len(self._dropped) >= self.config.tasks_per_step and is_lost(new)):
+            self.check(what, new)
+        return None if picked is None else taken
+
+    async def _drop_useless(self) -> None:
+        """Take finished groups that teach nothing without counting them, as long as `trainer.max_waves` allows it."""
+        left = (self.config.max_waves - 1) * self.config.tasks_per_step if samples_dynamically(self.algorithm) else 0
+        left -= sum(not members.hopeless for members in self._dropped)
+        for group in self._pacer.open_groups:
+            members = self._members[group.id]
+            if not group.finished or members.teaches or not (left or members.hopeless):
+                continue
+            if not members.hopeless:
+                members.teaches = await self._teaches(members)
+                if members.teaches:
+                    continue
+                left -= 1
+            self._pacer.drop(group.id)
+            self._dropped.append(self._members.pop(group.id))
+            self.changed.set()
+
+    async def _teaches(self, members: _Members) -> bool:
+        assert samples_dynamically(self.algorithm)
+        (group,) = await load_groups(self.stack.store, members.ended, self.agents)
+        return self.algorithm.teaches(group)
+
+    async def _wait(self) -> None:
+        """Wait for news. Raises what ended the worker."""
+        assert self._worker is not None
+        news = asyncio.create_task(self._news.wait())
+        done, _ = await asyncio.wait({self._worker, news}, timeout=RESYNC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+        if self._worker in done:
+            self._worker.result()
+        if not done:
+            await self._ask_store()
+
+    async def _ask_store(self) -> None:
+        """Note what has ended without this process having heard of it."""
+        for split, step in {(rollout.split, rollout.step) for rollout in self._unfinished.values()}:
+            for rollout in await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step):
+                if rollout.status in (Status.SUCCEEDED, Status.FAILED):
+                    self._note(rollout)
+
+    def _metrics(self) -> dict[str, float]:
+        return {
+            "pipeline/groups_begun": float(self._begun),
+            "pipeline/groups_open": float(len(self._pacer)),
+            "pipeline/groups_carried": float(self._pacer.carried()),
+            "pipeline/groups_dropped": float(len(self._dropped)),
+            "pipeline/rollouts_unfinished": float(len(self._unfinished)),
+        }

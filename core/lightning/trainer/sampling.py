@@ -1,0 +1,181 @@
+"""Where a step's groups come from: sampled when the step is due (here), or all the time (`lightning.trainer.pipeline`).
+
+The invariant: what a step looked at is a list of groups that can be read from the store again, each finished, each looked
+at by one step only; whatever was planned before an interruption is run to its end after it and not planned twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self, TypeGuard
+
+from lightning.algorithms.protocol import Algorithm
+from lightning.batch.trajectory import Group
+from lightning.errors import RunnerError
+from lightning.trainer.collect import all_rollouts, load_groups, of_groups
+from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
+from lightning.trainer.progress import Reporter
+from lightning.trainer.stack import Stack
+from lightning.types import Rollout, Status, Task
+
+logger = logging.getLogger(__name__)
+
+
+class DynamicAlgorithm(Algorithm, Protocol):
+    """An algorithm that wants a step to go on sampling until enough groups teach something (DAPO, arXiv 2503.14476)."""
+
+    dynamic_sampling: bool
+
+    def teaches(self, group: Group) -> bool:
+        """Whether a finished group would be trained on."""
+
+
+def samples_dynamically(algorithm: Algorithm) -> TypeGuard[DynamicAlgorithm]:
+    """Whether groups that teach nothing are to be replaced: it has `dynamic_sampling = True`."""
+    return bool(getattr(algorithm, "dynamic_sampling", False))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step looked at: the groups, and all of their rollouts, failed ones included, in the same order.
+
+    `seconds` is the time in which they were sampled; `metrics` are the sampler's own.
+    """
+
+    rollouts: Sequence[Rollout]
+    groups: Sequence[Group]
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Sampler(ABC):
+    """Runs agents for the loop; use it with `async with`. `finished` hears of every rollout that ends for good."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        algorithm: Algorithm,
+        tasks: Sequence[Task],
+        agents: Sequence[str],
+        reporter: Reporter,
+        finished: Callable[[Rollout], None],
+    ) -> None:
+        self.stack, self.algorithm, self.tasks, self.agents = stack, algorithm, tasks, agents
+        self.reporter, self.finished = reporter, finished
+        self.config = stack.config.trainer
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin what goes on in the background, after the policy server has the weights of the last committed step."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End what goes on in the background."""
+
+    @abstractmethod
+    async def step(self, step: int) -> Sampled:
+        """The groups of a step. Raises `RunnerError` when every one of its rollouts failed."""
+
+    @abstractmethod
+    async def finish(self, rollouts: list[Rollout]) -> None:
+        """Create rollouts (again, harmlessly, after a resume); every one of them has ended when this returns."""
+
+    @abstractmethod
+    def served(self, version: int) -> None:
+        """The policy server has the weights of `version`: so many steps are committed."""
+
+    async def execute(
+        self, step: int, split: str, what: str, count: int, plan: Callable[[int], list[Rollout]]
+    ) -> list[Rollout]:
+        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when it is lost as a whole.
+
+        `plan(n)` plans the n-th try at it, `count` rollouts; a try that was lost as a whole before a resume is not the last.
+        """
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
+        rollouts = await self._ended(plan(generation(known, count)), what)
+        self.check(what, rollouts)
+        return rollouts
+
+    async def _ended(self, planned: list[Rollout], what: str) -> list[Rollout]:
+        """Run planned rollouts of one step and split to their end."""
+        self.reporter.phase(what, len(planned))
+        await self.finish(planned)
+        one = planned[0]
+        known = await all_rollouts(self.stack.store, one.run, split=one.split, step=one.step)
+        return of_groups(known, [rollout.group for rollout in planned])
+
+    def check(self, what: str, rollouts: Sequence[Rollout]) -> None:
+        """Tell how many failed. Raises `RunnerError` when that leaves nothing to learn from."""
+        failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+        if not failed:
+            return
+        first = _last_line(failed[0].error)
+        logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
+        if is_lost(rollouts):
+            raise RunnerError(
+                f"{what}: all {len(rollouts)} failed, there is nothing to learn from. The first: {first} "
+                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
+            )
+
+
+class TurnSampler(Sampler):
+    """Samples and trains in turns: every token of a step comes from the weights that the step starts with.
+
+    With dynamic sampling a step samples in waves until `tasks_per_step` of its groups teach something, or for
+    `trainer.max_waves` waves; it trains on all that teach.
+    """
+
+    async def start(self) -> None:
+        """Nothing: nothing goes on between steps."""
+
+    async def close(self) -> None:
+        """Nothing: see `start`."""
+
+    def served(self, version: int) -> None:
+        """Nothing: a step's groups begin with the step."""
+
+    async def finish(self, rollouts: list[Rollout]) -> None:
+        """See `Sampler.finish`."""
+        await self.stack.execute(rollouts, self.finished)
+
+    async def step(self, step: int) -> Sampled:
+        """See `Sampler.step`."""
+        began = time.monotonic()
+        run, size, count = self.stack.run.id, self.algorithm.group_size, self.config.tasks_per_step
+        attempts, what = self.stack.config.runner.max_attempts, f"rollouts of step {step + 1}"
+        number = generation(await all_rollouts(self.stack.store, run, split=TRAIN, step=step), count * size)
+        rollouts: list[Rollout] = []
+        groups: list[Group] = []
+        teaching, wave = 0, 0
+        while teaching < count and wave < (self.config.max_waves if samples_dynamically(self.algorithm) else 1):
+            tasks = tasks_of_wave(self.tasks, step, wave, count, self.config.seed)
+            planned = train_rollouts(run, step, tasks, size, attempts, generation=number, first=wave * count)
+            rollouts += await self._ended(planned, f"{what}, wave {wave + 1}" if wave else what)
+            self.check(what, rollouts)
+            groups += await load_groups(self.stack.store, rollouts[-len(planned) :], self.agents)
+            if samples_dynamically(self.algorithm):
+                teaching += sum(self.algorithm.teaches(group) for group in groups[-count:])
+            wave += 1
+        metrics = (
+            {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(self.algorithm) else {}
+        )
+        return Sampled(rollouts, groups, time.monotonic() - began, metrics)
+
+
+def _last_line(error: str) -> str:
+    lines = error.strip().splitlines()
+    return lines[-1] if lines else "no reason was given"

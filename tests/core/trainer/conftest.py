@@ -1,0 +1,229 @@
+"""What the tests of the loop share: a run with a scripted policy server, over a database that outlives its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+import numpy as np
+import pytest
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.protocol import Algorithm
+from lightning.batch.digest import span_digest
+from lightning.batch.sample import FloatArray, Sample
+from lightning.config import Config, with_settings
+from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.errors import PolicyServerError
+from lightning.gateway import Gateway, Upstream
+from lightning.losses.protocol import Loss
+from lightning.plugins import plugins
+from lightning.policy_server.protocol import Probe, Update
+from lightning.runner.inline import InlineRunner
+from lightning.store.protocol import Store
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.tracking import Trackers
+from lightning.trainer.loop import Loop
+from lightning.trainer.progress import Reporter
+from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.stack import Stack
+from lightning.types import Run, Task, token_ids
+
+ALGORITHM = LightningRL("grpo", group_size=4)
+TASKS = [Task(f"question {number}") for number in range(5)]
+VAL = [Task(f"held out {number}") for number in range(3)]
+STEPS = 3
+
+
+class Crash(BaseException):
+    """What a test throws where a `kill -9` would fall."""
+
+
+@dataclass
+class LedgerEngine:
+    """An engine whose weights are the list of batches it was trained on, so that twice or never can be seen."""
+
+    ledger: list[str] = field(default_factory=list)
+    crash_at: str = ""
+
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+        self.ledger = []
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        return [np.zeros(len(sample), dtype=np.float32) for sample in samples]
+
+    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        self._point(f"step:{len(self.ledger)}")
+        text = hashlib.sha256()
+        seen = {}
+        for sample in samples:
+            text.update(sample.ids.tobytes() + sample.advantages.tobytes())
+            for span in sample.spans:
+                ids, lps = sample.ids[span.start : span.stop], sample.logprobs[span.start : span.stop]
+                seen[span.rollout, span.attempt, span.seq] = span_digest(token_ids(ids.tolist()), lps.tolist())
+        self.ledger.append(text.hexdigest())
+        return StepResult({"loss": 0.0, "max_logprob_gap": 0.0, "tokens": float(sum(map(len, samples)))}, seen)
+
+    def save(self, folder: Path) -> None:
+        self._point(f"save:{len(self.ledger)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "ledger.json").write_text(json.dumps(self.ledger))
+
+    def load(self, folder: Path) -> None:
+        self.ledger = json.loads((folder / "ledger.json").read_text())
+
+    def export(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def weights(self, file: Path) -> Path:
+        self._point(f"weights:{len(self.ledger)}")
+        file.write_text(json.dumps(self.ledger))
+        return file
+
+    def close(self) -> None:
+        pass
+
+    def _point(self, name: str) -> None:
+        if name == self.crash_at:
+            raise Crash(name)
+
+
+@dataclass
+class LedgerPolicy:
+    """A policy server on a scripted vLLM; its weights are the ledger it was last given."""
+
+    fake: FakeVLLM
+    version: int = 0
+    ledger: list[str] = field(default_factory=list)
+    crash_at: int = -1
+    die_at: int = -1
+    gap: float = 0.0
+    restarted_with: int = -1
+    restart_fails: bool = False
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return self.fake.url
+
+    @property
+    def model(self) -> str:
+        return self.fake.model
+
+    async def start(self) -> None: ...
+
+    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+        if version == self.crash_at:
+            raise Crash(f"update:{version}")
+        if version == self.die_at:
+            self.die_at = -1
+            self.died.set()
+            raise PolicyServerError("the connection was reset")
+        self.fake.pause()
+        in_flight = self.fake.in_flight()
+        self.ledger = json.loads(weights.read_text())
+        self.version = version
+        self.fake.resume()
+        return Update(version, in_flight, probe_gap=self.gap if probe else None)
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def wait_died(self) -> None:
+        await self.died.wait()
+
+    async def restart(self, weights: Path | None, version: int) -> None:
+        self.died.clear()
+        if self.restart_fails:
+            raise PolicyServerError("no memory for a restart")
+        self.version = self.restarted_with = version
+
+    async def close(self) -> None: ...
+
+
+async def agent(task: Task, llm: Any) -> float:
+    """Calls the model twice; the reward depends on what it said."""
+    total = 0
+    async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+        for _ in range(2):
+            body = {"model": llm.model, "messages": [{"role": "user", "content": str(task.input)}]}
+            async with session.post(f"{llm.base_url}/chat/completions", json=body) as reply:
+                reply.raise_for_status()
+                said = (await reply.json())["choices"][0]["message"]["content"]
+                total += len(said)
+    return float(total % 3)
+
+
+@dataclass
+class Bench:
+    """One process's worth of a run over a database that outlives it."""
+
+    loop: Loop
+    engine: LedgerEngine
+    policy: LedgerPolicy
+    store: Store
+    Crash: ClassVar[type[BaseException]] = Crash
+
+
+@asynccontextmanager
+async def open_bench(
+    folder: Path,
+    agent: Any = agent,
+    *,
+    algorithm: Algorithm = ALGORITHM,
+    script: Callable[[Any], Reply] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Bench]:
+    config = with_settings(
+        Config(),
+        {"trainer.steps": STEPS, "trainer.tasks_per_step": 2, "trainer.eval_every": 1, "runner.concurrency": 8}
+        | {key.replace("__", "."): value for key, value in settings.items()},
+    )
+    rng = random.Random(3)
+    folder.mkdir(exist_ok=True)
+    async with AsyncExitStack() as resources:
+        fake = await resources.enter_async_context(
+            FakeVLLM(script=script or (lambda body: Reply("x" * rng.randrange(1, 9))))
+        )
+        store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
+        await store.open()
+        resources.push_async_callback(store.close)
+        described = {
+            "algorithm": describe_algorithm(algorithm),
+            "train_agents": [],
+            "seed": 0,
+            "config": config.model_dump(mode="json"),
+        }
+        run = await store.put_run(Run("run", "run", described))
+        policy, engine = LedgerPolicy(fake), LedgerEngine()
+        runner = InlineRunner(agent, config.runner)
+        await runner.start()
+        resources.push_async_callback(runner.close)
+        gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
+        await gateway.start()
+        resources.push_async_callback(gateway.close)
+        stack = Stack(run, config, folder, store, policy, gateway, runner)
+        engine.open(folder, OptimizerConfig(), seed=0)
+        with Trackers((), config, run="run", folder=folder, store=store) as trackers:
+            loop = Loop(stack, engine, algorithm, TASKS, VAL, (), Reporter(enabled=False), trackers)
+            yield Bench(loop, engine, policy, store)
+
+
+@pytest.fixture
+def bench() -> Callable[..., AbstractAsyncContextManager[Bench]]:
+    """`bench(folder, agent, algorithm=..., script=..., trainer__steps=...)`: one process of a run."""
+    return open_bench
+
+
+@pytest.fixture
+def answering() -> Any:
+    """An agent that calls the model twice; its reward depends on what was said."""
+    return agent
