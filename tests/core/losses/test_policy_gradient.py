@@ -17,6 +17,12 @@ token = st.tuples(
     st.floats(-6, -0.01), st.floats(-6, -0.01), number, st.floats(0.01, 1), st.floats(0, 3), st.booleans()
 )
 LOSS = ClippedPolicyGradient(0.2, 0.28, 0.01)
+EVERYTHING = {"entropy_coefficient": 0.01, "kl_coefficient": 0.3}
+
+
+def own(tokens: TokenBatch) -> torch.Tensor:
+    """Plain importance-weighted REINFORCE, as a user may write it."""
+    return -(tokens.logprobs - tokens.old_logprobs).exp() * tokens.advantages
 
 
 def batch_of(tokens: list[tuple[float, float, float, float, float, bool]]) -> TokenBatch:
@@ -30,6 +36,7 @@ def batch_of(tokens: list[tuple[float, float, float, float, float, bool]]) -> To
         weights=torch.tensor(weights, dtype=torch.float64),
         entropy=torch.tensor(entropy, dtype=torch.float64),
         has_old=known,
+        reference=torch.tensor(entropy, dtype=torch.float64) - 4.0,
     )
 
 
@@ -51,12 +58,67 @@ def test_against_a_slow_and_obvious_one(tokens: list[tuple[float, float, float, 
     assert output.metrics["clip_fraction"] == pytest.approx(clipped, abs=1e-12)
 
 
-@given(st.lists(token, min_size=2, max_size=8), st.integers(1, 7))
-def test_it_is_a_sum_over_tokens(tokens: list[tuple[float, float, float, float, float, bool]], cut: int) -> None:
+@given(
+    st.lists(token, min_size=2, max_size=8),
+    st.sampled_from(["clip", "cispo", own]),
+    st.sampled_from(["k1", "k2", "k3"]),
+    st.sampled_from([None, 0.5, 2.0]),
+)
+def test_every_composition_against_a_slow_and_obvious_one(tokens, surrogate, estimator, cap) -> None:
+    """Value and gradient, token by token, in plain Python."""
+    loss = ClippedPolicyGradient(0.2, 0.28, surrogate=surrogate, kl_estimator=estimator, tis_cap=cap, **EVERYTHING)
+    batch = batch_of(tokens)
+    value, gradient = 0.0, []
+    for logprob, old, advantage, weight, entropy, has_old in tokens:
+        sampled = math.exp(logprob - old) if has_old else 1.0
+        ratio, correction = (sampled, 1.0) if cap is None else (1.0, min(sampled, cap))
+        bounded = min(max(ratio, 0.8), 1.28)
+        if surrogate == "clip":
+            objective = min(ratio * advantage, bounded * advantage)
+            slope = ratio * advantage if ratio * advantage <= bounded * advantage else 0.0
+        elif surrogate == "cispo":
+            objective, slope = bounded * advantage * logprob, bounded * advantage
+        else:
+            objective = slope = ratio * advantage
+        d = logprob - (entropy - 4.0)
+        penalty = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+        penalty_slope = 1 - math.exp(-d) if estimator == "k3" else d
+        value += weight * (-correction * objective + 0.3 * penalty - 0.01 * entropy)
+        gradient.append(weight * (-correction * slope + 0.3 * penalty_slope))
+    output = loss(batch)
+    assert output.loss.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+    (found,) = torch.autograd.grad(output.loss, batch.logprobs)
+    assert found.tolist() == pytest.approx(gradient, rel=1e-9, abs=1e-12)
+
+
+@given(st.lists(token, min_size=1, max_size=8), st.floats(0.2, 3))
+def test_what_a_truncated_correction_reports(tokens, cap: float) -> None:
+    output = ClippedPolicyGradient(tis_cap=cap, kl_coefficient=0.1, kl_estimator="k3")(batch_of(tokens))
+    weights = [values[3] for values in tokens]
+    sampled = [math.exp(lp - old) if has_old else 1.0 for lp, old, _, _, _, has_old in tokens]
+    tis = sum(weight * min(ratio, cap) for weight, ratio in zip(weights, sampled, strict=True))
+    assert output.metrics["tis_weight"] == pytest.approx(tis)
+    over = sum(weight * (ratio > cap) for weight, ratio in zip(weights, sampled, strict=True))
+    assert output.metrics["tis_clipped"] == pytest.approx(over)
+    assert (output.metrics["clip_fraction"], output.metrics["ratio_max"]) == (0.0, 1.0)
+    assert output.metrics["approx_kl"] >= 0.0
+    differences = [lp - entropy + 4.0 for lp, _, _, _, entropy, _ in tokens]
+    k3 = sum(weight * (math.exp(-d) - 1 + d) for weight, d in zip(weights, differences, strict=True))
+    assert output.metrics["reference_kl"] == pytest.approx(k3, rel=1e-6)
+
+
+@given(
+    st.lists(token, min_size=2, max_size=8),
+    st.integers(1, 7),
+    st.sampled_from(["clip", "cispo", own]),
+    st.sampled_from([None, 1.5]),
+)
+def test_it_is_a_sum_over_tokens(tokens, cut: int, surrogate, cap: float | None) -> None:
     cut = min(cut, len(tokens) - 1)
     batch = batch_of(tokens)
-    whole = LOSS(batch)
-    first, second = LOSS(part(batch, torch.arange(cut))), LOSS(part(batch, torch.arange(cut, len(tokens))))
+    loss = ClippedPolicyGradient(0.2, 0.28, surrogate=surrogate, tis_cap=cap, **EVERYTHING)
+    whole = loss(batch)
+    first, second = loss(part(batch, torch.arange(cut))), loss(part(batch, torch.arange(cut, len(tokens))))
     assert (first.loss + second.loss).item() == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-12)
     for name, value in whole.metrics.items():
         both = first.metrics[name], second.metrics[name]
@@ -120,9 +182,40 @@ def test_on_policy_gradient_is_reinforce() -> None:
     )
 
 
-def test_absurd_ratios_stay_finite() -> None:
-    output = ClippedPolicyGradient()(batch_of([(-0.1, -900.0, -1.0, 1.0, 0.0, True)]))
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo"])
+@pytest.mark.parametrize(("logprob", "old"), [(-0.1, -900.0), (-900.0, -0.1)])
+def test_absurd_ratios_stay_finite(logprob: float, old: float, surrogate: str, cap: float | None) -> None:
+    batch = batch_of([(logprob, old, -1.0, 1.0, 0.0, True)])
+    output = ClippedPolicyGradient(surrogate=surrogate, tis_cap=cap, kl_coefficient=0.1, kl_estimator="k3")(batch)
     assert math.isfinite(output.loss.item())
+    assert math.isfinite(torch.autograd.grad(output.loss, batch.logprobs)[0].item())
+    assert all(map(math.isfinite, output.metrics.values()))
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("surrogate", ["clip", "cispo", own])
+def test_whoever_composes_it_only_loses_its_correction_without_a_logprob(surrogate, cap: float | None) -> None:
+    """Also for a call that was sampled under a grammar, whose logprobs count as missing."""
+    known = [(-1.0, -2.0, 1.0, 0.5, 0.0, True), (-1.5, -1.5, 2.0, 0.5, 0.0, True)]
+    missing = [known[0], (*known[1][:5], False)]
+    loss = ClippedPolicyGradient(surrogate=surrogate, tis_cap=cap)
+    outputs = []
+    for tokens in (known, missing):
+        batch = batch_of(tokens)
+        output = loss(batch)
+        outputs.append((output.loss.item(), torch.autograd.grad(output.loss, batch.logprobs)[0].tolist()))
+    assert outputs[0] == outputs[1]  # the second token was on-policy anyway
+
+
+def test_a_loss_of_ones_own_that_adds_up_is_refused() -> None:
+    batch = batch_of([(-1.0, -1.0, 1.0, 0.5, 0.0, True), (-1.0, -1.0, 1.0, 0.5, 0.0, True)])
+    with pytest.raises(
+        ConfigError, match=r"<lambda> returned a tensor of shape \(\) for 2 tokens: .* must not add them up"
+    ):
+        ClippedPolicyGradient(surrogate=lambda tokens: tokens.logprobs.sum())(batch)
+    with pytest.raises(ConfigError, match=r"returned 3\.0 for 2 tokens"):
+        ClippedPolicyGradient(surrogate=lambda tokens: 3.0)(batch)
 
 
 def test_entropy_that_is_not_asked_for_cannot_spoil_the_loss() -> None:
@@ -135,3 +228,9 @@ def test_impossible_bounds_are_refused() -> None:
         ClippedPolicyGradient(clip_low=2.0)
     with pytest.raises(ConfigError, match="clip_high=-1"):
         ClippedPolicyGradient(clip_high=-1.0)
+    with pytest.raises(ConfigError, match="tis_cap=0"):
+        ClippedPolicyGradient(tis_cap=0.0)
+    with pytest.raises(ConfigError, match="kl_coefficient=nan"):
+        ClippedPolicyGradient(kl_coefficient=math.nan)
+    with pytest.raises(ConfigError, match="unknown kl_estimator 'k4'"):
+        ClippedPolicyGradient(kl_estimator="k4")
