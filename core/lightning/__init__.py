@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 from lightning._version import __version__
 
 if TYPE_CHECKING:
+    from lightning.algorithms.dpo import DPO
     from lightning.algorithms.lightning_rl import LightningRL
+    from lightning.algorithms.sft import SFT
+    from lightning.algorithms.prompts.apo import APO
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
     from lightning.instrument import component, label, reward, tool
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
     from lightning.types import LLM, Caller, Rollout, Task, ToolEvent, Transition
 
 __all__ = [
+    "APO",
+    "DPO",
     "LLM",
+    "SFT",
     "Caller",
     "LightningError",
     "LightningRL",
@@ -38,7 +44,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "APO": "lightning.algorithms.prompts.apo",
+    "DPO": "lightning.algorithms.dpo",
     "LLM": "lightning.types",
+    "SFT": "lightning.algorithms.sft",
     "Caller": "lightning.types",
     "LightningError": "lightning.errors",
     "LightningRL": "lightning.algorithms.lightning_rl",
