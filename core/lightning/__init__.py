@@ -13,8 +13,8 @@ from lightning._version import __version__
 if TYPE_CHECKING:
     from lightning.algorithms.dpo import DPO
     from lightning.algorithms.lightning_rl import LightningRL
-    from lightning.algorithms.sft import SFT
     from lightning.algorithms.prompts.apo import APO
+    from lightning.algorithms.sft import SFT
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
     from lightning.instrument import component, label, reward, tool
