@@ -26,19 +26,22 @@ class LeaveOneOut:
 
     RLOO's baseline (arXiv 2402.14740) at every state that siblings share: the prompt of the first call, later ones for as
     long as their histories are the same token ids, and those where an agent's prompt forgets the difference. A rollout that
-    came by several times counts once, with its mean, and never for itself. A state that fewer than `least` other rollouts
-    came by falls back to the group: the rollout's return minus the mean of the others.
+    came by several times counts once, with its mean, and never for itself.
 
-    The estimator is not used: the baseline is its own, and advantages are in units of the reward. Both baselines depend on
-    the other rollouts alone, so they do not bias the policy gradient. Equal prompts are taken for equal states: where the
-    environment remembers what the prompt does not say, the baseline is less apt, but still unbiased.
+    A baseline from few others is a noisy one, so it is mixed with the group's, the rollout's return minus the mean of the
+    others: with m other rollouts in the state, the state's share is m / (m + `prior`). With `prior` = 0 one other rollout is
+    enough; a call alone in its state always falls back to the group.
+
+    The estimator is not used: the baseline is its own, and advantages are in units of the reward. Baselines and shares
+    depend on the other rollouts alone, so they do not bias the policy gradient. Equal prompts are taken for equal states:
+    where the environment remembers what the prompt does not say, the baseline is less apt, but still unbiased.
     """
 
-    least: int = 1
+    prior: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.least < 1:
-            raise ConfigError(f"least={self.least}: a mean needs at least 1 other rollout")
+        if not 0.0 <= self.prior < np.inf:
+            raise ConfigError(f"prior={self.prior} is not a number of rollouts: use 0 or more")
 
     def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         """One array of advantages, shape (calls,), for each trajectory."""
@@ -48,9 +51,10 @@ class LeaveOneOut:
         found = np.repeat(rloo(group_returns(group)), counts)
         for calls in _shared(state_ids(group)):
             visitors, inverse = np.unique(rollouts[calls], return_inverse=True)
-            if len(visitors) > self.least:
+            if (others := len(visitors) - 1) > 0:
                 means = np.bincount(inverse, earned[calls]) / np.bincount(inverse)
-                found[calls] = earned[calls] - means[inverse] + rloo(means)[inverse]
+                here = earned[calls] - means[inverse] + rloo(means)[inverse]
+                found[calls] += others / (others + self.prior) * (here - found[calls])
         return _parted(found, counts)
 
 

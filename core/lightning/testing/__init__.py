@@ -1,4 +1,5 @@
-"""For tests of agents and plugins: the adapters' conformance kit, a scripted vLLM, a chat server, tiny models.
+"""For tests of agents and plugins: the adapters' conformance kit, a scripted vLLM, a chat server, tiny models, and small
+decision tasks that score credit functions.
 
 Everything is imported when it is first used: only `AdapterContract` needs pytest, and only the tiny models need torch.
 """
@@ -12,20 +13,47 @@ from lightning.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from lightning.testing.adapter_contract import AdapterContract
+    from lightning.testing.bifurcation import bifurcation_tasks
     from lightning.testing.chat_server import ChatServer
+    from lightning.testing.credit_score import CreditScore, score_credit, score_credits
+    from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
 
-__all__ = ["AdapterContract", "ChatServer", "FakeVLLM", "NetworkHeldError", "Reply", "ToolCall", "hold_network"]
+__all__ = [
+    "Action",
+    "AdapterContract",
+    "ChatServer",
+    "CreditScore",
+    "Decision",
+    "DecisionTask",
+    "FakeVLLM",
+    "NetworkHeldError",
+    "Outcome",
+    "Reply",
+    "ToolCall",
+    "bifurcation_tasks",
+    "hold_network",
+    "score_credit",
+    "score_credits",
+]
 
 _HOME = {
+    "Action": "decisions",
     "AdapterContract": "adapter_contract",
     "ChatServer": "chat_server",
+    "CreditScore": "credit_score",
+    "Decision": "decisions",
+    "DecisionTask": "decisions",
     "FakeVLLM": "fake_vllm",
     "NetworkHeldError": "network",
+    "Outcome": "decisions",
     "Reply": "fake_vllm",
     "ToolCall": "fake_vllm",
+    "bifurcation_tasks": "bifurcation",
     "hold_network": "network",
+    "score_credit": "credit_score",
+    "score_credits": "credit_score",
 }
 
 

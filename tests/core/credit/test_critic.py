@@ -34,7 +34,7 @@ def valued(
 def spread(credit: Critic, trajectory: Trajectory) -> list[float]:
     (found,) = credit(Group("g", (trajectory,)), centre)
     assert found.dtype == np.float64
-    return found.tolist()
+    return list(found)
 
 
 def test_one_call_ahead_is_the_difference_of_two_values() -> None:

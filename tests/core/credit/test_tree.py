@@ -39,10 +39,12 @@ def groups(draw: st.DrawFn) -> Group:
     return Group("g", tuple(members))
 
 
-def slow_leave_one_out(group: Group, least: int) -> list[list[float]]:
+def slow_leave_one_out(group: Group, prior: float) -> list[list[float]]:
     found = []
     for me in group.trajectories:
         others = [other for other in group.trajectories if other is not me]
+        whole = group_returns(Group("g", (me, *others)))
+        in_group = whole[0] - whole[1:].mean() if others else 0.0
         mine = []
         for call, value in enumerate(returns_to_go(me)):
             prompt = me.transitions[call].prompt_ids
@@ -51,11 +53,9 @@ def slow_leave_one_out(group: Group, least: int) -> list[list[float]]:
                 visits = [k for k, theirs in enumerate(other.transitions) if theirs.prompt_ids == prompt]
                 if visits:
                     means.append(np.mean(returns_to_go(other)[visits]))
-            if len(means) >= least:
-                mine.append(value - np.mean(means))
-            else:
-                whole = group_returns(Group("g", (me, *others)))
-                mine.append(whole[0] - whole[1:].mean() if others else 0.0)
+            share = len(means) / (len(means) + prior) if means else 0.0
+            in_state = value - np.mean(means) if means else 0.0
+            mine.append(share * in_state + (1 - share) * in_group)
         found.append(mine)
     return found
 
@@ -82,9 +82,9 @@ def check_equal(found: Sequence[np.ndarray], expected: Sequence[Sequence[float]]
 
 
 @few
-@given(groups(), st.integers(1, 3))
-def test_leave_one_out_beside_loops(group: Group, least: int) -> None:
-    check_equal(LeaveOneOut(least)(group, centre), slow_leave_one_out(group, least))
+@given(groups(), st.sampled_from([0.0, 1.0, 2.5]))
+def test_leave_one_out_beside_loops(group: Group, prior: float) -> None:
+    check_equal(LeaveOneOut(prior)(group, centre), slow_leave_one_out(group, prior))
 
 
 @few
@@ -119,8 +119,14 @@ def test_leave_one_out_judges_a_call_by_what_others_earned_from_there_on() -> No
             through([(1,), (8,)], 2, 0.0),
         ),
     )
-    found = LeaveOneOut()(group, centre)
+    found = LeaveOneOut(prior=0.0)(group, centre)
     assert [part.tolist() for part in found] == [[0.25, 0.5], [0.25, -0.5], [-0.5, -0.5]]
+
+
+def test_a_baseline_from_few_others_is_mixed_with_the_groups() -> None:
+    """One other rollout at (7,), with the weight of one: half of 0.5 above it, half of 0.25 above the group."""
+    group = Group("g", (through([(1,), (7,)], 0, 1.0), through([(1,), (7,)], 1, 0.5), through([(1,)], 2, 1.0)))
+    np.testing.assert_allclose(LeaveOneOut(prior=1.0)(group, centre)[0], [0.25, 0.375])
 
 
 def test_the_same_history_with_different_endings_branches() -> None:
@@ -134,7 +140,7 @@ def test_the_same_history_with_different_endings_branches() -> None:
             through([start, (1, 9)], 2, 0.5),
         ),
     )
-    found = LeaveOneOut()(group, centre)
+    found = LeaveOneOut(prior=0.0)(group, centre)
     assert [part.tolist() for part in found] == [[0.75, 1.0, 0.75], [-0.75, -1.0, -0.75], [0.0, 0.0]]
 
 
@@ -154,8 +160,8 @@ def test_long_prompts_are_compared_whole() -> None:
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="least=0"):
-        LeaveOneOut(0)
+    with pytest.raises(ConfigError, match="prior=-1"):
+        LeaveOneOut(-1)
     with pytest.raises(ConfigError, match=r"gamma=-0\.5"):
         GiGPO(gamma=-0.5)
     with pytest.raises(ConfigError, match="omega=nan"):

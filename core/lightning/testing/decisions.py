@@ -1,0 +1,238 @@
+"""Small decision tasks whose true advantages are known, and the rollouts that a fixed policy makes in them.
+
+The invariant: what is sampled and what is computed come from one description. The rollouts are real `Group`s with prompt
+ids, agents and step rewards; their truth is solved exactly (linear equations, so loops are allowed), never estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.batch.trajectory import Group, Trajectory
+from lightning.errors import ConfigError
+from lightning.testing.trajectories import make_call, make_trajectory
+from lightning.types import StepReward
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Places: TypeAlias = npt.NDArray[np.int64]
+
+BEGIN = 0
+"""The first token id of every prompt; then come those of the states, then those of the actions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What may follow an action: the call earns `step_reward` (as with `lightning.reward`), and the rollout goes on in
+    `state`, or, where that is empty, ends with `reward`."""
+
+    probability: float = 1.0
+    state: str = ""
+    reward: float = 0.0
+    step_reward: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy answers with `probability`. It does not know which of the outcomes follows."""
+
+    probability: float
+    outcomes: tuple[Outcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A state in which `agent` is called. Calls of agents that are not `trained` belong to the environment."""
+
+    actions: tuple[Action, ...]
+    agent: str = "agent"
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What is exactly so in a task of S states with at most A actions, in the order of its states."""
+
+    values: Floats
+    """V, shape (S,): the expected return from each state on, undiscounted."""
+    advantages: Floats
+    """A = Q - V, shape (S, A); 0 where a state has fewer actions."""
+    policy: Floats
+    """Probabilities, shape (S, A)."""
+    visits: Floats
+    """How many calls a rollout makes in each state, expected, shape (S,)."""
+    trained: npt.NDArray[np.bool_]
+    """Shape (S,)."""
+
+    @property
+    def gradient(self) -> Floats:
+        """The policy gradient with respect to one logit for each action of each trained state, shape (S, A): the policy
+        gradient theorem (Sutton et al., NeurIPS 1999) for a softmax, visits · policy · advantage."""
+        return np.where(self.trained[:, None], self.visits[:, None] * self.policy * self.advantages, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTask:
+    """A task: named states, the first of which every rollout begins in.
+
+    With `memory`, as in a chat, a call's prompt holds the whole history: all states and answers so far, and the present
+    state. Without, it is the present state alone, so that rollouts with different histories meet again. Raises
+    `ConfigError` for probabilities that are none, states that do not exist, and rollouts that cannot end.
+    """
+
+    name: str
+    states: Mapping[str, Decision]
+    memory: bool = True
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for name, state in self.states.items():
+            _check_probabilities(f"{self.name}: the actions of {name!r}", [item.probability for item in state.actions])
+            for action in state.actions:
+                _check_probabilities(f"{self.name}: outcomes in {name!r}", [o.probability for o in action.outcomes])
+                for outcome in action.outcomes:
+                    if outcome.state and outcome.state not in self.states:
+                        raise ConfigError(f"{self.name}: {name!r} leads to {outcome.state!r}, which is no state")
+                    if outcome.state and outcome.reward:
+                        raise ConfigError(
+                            f"{self.name}: {name!r} gives the reward {outcome.reward} and goes on to {outcome.state!r}; "
+                            "only the end has a reward: use step_reward"
+                        )
+        if endless := self.states.keys() - _can_end(self.states):
+            raise ConfigError(f"{self.name}: a rollout that comes to {min(endless)!r} can never end")
+
+    def truth(self) -> Truth:
+        """Values, advantages and visits under the task's own policy."""
+        places = {name: place for place, name in enumerate(self.states)}
+        count, width = len(places), max(len(state.actions) for state in self.states.values())
+        policy, rewards = np.zeros((count, width)), np.zeros((count, width))
+        follows = np.zeros((count, width, count))
+        for place, state in enumerate(self.states.values()):
+            for number, action in enumerate(state.actions):
+                policy[place, number] = action.probability
+                for outcome in action.outcomes:
+                    rewards[place, number] += outcome.probability * (outcome.reward + outcome.step_reward)
+                    if outcome.state:
+                        follows[place, number, places[outcome.state]] += outcome.probability
+        stays = np.eye(count) - np.einsum("sa,san->sn", policy, follows)
+        values = np.linalg.solve(stays, (policy * rewards).sum(axis=1))
+        visits = np.linalg.solve(stays.T, np.eye(count)[0])
+        advantages = np.where(policy > 0, rewards + follows @ values - values[:, None], 0.0)
+        trained = np.array([state.trained for state in self.states.values()])
+        return Truth(values, advantages, policy, visits, trained)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroup:
+    """A group, and for each trajectory which state each call was in and which action it took, shape (calls,)."""
+
+    group: Group
+    states: tuple[Places, ...]
+    actions: tuple[Places, ...]
+
+
+def sample_group(
+    task: DecisionTask,
+    size: int,
+    rng: np.random.Generator,
+    *,
+    name: str = "group",
+    values: Floats | None = None,
+) -> SampledGroup:
+    """`size` rollouts of a task. `values`, shape (S,), is what a critic says of each state: it becomes
+    `Trajectory.values`, NaN for calls that are not trained."""
+    places = {state: place for place, state in enumerate(task.states)}
+    decisions = list(task.states.values())
+    trajectories, states, actions = [], [], []
+    for index in range(size):
+        path = _walk(decisions, places, rng)
+        trajectories.append(_trajectory(task, decisions, path, name, index, values))
+        states.append(np.array(path.states, dtype=np.int64))
+        actions.append(np.array(path.actions, dtype=np.int64))
+    return SampledGroup(Group(name, tuple(trajectories)), tuple(states), tuple(actions))
+
+
+@dataclass(slots=True)
+class _Path:
+    """The calls of one rollout: state, action and step reward of each; and the reward at the end."""
+
+    states: list[int] = field(default_factory=list)
+    actions: list[int] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    reward: float = 0.0
+
+
+def _walk(decisions: Sequence[Decision], places: Mapping[str, int], rng: np.random.Generator) -> _Path:
+    path, at = _Path(), 0
+    while True:
+        choices = decisions[at].actions
+        action = _drawn(rng, choices)
+        outcomes = choices[action].outcomes
+        outcome = outcomes[_drawn(rng, outcomes)]
+        path.states.append(at)
+        path.actions.append(action)
+        path.steps.append(outcome.step_reward)
+        if not outcome.state:
+            path.reward = outcome.reward
+            return path
+        at = places[outcome.state]
+
+
+def _trajectory(
+    task: DecisionTask, decisions: Sequence[Decision], path: _Path, group: str, index: int, values: Floats | None
+) -> Trajectory:
+    """The path with token ids: one for each state and each action."""
+    made = make_trajectory([], rollout=f"{group}/{index}", group=group, index=index, reward=path.reward)
+    prompt, calls = [BEGIN], []
+    for seq, (at, action) in enumerate(zip(path.states, path.actions, strict=True)):
+        prompt = [*prompt, 1 + at] if task.memory else [BEGIN, 1 + at]
+        response = [1 + len(decisions) + action]
+        calls.append(make_call(prompt, response, rollout=made.rollout.id, seq=seq, agent=decisions[at].agent))
+        prompt = prompt + response
+    flags = tuple(decisions[at].trained for at in path.states)
+    said: tuple[float, ...] = ()
+    if values is not None:
+        said = tuple(float(values[at]) if own else math.nan for at, own in zip(path.states, flags, strict=True))
+    steps = zip(calls, path.steps, strict=True)
+    rewards = tuple(StepReward(value, "step", call.id) for call, value in steps if value)
+    return Trajectory(made.rollout, tuple(calls), flags, (), rewards, said)
+
+
+def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[Outcome]) -> int:
+    """The index of one of the choices, by their probabilities."""
+    last = len(choices) - 1
+    left = rng.random() if last else 0.0
+    for index in range(last):
+        left -= choices[index].probability
+        if left < 0.0:
+            return index
+    return last
+
+
+def _check_probabilities(what: str, probabilities: Sequence[float]) -> None:
+    if not probabilities or min(probabilities) < 0 or abs(sum(probabilities) - 1.0) > 1e-9:
+        raise ConfigError(f"{what} have the probabilities {list(probabilities)}, which are not positive with the sum 1")
+
+
+def _can_end(states: Mapping[str, Decision]) -> set[str]:
+    """The states from which a rollout ends with some probability."""
+    ending: set[str] = {""}
+    while True:
+        more = {
+            name
+            for name, state in states.items()
+            if name not in ending
+            and any(
+                action.probability > 0 and outcome.probability > 0 and outcome.state in ending
+                for action in state.actions
+                for outcome in action.outcomes
+            )
+        }
+        if not more:
+            return ending - {""}
+        ending |= more
