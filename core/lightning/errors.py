@@ -13,6 +13,7 @@
     ├── PolicyServerError (RuntimeError)     vLLM did not start, died, or refused new weights
     ├── EngineError (RuntimeError)           the training engine cannot load or step
     ├── RunnerError (RuntimeError)           agents cannot be run at all (one agent's fault is an Outcome, not this)
+    ├── OptimizerError (RuntimeError)        the model that writes prompts does not answer
     └── AuditError (AssertionError)          the trained batches are not what the store holds
 
 Each one also subclasses the builtin it refines, so `except ValueError` keeps working. All can be pickled.
@@ -79,6 +80,10 @@ class EngineError(LightningError, RuntimeError):
 
 class RunnerError(LightningError, RuntimeError):
     """Agents cannot be run at all."""
+
+
+class OptimizerError(LightningError, RuntimeError):
+    """The model that criticises and edits prompts did not answer, or answered something else."""
 
 
 class AuditError(LightningError, AssertionError):

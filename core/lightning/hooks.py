@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
     from lightning.config import Config
     from lightning.credit import Credit
@@ -46,8 +47,8 @@ def lightning_identify() -> Caller | None:
 
 
 @hookspec
-def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
-    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`."""
+def register_algorithms(register: Callable[[str, Callable[..., Algorithm | PromptAlgorithm]], None]) -> None:
+    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`, or of a `PromptAlgorithm`."""
 
 
 @hookspec

@@ -28,6 +28,14 @@ R = TypeVar("R")
 _path: ContextVar[tuple[str, ...]] = ContextVar("lightning_component_path", default=())
 
 
+_prompts: dict[str, str | None] = {}
+
+
+def declared_prompts() -> dict[str, str | None]:
+    """The prompts that components of this process were made with, by name; None where they differ under one name."""
+    return dict(_prompts)
+
+
 def component_path() -> tuple[str, ...]:
     """The names of the components this code runs in, outermost first; empty outside any."""
     return _path.get()
@@ -49,8 +57,9 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         self.name = _checked(
             name, "component({!r}): a name is a non-empty string without '/'; nest two components instead"
         )
-
         self._prompt = prompt
+        if prompt is not None:
+            _prompts[self.name] = prompt if _prompts.get(self.name, prompt) == prompt else None
 
     @property
     def prompt(self) -> str:

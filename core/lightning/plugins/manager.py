@@ -25,6 +25,7 @@ from lightning.plugins.names import KINDS, Kind, Names, one
 from lightning.types import Caller, ToolEvent
 
 if TYPE_CHECKING:
+    from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
     from lightning.config import Config
     from lightning.credit import Credit
@@ -96,9 +97,9 @@ class Plugins:
         self._load()
         return self._names.known(kind)
 
-    def algorithm(self, name: str) -> Callable[..., Algorithm]:
+    def algorithm(self, name: str) -> Callable[..., Algorithm | PromptAlgorithm]:
         """The factory of an algorithm."""
-        return cast("Callable[..., Algorithm]", self.get("algorithms", name))
+        return cast("Callable[..., Algorithm | PromptAlgorithm]", self.get("algorithms", name))
 
     def credit(self, name: str) -> Credit:
         """A credit assignment function."""

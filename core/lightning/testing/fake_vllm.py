@@ -22,7 +22,16 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from lightning.testing.vllm_replies import Generation, Job, Recorded, Reply, Token, ToolCall, tokenize_reply
+from lightning.testing.vllm_replies import (
+    Generation,
+    Job,
+    Recorded,
+    Reply,
+    Token,
+    ToolCall,
+    detokenize,
+    tokenize_reply,
+)
 from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]
@@ -77,6 +86,7 @@ class FakeVLLM:
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -110,6 +120,9 @@ class FakeVLLM:
     async def _tokenize(self, request: web.Request) -> web.Response:
         (ids,) = ChatShape().prompts(json.loads(await request.read()))
         return web.json_response({"count": len(ids), "max_model_len": 2048, "tokens": ids, "token_strs": None})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": detokenize(json.loads(await request.read())["tokens"])})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, ChatShape())

@@ -14,6 +14,8 @@ from typing import Any
 EOS = 2
 VOCABULARY = 32_000
 PIECES = re.compile(r"\s*\S+|\s+")
+_WORDS: dict[int, str] = {}
+"""The word of each id that was made up in this process: a made-up tokenizer has no vocabulary file."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,15 @@ class Job:
 
 def tokenize(text: str) -> list[int]:
     """Made-up ids, one per word: the same word has the same id everywhere."""
-    return [3 + zlib.crc32(piece.encode()) % (VOCABULARY - 3) for piece in PIECES.findall(text)]
+    pieces = PIECES.findall(text)
+    ids = [3 + zlib.crc32(piece.encode()) % (VOCABULARY - 3) for piece in pieces]
+    _WORDS.update(zip(ids, pieces, strict=True))
+    return ids
+
+
+def detokenize(ids: Sequence[int]) -> str:
+    """The text of made-up ids, as far as this process has made them."""
+    return "".join(_WORDS.get(item, "") for item in ids)
 
 
 def tokenize_reply(reply: Reply, index: int) -> list[Token]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
@@ -37,6 +38,9 @@ MAY_CHANGE = (
     "runner.lease_ttl",
     "runner.preload",
     "runner.rollouts_per_process",
+    "algorithm.arguments.optimizer",
+    "algorithm.arguments.rounds",
+    "algorithm.arguments.max_rollouts",
 )
 """Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained."""
 
@@ -60,7 +64,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def describe_algorithm(algorithm: Algorithm) -> dict[str, Json]:
+def describe_algorithm(algorithm: Algorithm | PromptAlgorithm) -> dict[str, Json]:
     """An algorithm in JSON: its plugin name and, for a dataclass of plain values, its arguments.
 
     `arguments` is null when they are not plain (a user's own credit function): then only Python code that has the object
@@ -70,7 +74,7 @@ def describe_algorithm(algorithm: Algorithm) -> dict[str, Json]:
     if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
         values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
         try:
-            arguments = json.loads(json.dumps(values))
+            arguments = json.loads(json.dumps(values, default=dataclasses.asdict))
         except TypeError:
             arguments = None
     return {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": arguments}

@@ -24,6 +24,7 @@ from lightning.runner.protocol import Runner
 from lightning.runner.work import Source, work
 from lightning.store.protocol import Store
 from lightning.trainer.plan import VAL
+from lightning.trainer.prompts import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Stack:
     policy: PolicyServer
     gateway: Gateway
     runner: Runner
+    prompts: Prompts = field(default_factory=Prompts)
     version: int = 0
     weights: Path | None = None
     restarts: int = 0
@@ -68,11 +70,11 @@ class Stack:
             llm = self.gateway.llm(lease, sampling={"temperature": temperature})
         else:
             llm = self.gateway.llm(lease)
-        return replace(llm, prompts=self.config.runner.prompts)
+        return replace(llm, prompts=self.prompts.of(lease.rollout))
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
-        """Create rollouts (again, harmlessly, after a resume)."""
-        await self.store.create_rollouts(rollouts)
+        """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
+        await self.store.create_rollouts(await self.prompts.stamp(self.store, rollouts))
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
@@ -189,6 +191,7 @@ async def open_stack(
     model: Path,
     store: Store,
     runner: Runner,
+    prompts: Prompts | None = None,
 ) -> Stack:
     """Start everything that serves and runs agents; `resources` closes it. The store must be open already."""
     policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
@@ -196,7 +199,7 @@ async def open_stack(
     resources.push_async_callback(runner.close)
     await together(policy.start(), runner.start())
     gateway = await open_gateway(resources, store, policy, config, run.id)
-    stack = Stack(run, config, folder, store, policy, gateway, runner, version=policy.version)
+    stack = Stack(run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version)
     stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
     return stack

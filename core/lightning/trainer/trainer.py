@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import OptimizerConfig
@@ -33,8 +34,10 @@ from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.progress import Reporter
+from lightning.trainer.prompts import Prompts, resolve_prompts
+from lightning.trainer.prompts_loop import check_prompt_tasks, tune
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
-from lightning.trainer.stack import open_stack, together
+from lightning.trainer.stack import Stack, open_stack, together
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Json, Run, Task
 
@@ -58,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         model: str | Path,
-        algorithm: Algorithm | str = "grpo",
+        algorithm: Algorithm | PromptAlgorithm | str = "grpo",
         *,
         adapters: Sequence[str] | None = None,
         train_agents: Sequence[str] = (),
@@ -134,6 +137,8 @@ class Trainer:
     async def _fit(self, agent: Agent, train: list[Task], val: list[Task]) -> Summary:
         if not train:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
+        if isinstance(self.algorithm, PromptAlgorithm):
+            check_prompt_tasks(self.algorithm, val)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
@@ -142,20 +147,17 @@ class Trainer:
             await store.open()
             resources.push_async_callback(store.close)
             run = await check_run(store, self.run_id, self._described(train, val), resume=self.resume)
+            prompts = await resolve_prompts(store, run.id, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
+            if isinstance(self.algorithm, PromptAlgorithm):
+                stack = await self._open_stack(resources, self.out, run, store, agent, prompts)
+                trackers = await self._begin(resources, stack)
+                await tune(stack, self.algorithm, train, val, reporter, trackers, began)
+                return await summarize(store, run.id)
             engine = self._make_engine(self.config)
             resources.callback(engine.close)
-            runner = self._make_runner(agent, self.config)
             stack, _ = await together(
-                open_stack(
-                    resources,
-                    run=run,
-                    config=self.config,
-                    folder=self.out,
-                    model=self.model,
-                    store=store,
-                    runner=runner,
-                ),
+                self._open_stack(resources, self.out, run, store, agent, prompts),
                 asyncio.to_thread(
                     engine.open,
                     self.model,
@@ -164,16 +166,35 @@ class Trainer:
                     critic=needs_critic(self.algorithm),
                 ),
             )
-            # Not before everything stands: a failed start leaves no run behind that a corrected one would stumble over.
-            name_folder(self.out, run.id)
-            await store.put_run(run)
-            trackers = resources.enter_context(
-                Trackers(self.config.trainer.trackers, self.config, run=run.id, folder=self.out, store=store)
-            )
+            trackers = await self._begin(resources, stack)
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
             await loop.run(started)
             return await summarize(store, run.id)
+
+    async def _open_stack(
+        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, agent: Agent, prompts: Prompts
+    ) -> Stack:
+        return await open_stack(
+            resources,
+            run=run,
+            config=self.config,
+            folder=folder,
+            model=self.model,
+            store=store,
+            runner=self._make_runner(agent, self.config),
+            prompts=prompts,
+        )
+
+    async def _begin(self, resources: AsyncExitStack, stack: Stack) -> Trackers:
+        """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over."""
+        name_folder(self.out, stack.run.id)
+        await stack.store.put_run(stack.run)
+        await stack.prompts.keep(stack.store, stack.run.id)
+        trackers = Trackers(
+            self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store
+        )
+        return resources.enter_context(trackers)
 
     async def _dev(self, agent: Agent, tasks: list[Task]) -> DevReport:
         async with AsyncExitStack() as resources:
@@ -184,11 +205,9 @@ class Trainer:
             await store.open()
             resources.push_async_callback(store.close)
             run = await store.put_run(Run("dev", "dev", self._described(tasks, [])))
-            runner = self._make_runner(agent, self.config)
+            prompts = await resolve_prompts(store, run.id, self.config.runner.prompts, home=self._url())
             reporter.phase("starting the policy server")
-            stack = await open_stack(
-                resources, run=run, config=self.config, folder=folder, model=self.model, store=store, runner=runner
-            )
+            stack = await self._open_stack(resources, folder, run, store, agent, prompts)
             return await dry_run(stack, tasks, self.train_agents, reporter)
 
     async def _summary(self) -> Summary:
@@ -201,7 +220,10 @@ class Trainer:
 
     def open_store(self) -> Store:
         """The run's store, not yet opened."""
-        return plugins().store(self._store_url or sqlite_url((self.out / "lightning.db").resolve()))
+        return plugins().store(self._url())
+
+    def _url(self) -> str:
+        return self._store_url or sqlite_url((self.out / "lightning.db").resolve())
 
     def _optimizer(self) -> OptimizerConfig:
         engine = self.config.engine

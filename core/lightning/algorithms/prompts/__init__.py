@@ -1,0 +1,7 @@
+"""Prompt algorithms: rewards in, a better template out; no weights, no engine."""
+
+from __future__ import annotations
+
+from lightning.algorithms.prompts.protocol import Bench, BudgetSpentError, OptimizerModel, PromptAlgorithm, Trial
+
+__all__ = ["Bench", "BudgetSpentError", "OptimizerModel", "PromptAlgorithm", "Trial"]

@@ -1,0 +1,133 @@
+"""What tunes prompts: an algorithm that never sees weights, and the bench that runs the agent for it.
+
+The invariant: everything an algorithm learns from the world comes through the bench and is kept there before it is told, so
+that an algorithm which is started again with the same seed goes through the same states and pays for nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from lightning.errors import ConfigError
+from lightning.types import Json, Resource, Rollout, Task
+
+
+class BudgetSpentError(Exception):
+    """The rollouts asked for are more than the run may still make. Algorithms catch it and end with what they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The agent with one version of the prompt on some tasks. `key` tells trials of one version apart: the same trial is
+    run once, however often it is asked for. `split` and `step` are those of its rollouts."""
+
+    version: int
+    tasks: Sequence[Task]
+    key: str
+    split: str
+    step: int
+
+
+Messages = Sequence[Mapping[str, str]]
+"""A chat for the optimiser model: `[{"role": "user", "content": "..."}]`."""
+
+
+class Bench(Protocol):
+    """What an algorithm works with. Errors of the store, the runner and the policy server propagate."""
+
+    @property
+    def seed(self) -> int:
+        """Seeds every choice of the algorithm."""
+
+    @property
+    def train(self) -> Sequence[Task]:
+        """Tasks to learn from."""
+
+    @property
+    def val(self) -> Sequence[Task]:
+        """Held-out tasks to choose by; never empty."""
+
+    @property
+    def start(self) -> Resource:
+        """The prompt that the component has now."""
+
+    async def run(self, trials: Sequence[Trial]) -> list[list[Rollout]]:
+        """The finished rollouts of each trial, in the order of its tasks. Raises `BudgetSpentError` before any is made."""
+
+    async def ask(self, key: str, messages: Messages) -> str:
+        """The optimiser model's answer; asked once for each key. Raises `OptimizerError` when there is none."""
+
+    async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
+        """The text as a version of the prompt."""
+
+    async def get(self, version: int) -> Resource:
+        """A version of the prompt."""
+
+    async def transcript(self, rollout: Rollout) -> str:
+        """What was said and done in a rollout, as text; what a rollout does not tell is left out."""
+
+    async def recall(self, key: str) -> Json:
+        """What was remembered under a key, or None."""
+
+    async def remember(self, key: str, value: Json) -> None:
+        """Keep a small value with the run."""
+
+    async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
+        """Tell whoever watches how it goes."""
+
+
+@runtime_checkable
+class PromptAlgorithm(Protocol):
+    """Finds a better prompt template for one component of an agent."""
+
+    @property
+    def name(self) -> str:
+        """The registered name whose factory makes this algorithm again from its fields."""
+
+    @property
+    def component(self) -> str:
+        """The component whose prompt is tuned; empty means the only one that has a prompt."""
+
+    @property
+    def prompt(self) -> str | None:
+        """The template to start from; None means what the component has now: by `runner.prompts`, or its own."""
+
+    @property
+    def alias(self) -> str:
+        """The alias that makes a prompt live."""
+
+    @property
+    def max_rollouts(self) -> int | None:
+        """Rollouts that the whole run may make."""
+
+    @property
+    def optimizer_model(self) -> OptimizerModel | None:
+        """The model that writes; None means the policy."""
+
+    async def tune(self, bench: Bench) -> Resource:
+        """The best prompt that was found, which may be the one it started from."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerModel:
+    """A model at an OpenAI-compatible endpoint. `base_url` ends before `/chat/completions`; `api_key_env` names the
+    environment variable that holds the key, which is read when it is needed and never kept. A question without an answer within
+    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once."""
+
+    model: str
+    base_url: str
+    api_key_env: str = "OPENAI_API_KEY"
+    temperature: float = 1.0
+    timeout: float = 120.0
+    attempts: int = 4
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"base_url={self.base_url!r} of the optimiser model is no URL: write https://.../v1")
+        if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or self.temperature < 0:
+            raise ConfigError(
+                "an optimiser model has attempts and concurrency of at least 1, a positive timeout, no negative temperature"
+            )

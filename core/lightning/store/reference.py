@@ -1,0 +1,49 @@
+"""How a resource is named in settings and on the command line: `writer@production`, `runs/tuned#writer@3`.
+
+The invariant: a reference names one resource, and one that leads nowhere is an error that says what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning.errors import ConfigError, StoreError
+from lightning.store.protocol import LATEST, Store
+from lightning.types import Resource
+
+PREFIX = "resource:"
+"""Begins a setting that names a resource instead of giving its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`[PLACE#]NAME[@WHICH]`: `which` is a version or an alias, `place` another store than the one at hand."""
+
+    name: str
+    which: int | str = LATEST
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place}#{self.name}@{self.which}" if self.place else f"{self.name}@{self.which}"
+
+
+def parse_reference(text: str) -> Reference:
+    """Take a reference apart, with or without its `resource:`. Raises `ConfigError` when it has no name or an empty part."""
+    place, hash_sign, rest = text.removeprefix(PREFIX).rpartition("#")
+    name, at_sign, which = rest.partition("@")
+    if not name or "@" in which or bool(hash_sign) != bool(place) or bool(at_sign) != bool(which):
+        raise ConfigError(
+            f"{text!r} names no resource: write NAME, NAME@ALIAS or NAME@VERSION, for one of another store PLACE#NAME@ALIAS"
+        )
+    return Reference(name, int(which) if which.isdecimal() else which or LATEST, place)
+
+
+async def find(store: Store, reference: Reference) -> Resource:
+    """The resource in this store. Raises `StoreError`, which names the versions and aliases there are."""
+    found = await store.get_resource(reference.name, reference.which)
+    if found is not None:
+        return found
+    there = [f"{alias.name}@{alias.alias}" for alias in await store.list_aliases()]
+    versions = [str(resource.version) for resource in await store.list_resources(reference.name)]
+    known = f"versions {', '.join(versions)}; " if versions else ""
+    raise StoreError(f"there is no resource {reference}; there are: {known}{', '.join(there) or 'none'}")

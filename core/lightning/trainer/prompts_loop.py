@@ -1,0 +1,288 @@
+"""The loop of prompt algorithms: the same agent, runner, gateway, rewards and store, and no engine.
+
+The invariant: rollouts, candidates and the optimiser model's answers are in the store before the algorithm hears of them, and
+their names follow from what the algorithm asks for; so a run that was killed anywhere goes through the same states again
+without running or asking twice, and the best prompt goes live by one move of an alias.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning.algorithms.prompts.client import OptimizerClient
+from lightning.algorithms.prompts.protocol import (
+    BudgetSpentError,
+    Messages,
+    OptimizerModel,
+    PromptAlgorithm,
+    Trial,
+)
+from lightning.errors import ConfigError, DataError, RunnerError
+from lightning.instrument.components import declared_prompts
+from lightning.store.reference import find, parse_reference
+from lightning.tracking import Trackers
+from lightning.trainer.collect import all_rollouts
+from lightning.trainer.plan import VAL
+from lightning.trainer.progress import Reporter
+from lightning.trainer.stack import Stack
+from lightning.trainer.transcripts import Transcripts
+from lightning.types import Fault, Json, Resource, Rollout, Status, Task
+
+FINAL = "final"
+"""The key of the trial that measures the best prompt once more, on fresh rollouts, after it was chosen."""
+
+
+def check_prompt_tasks(algorithm: PromptAlgorithm, val: Sequence[Task]) -> None:
+    """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
+    if not val:
+        raise DataError(
+            "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
+        )
+    if algorithm.max_rollouts is not None and algorithm.max_rollouts <= 2 * len(val):
+        raise ConfigError(
+            f"max_rollouts={algorithm.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
+            f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
+        )
+
+
+async def tune(
+    stack: Stack,
+    algorithm: PromptAlgorithm,
+    train: Sequence[Task],
+    val: Sequence[Task],
+    reporter: Reporter,
+    trackers: Trackers,
+    began: float,
+) -> Resource:
+    """Run the algorithm to its end (again, from where it stopped) and make its best prompt live; returns that.
+
+    `began` is when the run's start began, by `time.monotonic`.
+    """
+    component = component_of(algorithm)
+    start = await _starting_prompt(stack, algorithm, component)
+    stack.prompts.bind(component, start)
+    await stack.prompts.load(stack.store)
+    made = len(await all_rollouts(stack.store, stack.run.id))
+    bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made)
+    await stack.store.log_metrics(stack.run.id, 0, {"seconds/start": time.monotonic() - began})
+    best = await algorithm.tune(bench)
+    await bench.measure(best)
+    if (
+        await bench.recall("live") is None
+    ):  # not again, when the run is resumed after its end: somebody may have moved it
+        await stack.store.set_alias(best.name, algorithm.alias, best.version)
+        await bench.remember("live", best.version)
+    file = await asyncio.to_thread(_write, stack.folder, component, str(best.content))
+    reporter.say(f"{best.name}@{algorithm.alias} is version {best.version} now: {file}")
+    return best
+
+
+def component_of(algorithm: PromptAlgorithm) -> str:
+    """The component that is tuned. Raises `ConfigError` when none is named and there is not just one with a prompt."""
+    if algorithm.component:
+        return algorithm.component
+    known = sorted(declared_prompts())
+    if len(known) != 1:
+        raise ConfigError(
+            f"which prompt is to be tuned? {algorithm.name} has no component, and the agent's module makes "
+            f"{'components ' + ', '.join(map(repr, known)) if known else 'no component(..., prompt=...)'}: give component=..."
+        )
+    return known[0]
+
+
+async def _starting_prompt(stack: Stack, algorithm: PromptAlgorithm, component: str) -> Resource:
+    name = stack.prompts.bound.get(component, component)
+    key = f"{algorithm.name}/start"
+    kept = await stack.store.get_state(stack.run.id, key)
+    if isinstance(kept, int):
+        return await find(stack.store, parse_reference(f"{name}@{kept}"))
+    text = algorithm.prompt
+    if text is None and name in stack.prompts.versions:
+        start = await find(stack.store, parse_reference(f"{name}@{stack.prompts.versions[name]}"))
+    else:
+        if text is None:
+            text = stack.prompts.own.get(component, declared_prompts().get(component))
+        if text is None:
+            raise ConfigError(
+                f"the prompt of component {component!r} is not known: make the component at the top of the agent's module, "
+                f"as {component} = lightning.component({component!r}, prompt=...), or give prompt=... to {algorithm.name}"
+            )
+        start = await stack.store.put_resource(Resource(name, text, metadata={"made_by": "start", "run": stack.run.id}))
+    await stack.store.put_state(stack.run.id, key, start.version)
+    return start
+
+
+def _write(folder: Path, component: str, text: str) -> Path:
+    file = folder / "prompts" / f"{component}.txt"
+    file.parent.mkdir(exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(file)
+
+
+class PromptBench:
+    """The bench of one run. `made` counts the rollouts that the run has in the store."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        algorithm: PromptAlgorithm,
+        component: str,
+        start: Resource,
+        train: Sequence[Task],
+        val: Sequence[Task],
+        reporter: Reporter,
+        trackers: Trackers,
+        made: int,
+    ) -> None:
+        self._stack, self._algorithm, self._component = stack, algorithm, component
+        self._start, self._train, self._val = start, train, val
+        self._reporter, self._trackers, self._made = reporter, trackers, made
+        model = algorithm.optimizer_model or OptimizerModel(
+            stack.policy.model, f"{stack.policy.url}/v1", api_key_env=""
+        )
+        self._client = OptimizerClient(model)
+        self._transcripts = Transcripts(stack.store, stack.policy)
+        self._seconds: dict[str, float] = {}
+        self._last_step = 0
+
+    @property
+    def seed(self) -> int:
+        """See `Bench.seed`."""
+        return self._stack.config.trainer.seed
+
+    @property
+    def train(self) -> Sequence[Task]:
+        """See `Bench.train`."""
+        return self._train
+
+    @property
+    def val(self) -> Sequence[Task]:
+        """See `Bench.val`."""
+        return self._val
+
+    @property
+    def start(self) -> Resource:
+        """See `Bench.start`."""
+        return self._start
+
+    async def run(self, trials: Sequence[Trial]) -> list[list[Rollout]]:
+        """See `Bench.run`. Raises `RunnerError` when the infrastructure failed under every rollout."""
+        return await self._run(trials, reserved=len(self._val))
+
+    async def _run(self, trials: Sequence[Trial], *, reserved: int) -> list[list[Rollout]]:
+        planned = [await self._planned(trial) for trial in trials]
+        wanted = [rollout for rollouts in planned for rollout in rollouts]
+        new = [rollout for rollout in wanted if await self._stack.store.get_rollout(rollout.id) is None]
+        limit = self._algorithm.max_rollouts
+        if limit is not None and new and self._made + len(new) + reserved > limit:
+            raise BudgetSpentError(f"{len(new)} more rollouts do not fit into max_rollouts={limit}")
+        what = "held-out tasks" if trials[0].tasks == self._val else "rollouts"
+        self._reporter.phase(f"{what} of {len(trials)} prompts", len(wanted))
+        began = time.monotonic()
+        await self._stack.execute(wanted, self._finished)
+        self._made += len(new)
+        phase = "eval" if what == "held-out tasks" else "rollout"
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
+        found = [[await self._ended(rollout) for rollout in rollouts] for rollouts in planned]
+        ended = [rollout for rollouts in found for rollout in rollouts]
+        if ended and all(rollout.fault is Fault.INFRASTRUCTURE for rollout in ended):
+            raise RunnerError(
+                f"all {len(ended)} rollouts were lost to the infrastructure; the first: {_last_line(ended[0].error)} "
+                f"(resume the run when it is repaired; lightning runs show {self._stack.run.id} --failed)"
+            )
+        return found
+
+    async def _planned(self, trial: Trial) -> list[Rollout]:
+        """The rollouts of a trial; new ones when those before were all lost to the infrastructure."""
+        generation = 0
+        while True:
+            rollouts = self._rollouts(trial, generation)
+            known = [await self._stack.store.get_rollout(rollout.id) for rollout in rollouts]
+            if not known or not all(item is not None and item.fault is Fault.INFRASTRUCTURE for item in known):
+                return rollouts
+            generation += 1
+
+    def _rollouts(self, trial: Trial, generation: int) -> list[Rollout]:
+        run = self._stack.run.id
+        prefix = f"{run}/{trial.key}/v{trial.version}" + (f"~{generation}" if generation else "")
+        return [
+            Rollout(
+                id=f"{prefix}/{place}",
+                run=run,
+                task=task,
+                group=f"{prefix}/{place}",
+                step=trial.step,
+                split=trial.split,
+                max_attempts=self._stack.config.runner.max_attempts,
+                resources={self._start.name: trial.version},
+            )
+            for place, task in enumerate(trial.tasks)
+        ]
+
+    async def _ended(self, rollout: Rollout) -> Rollout:
+        found = await self._stack.store.get_rollout(rollout.id)
+        assert found is not None, "it was created before it was run"
+        assert found.status in (Status.SUCCEEDED, Status.FAILED), "execute returns when every rollout has ended"
+        return found
+
+    def _finished(self, rollout: Rollout) -> None:
+        self._reporter.rollout(rollout)
+        self._trackers.finished(rollout)
+
+    async def ask(self, key: str, messages: Messages) -> str:
+        """See `Bench.ask`."""
+        known = await self.recall(f"ask/{key}")
+        if isinstance(known, str):
+            return known
+        answer = await self._client.ask(messages)
+        await self.remember(f"ask/{key}", answer)
+        return answer
+
+    async def keep(self, text: str, metadata: Mapping[str, Json]) -> Resource:
+        """See `Bench.keep`."""
+        made: dict[str, Json] = {"made_by": self._algorithm.name, "run": self._stack.run.id, **metadata}
+        return await self._stack.store.put_resource(Resource(self._start.name, text, metadata=made))
+
+    async def get(self, version: int) -> Resource:
+        """See `Bench.get`."""
+        return await find(self._stack.store, parse_reference(f"{self._start.name}@{version}"))
+
+    async def transcript(self, rollout: Rollout) -> str:
+        """See `Bench.transcript`."""
+        return await self._transcripts.of(rollout)
+
+    async def recall(self, key: str) -> Json:
+        """See `Bench.recall`."""
+        return await self._stack.store.get_state(self._stack.run.id, f"{self._algorithm.name}/{key}")
+
+    async def remember(self, key: str, value: Json) -> None:
+        """See `Bench.remember`."""
+        await self._stack.store.put_state(self._stack.run.id, f"{self._algorithm.name}/{key}", value)
+
+    async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
+        """See `Bench.report`."""
+        values = {**metrics, **{f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}}
+        self._seconds, self._last_step = {}, max(self._last_step, step)
+        await self._stack.store.log_metrics(self._stack.run.id, step, values)
+        self._trackers.log(step, values)
+        self._reporter.say(line)
+
+    async def measure(self, best: Resource) -> None:
+        """Run the chosen prompt on the held-out tasks once more: what it was chosen by was the luckiest of several."""
+        trial = Trial(best.version, self._val, FINAL, VAL, max(self._last_step, 1))
+        ((*rollouts,),) = await self._run([trial], reserved=0)
+        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+        reward = sum(rewards) / len(rewards) if rewards else None
+        values = {"eval/failed": float(len(rollouts) - len(rewards))} | (
+            {} if reward is None else {"eval/reward": reward}
+        )
+        shown = "-" if reward is None else f"{reward:.3f}"
+        await self.report(trial.step, values, f"held-out reward of version {best.version}, measured again: {shown}")
+
+
+def _last_line(error: str) -> str:
+    return (error.strip().splitlines() or ["no reason was given"])[-1]

@@ -1,0 +1,90 @@
+"""A rollout as text: what its calls were asked and answered, and which tools ran.
+
+The invariant: the text is that of the recorded tokens, made by the policy server that sampled them; what one call repeats of
+those before it is told once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+
+import aiohttp
+
+from lightning.policy_server.protocol import PolicyServer
+from lightning.store.protocol import Store
+from lightning.types import CallStatus, Rollout, ToolEvent, Transition
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PART = 2000
+"""Characters of one call's prompt, of its response, and of one tool's output; the middle of what is longer is left out."""
+SECONDS = 30.0
+
+
+class Transcripts:
+    """Texts of rollouts. A policy server that cannot turn tokens into text leaves the tools, and a line in the log."""
+
+    def __init__(self, store: Store, policy: PolicyServer) -> None:
+        self._store, self._policy = store, policy
+        self._silent = False
+
+    async def of(self, rollout: Rollout) -> str:
+        """The transcript of a finished rollout."""
+        calls = [call for call in await self._store.transitions(rollout.id) if call.status is CallStatus.OK]
+        events = await self._store.tool_events(rollout.id)
+        said = await self._calls(calls)
+        told = [*said, *(_tool(event) for event in events)]
+        return "\n".join(told)
+
+    async def _calls(self, calls: Sequence[Transition]) -> list[str]:
+        told: list[str] = []
+        before: list[list[int]] = []
+        for number, call in enumerate(calls, 1):
+            prompt, response = list(call.prompt_ids), list(call.response_ids)
+            known = max((_shared(prompt, other) for other in before), default=0)
+            texts = await asyncio.gather(self._text(prompt[known:]), self._text(response))
+            if None in texts:
+                return []
+            before.append(prompt + response)
+            path = "/".join(call.caller.path) or call.caller.agent
+            asked, answered = (_clipped(text or "") for text in texts)
+            told.append(f"[model call {number}, by {path}]\n{asked}\n[response]\n{answered}")
+        return told
+
+    async def _text(self, ids: Sequence[int]) -> str | None:
+        """Tokens as text (vLLM's /detokenize), or None where the server does not do that."""
+        if self._silent or not ids:
+            return None if self._silent else ""
+        body = {"model": self._policy.model, "tokens": list(ids)}
+        try:
+            timeout = aiohttp.ClientTimeout(total=SECONDS)
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.post(f"{self._policy.url}/detokenize", json=body) as reply,
+            ):
+                reply.raise_for_status()
+                return str((await reply.json())["prompt"])
+        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError) as error:
+            if not self._silent:
+                logger.warning("transcripts have no model calls: %s/detokenize failed (%s)", self._policy.url, error)
+            self._silent = True
+            return None
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    count = min(len(one), len(other))
+    return next((place for place in range(count) if one[place] != other[place]), count)
+
+
+def _tool(event: ToolEvent) -> str:
+    arguments = "" if event.arguments is None else json.dumps(event.arguments, ensure_ascii=False, default=str)
+    return f"[tool {event.name}({_clipped(arguments)}): {event.status}] {_clipped(event.error or event.output)}"
+
+
+def _clipped(text: str) -> str:
+    half = LONGEST_PART // 2
+    return text if len(text) <= LONGEST_PART else f"{text[:half]} [...] {text[-half:]}"

@@ -1,0 +1,405 @@
+"""Prompts are tuned through the whole house: runner, gateway, store, a scripted policy and a scripted optimiser model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+from lightning.algorithms.prompts import Bench, client
+from lightning.algorithms.prompts.apo import APO
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError, DataError, OptimizerError, RunnerError
+from lightning.plugins import plugins
+from lightning.store import Store
+from lightning.store.url import sqlite_url
+from lightning.testing.chat_server import Call, ChatServer
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.trainer import Trainer, stack
+from lightning.trainer.prompts_loop import PromptBench
+from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
+
+START = "Greet {name}."
+BETTER = "Greet {name} with politeness."
+BEST = "Greet {name} with politeness, in French."
+TRAIN = [Task(f"guest {number}") for number in range(6)]
+VAL = [Task(f"visitor {number}") for number in range(4)]
+
+greeter = lightning.component("greeter", prompt=START)
+
+
+def agent(task: Task, llm: LLM) -> float:
+    """One call; the reward is half for each of two virtues, which the policy has only when the prompt asks for them."""
+    body = {"model": llm.model, "messages": [{"role": "user", "content": greeter.prompt.format(name=task.input)}]}
+    headers = {"authorization": f"Bearer {llm.api_key}", "content-type": "application/json"}
+    with greeter:
+        request = urllib.request.Request(f"{llm.base_url}/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as reply:
+            said = json.load(reply)["choices"][0]["message"]["content"]
+    return 0.5 * ("please" in said) + 0.5 * ("bonjour" in said)
+
+
+def policy(body: Any) -> Reply:
+    asked = str(body["messages"])
+    return Reply(" ".join(["hello", "please" * ("politeness" in asked), "bonjour" * ("French" in asked)]))
+
+
+class FakePolicy:
+    """A scripted vLLM as a policy server of its own."""
+
+    version = 0
+
+    def __init__(self, script: Callable[[Any], Reply] = policy) -> None:
+        self.fake = FakeVLLM(script=script)
+
+    @property
+    def url(self) -> str:
+        return self.fake.url
+
+    @property
+    def model(self) -> str:
+        return self.fake.model
+
+    async def start(self) -> None:
+        await self.fake.start()
+
+    async def wait_died(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        await self.fake.close()
+
+
+@pytest.fixture(autouse=True)
+def house(monkeypatch: pytest.MonkeyPatch) -> FakePolicy:
+    """Every trainer gets a scripted policy, and pauses between attempts are short."""
+    made = FakePolicy()
+    monkeypatch.setattr(stack, "make_policy_server", lambda *_, **__: made)
+    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setenv("WRITER_KEY", "secret-of-the-writer")
+    return made
+
+
+def improve(call: Call) -> str:
+    """The scripted optimiser model: it sees one fault at a time."""
+    if "<review>" not in call.text:
+        return "1. The template does not ask for politeness, or not for French."
+    template = call.text.partition("<template>\n")[2].partition("\n</template>")[0]
+    return f"Here it is.\n<prompt>\n{BETTER if template == START else BEST}\n</prompt>"
+
+
+@pytest.fixture
+def writer() -> Iterator[ChatServer]:
+    with ChatServer(answer=improve) as server:
+        yield server
+
+
+def apo(writer: ChatServer, **changes: Any) -> APO:
+    optimizer = {"model": "scripted", "base_url": writer.llm().base_url, "api_key_env": "WRITER_KEY", "attempts": 2}
+    options: dict[str, Any] = {
+        "rounds": 3,
+        "beam_width": 2,
+        "branch_factor": 2,
+        "minibatch": 2,
+        "selection_rollouts": 8,
+    }
+    return APO("greeter", **{"optimizer": optimizer, **options, **changes})
+
+
+def trainer(tmp_path: Path, algorithm: Any, *, settings: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    config = with_settings(Config(), {"runner.concurrency": 8, "trainer.trackers": ("jsonl",), **(settings or {})})
+    options = {"out": tmp_path / "run", **options}
+    return Trainer(model, algorithm, runner="inline", config=config, progress=False, **options)
+
+
+def look(folder: Path, read: Callable[[Store], Any]) -> Any:
+    async def main() -> Any:
+        store = plugins().store(sqlite_url(folder / "lightning.db"))
+        await store.open()
+        try:
+            return await read(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def everything(folder: Path) -> tuple[list[Resource], dict[str, int], list[Rollout]]:
+    async def read(store: Store) -> Any:
+        aliases = {alias.alias: alias.version for alias in await store.list_aliases("greeter")}
+        return await store.list_resources("greeter"), aliases, (await store.list_rollouts("run")).rollouts
+
+    found: tuple[list[Resource], dict[str, int], list[Rollout]] = look(folder, read)
+    return found
+
+
+def test_the_reward_rises_and_the_best_prompt_goes_live(tmp_path: Path, writer: ChatServer) -> None:
+    made = trainer(tmp_path, apo(writer))
+    summary = made.fit(agent, TRAIN, VAL)
+    assert (summary.before, summary.after) == (0.0, 1.0)
+    versions, aliases, rollouts = everything(made.out)
+    assert [item.content for item in versions] == [START, BETTER, BEST]
+    assert [item.metadata.get("parent") for item in versions] == [None, 1, 2]
+    assert aliases == {"latest": 3, "production": 3}
+    assert (made.out / "prompts" / "greeter.txt").read_text() == BEST
+    earned = {(rollout.resources["greeter"], rollout.reward) for rollout in rollouts}
+    assert earned == {(1, 0.0), (2, 0.5), (3, 1.0)}, "each rollout ran with the prompt it says"
+    assert {call.key for call in writer.calls} == {"secret-of-the-writer"}
+    assert "secret-of-the-writer" not in look(made.out, lambda store: store.get_run("run")).config.__repr__()
+
+
+def test_the_optimiser_model_is_shown_what_happened(tmp_path: Path, writer: ChatServer) -> None:
+    trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
+    asked = writer.calls[0].text
+    for part in (START, "Task: guest", "Greet guest", "[model call 1, by agent]", "[response]\nhello", "Reward: 0"):
+        assert part in asked
+    edits = [call.text for call in writer.calls if "<review>" in call.text]
+    assert all("does not ask for politeness" in text and "fields {name}:" in text for text in edits)
+
+
+class Killed(BaseException):
+    """What a test throws where a `kill -9` would fall."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, float | None]]:
+    """The rollouts of a run that nobody killed."""
+    with pytest.MonkeyPatch.context() as patch, ChatServer(answer=improve) as server:
+        patch.setattr(stack, "make_policy_server", lambda *_, **__: FakePolicy())
+        folder = tmp_path_factory.mktemp("undisturbed")
+        trainer(folder, small(server)).fit(agent, TRAIN, VAL)
+    return [(rollout.id, rollout.reward) for rollout in everything(folder / "run")[2]]
+
+
+def small(writer: ChatServer) -> APO:
+    return apo(writer, rounds=2, beam_width=1, selection_rollouts=6)
+
+
+def lethal(name: str, number: int, patch: pytest.MonkeyPatch, *, after: bool) -> None:
+    """Kill the run at the `number`-th time that its bench does a thing, before or after it did it."""
+    method, done = getattr(PromptBench, name), 0
+
+    def dies(self: PromptBench, *given: Any, **named: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done == number and not after:
+            raise Killed(name)
+        return finish(method(self, *given, **named)) if done == number else method(self, *given, **named)
+
+    def finish(result: Any) -> Any:
+        if not asyncio.iscoroutine(result):
+            raise Killed(name)
+
+        async def ended() -> Any:
+            await result
+            raise Killed(name)
+
+        return ended()
+
+    patch.setattr(PromptBench, name, dies)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("_run", 3),
+        ("_finished", 6),
+        ("_finished", 13),
+        ("ask", 3),
+        ("keep", 1),
+        ("remember", 5),
+        ("report", 2),
+        ("measure", 1),
+    ],
+)
+def test_killed_at_any_moment_a_resume_ends_where_an_undisturbed_run_does(
+    tmp_path: Path,
+    writer: ChatServer,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[tuple[str, float | None]],
+    name: str,
+    number: int,
+    after: bool,
+) -> None:
+    with monkeypatch.context() as patch:
+        lethal(name, number, patch, after=after)
+        with pytest.raises(Killed):
+            trainer(tmp_path, small(writer)).fit(agent, TRAIN, VAL)
+    summary = trainer(tmp_path, small(writer), resume=True).fit(agent, TRAIN, VAL)
+    assert (summary.before, summary.after) == (0.0, 1.0)
+    versions, aliases, rollouts = everything(tmp_path / "run")
+    assert ([item.content for item in versions], aliases["production"]) == ([START, BETTER, BEST], 3)
+    assert [(rollout.id, rollout.reward) for rollout in rollouts] == undisturbed
+
+
+def test_a_finished_run_asks_and_runs_nothing_again_and_leaves_the_alias_where_it_was_put(
+    tmp_path: Path, writer: ChatServer
+) -> None:
+    made = trainer(tmp_path, apo(writer))
+    made.fit(agent, TRAIN, VAL)
+    before, calls = everything(made.out), len(writer.calls)
+    look(made.out, lambda store: store.set_alias("greeter", "production", 1))
+    trainer(tmp_path, apo(writer), resume=True).fit(agent, TRAIN, VAL)
+    versions, aliases, rollouts = everything(made.out)
+    assert (versions, rollouts, len(writer.calls)) == (before[0], before[2], calls)
+    assert aliases["production"] == 1
+
+
+BAD = {
+    "empty": lambda call: "",
+    "no_prompt": lambda call: "I would say it more politely.",
+    "unchanged": lambda call: f"<prompt>{START}</prompt>",
+    "lost_placeholder": lambda call: "<prompt>Greet the guest with politeness.</prompt>",
+    "invented_placeholder": lambda call: "<prompt>Greet {name} of {town} with politeness.</prompt>",
+    "not_a_template": lambda call: '<prompt>Greet {name} politely, as {"greeting": 1}</prompt>',
+    "too_long": lambda call: f"<prompt>{BETTER}{'!' * 500}</prompt>",
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_what_cannot_be_used_is_refused_and_counted(tmp_path: Path, writer: ChatServer, reason: str) -> None:
+    writer.answer = lambda call: BAD[reason](call) if "<review>" in call.text else "1. It is rude."
+    made = trainer(tmp_path, apo(writer, rounds=1, longest_prompt=200))
+    summary = made.fit(agent, TRAIN, VAL)
+    assert (summary.before, summary.after) == (0.0, 0.0)
+    versions, aliases, _ = everything(made.out)
+    assert ([item.content for item in versions], aliases["production"]) == ([START], 1)
+    points = look(made.out, lambda store: store.metrics("run"))
+    assert points[-1].values[f"refused/{reason}"] == 2.0
+    assert points[-1].values["candidates"] == 0.0
+
+
+def test_an_edit_that_does_no_good_does_not_go_live(tmp_path: Path, writer: ChatServer) -> None:
+    writer.answer = lambda call: "<prompt>Be rude to {name}!</prompt>" if "<review>" in call.text else "1. Too polite."
+    made = trainer(tmp_path, apo(writer, rounds=1))
+    made.fit(agent, TRAIN, VAL)
+    versions, aliases, _ = everything(made.out)
+    assert (len(versions), aliases["production"]) == (2, 1)
+
+
+def test_an_optimiser_model_that_is_sometimes_away_costs_only_some_candidates(
+    tmp_path: Path, writer: ChatServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def moody(call: Call) -> str:
+        if len(writer.calls) in (1, 3):
+            raise ConnectionError
+        return improve(call)
+
+    writer.answer = moody
+    optimizer = {"model": "scripted", "base_url": writer.llm().base_url, "attempts": 1, "concurrency": 1}
+    made = trainer(tmp_path, apo(writer, rounds=1, branch_factor=3, optimizer=optimizer))
+    with caplog.at_level(logging.WARNING):
+        made.fit(agent, TRAIN, VAL)
+    points = look(made.out, lambda store: store.metrics("run"))
+    assert points[1].values["refused/no_answer"] == 2.0
+    assert points[1].values["candidates"] == 1.0
+    assert "2 edits are dropped" in caplog.text
+
+
+def test_without_any_answer_the_run_stops_and_can_be_resumed(tmp_path: Path, writer: ChatServer) -> None:
+    def away(call: Call) -> str:
+        raise ConnectionError
+
+    writer.answer = away
+    with pytest.raises(OptimizerError, match=r"round 1: no question was answered.*2 attempts.*resume"):
+        trainer(tmp_path, apo(writer)).fit(agent, TRAIN, VAL)
+    writer.answer = improve
+    summary = trainer(tmp_path, apo(writer), resume=True).fit(agent, TRAIN, VAL)
+    assert summary.after == 1.0
+
+
+def test_the_budget_is_never_exceeded_and_what_it_bought_is_used(tmp_path: Path, writer: ChatServer) -> None:
+    made = trainer(tmp_path, apo(writer, max_rollouts=24))
+    summary = made.fit(agent, TRAIN, VAL)
+    _, aliases, rollouts = everything(made.out)
+    assert len(rollouts) <= 24
+    assert (summary.after, aliases["production"]) == (0.5, 2)
+    assert sum(rollout.id.startswith("run/final/") for rollout in rollouts) == len(VAL)
+
+
+def test_the_policy_writes_its_own_prompts_where_no_optimiser_is_named(tmp_path: Path, house: FakePolicy) -> None:
+    def both(body: Any) -> Reply:
+        text = body["messages"][-1]["content"]
+        if "</template>" in text:
+            call = Call("", {}, body)
+            return Reply(improve(call))
+        return policy(body)
+
+    house.fake.script = both
+    summary = trainer(
+        tmp_path, APO("greeter", rounds=2, beam_width=1, branch_factor=1, minibatch=2, selection_rollouts=4)
+    ).fit(agent, TRAIN, VAL)
+    assert summary.after == 1.0
+
+
+def test_held_out_tasks_are_needed_and_the_budget_must_hold_them(tmp_path: Path, writer: ChatServer) -> None:
+    with pytest.raises(DataError, match="give fit\\(\\) some in `val`"):
+        trainer(tmp_path, apo(writer)).fit(agent, TRAIN)
+    with pytest.raises(ConfigError, match="allow more than 8"):
+        trainer(tmp_path, apo(writer, max_rollouts=8)).fit(agent, TRAIN, VAL)
+
+
+def test_an_agent_that_always_fails_stops_the_search_at_once(tmp_path: Path, writer: ChatServer) -> None:
+    def broken(task: Task, llm: LLM) -> float:
+        raise ValueError("no such table: guests")
+
+    with pytest.raises(RunnerError, match="earned no reward on any held-out task"):
+        trainer(tmp_path, apo(writer)).fit(broken, TRAIN, VAL)
+
+
+def test_where_the_starting_prompt_comes_from(tmp_path: Path, writer: ChatServer) -> None:
+    with pytest.raises(ConfigError, match="prompt of component 'nobody' is not known"):
+        trainer(tmp_path, APO("nobody")).fit(agent, TRAIN, VAL)
+    given = trainer(tmp_path, apo(writer, prompt="Say hello to {name}.", rounds=1), out=tmp_path / "given")
+    given.fit(agent, TRAIN, VAL)
+    assert everything_of(given.out)[0].content == "Say hello to {name}."
+    settings = {"runner.prompts": {"greeter": "Hail {name}!"}}
+    literal = trainer(tmp_path, apo(writer, rounds=1), settings=settings, out=tmp_path / "literal")
+    literal.fit(agent, TRAIN, VAL)
+    assert everything_of(literal.out)[0].content == "Hail {name}!"
+
+
+def everything_of(folder: Path) -> list[Resource]:
+    found: list[Resource] = look(folder, lambda store: store.list_resources("greeter"))
+    return found
+
+
+def test_the_next_run_starts_from_what_is_live(tmp_path: Path, writer: ChatServer) -> None:
+    trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
+    settings = {"runner.prompts": {"greeter": f"resource:{tmp_path / 'run'}#greeter@production"}}
+    again = trainer(tmp_path, apo(writer, rounds=1), settings=settings, out=tmp_path / "again")
+    summary = again.fit(agent, TRAIN, VAL)
+    assert (summary.before, summary.after) == (0.5, 1.0)
+    versions = everything_of(again.out)
+    assert [item.content for item in versions] == [BETTER, BEST]
+    assert versions[0].metadata["origin"] == {"store": str(tmp_path / "run"), "version": 2}
+
+
+def test_a_prompt_algorithm_of_ones_own(tmp_path: Path) -> None:
+    class Shout:
+        name, component, prompt, alias, max_rollouts, optimizer_model = "shout", "greeter", None, "loud", None, None
+
+        async def tune(self, bench: Bench) -> Resource:
+            return await bench.keep(f"{bench.start.content}!".upper().replace("{NAME}", "{name}"), {"parent": 1})
+
+    made = trainer(tmp_path, Shout())
+    made.fit(agent, TRAIN, VAL)
+    assert everything(made.out)[1] == {"latest": 2, "loud": 2}
+
+
+def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
+    made = trainer(tmp_path, apo(writer), settings={"runner.prompts": {"greeter": "resource:limits"}})
+    made.out.mkdir()
+    look(made.out, lambda store: store.put_resource(Resource("limits", {}, ResourceKind.CONFIG)))
+    with pytest.raises(ConfigError, match="resource:limits is a config, not a prompt"):
+        made.fit(agent, TRAIN, VAL)
