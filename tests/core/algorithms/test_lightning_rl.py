@@ -50,6 +50,35 @@ def test_groups_that_teach_nothing_are_skipped_and_counted() -> None:
     assert {rollout.group for rollout in batch.used} == {"close"}
 
 
+def test_where_rollouts_are_not_compared_one_teaches_and_equals_teach_beside_others() -> None:
+    groups = [make_group([1.0, 1.0], group="solved"), make_group([0.0], group="single"), make_group([], group="empty")]
+    batch = LightningRL("reinforce++", group_size=1, advantage_eps=0.0).batch(groups)
+    assert [rollout.id for rollout in batch.used] == ["solved/0", "solved/1", "single/0"]
+    found = [float(row.advantages[-1]) for row in batch.samples]
+    assert found == pytest.approx([0.5**0.5, 0.5**0.5, -(2**0.5)])
+    assert batch.skipped == {"too_few_succeeded": 1}
+
+
+def test_a_step_in_which_all_returns_are_equal_is_skipped_whole() -> None:
+    groups = [make_group([1.0, 1.0], group="a"), make_group([1.0], group="b")]
+    batch = LightningRL("reinforce++").batch(groups)
+    assert (batch.samples, batch.skipped) == ((), {"all_rewards_equal": 2})
+
+
+def test_teaching_is_what_batch_does_not_skip() -> None:
+    flawed = with_flaw(make_group([1.0, 0.0], group="flawed"), 0, prompt_ids=token_ids())
+    groups = [
+        flawed,
+        make_group([1.0, 1.0], group="b"),
+        make_group([1.0, 0.0], group="c"),
+        make_group([1.0], group="d"),
+    ]
+    algorithm = LightningRL("dapo")
+    taught = [algorithm.teaches(group) for group in groups]
+    assert taught == [False, False, True, False]
+    assert {rollout.group for rollout in algorithm.batch(groups).used} == {"c"}
+
+
 def test_nothing_at_all_is_an_empty_batch() -> None:
     batch = LightningRL().batch([])
     assert (batch.samples, batch.used, batch.skipped) == ((), (), {})
@@ -227,17 +256,16 @@ def test_it_is_made_again_from_its_name_and_fields() -> None:
     assert plugins().algorithm(algorithm.name)(**json.loads(json.dumps(values))) == algorithm
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
-def test_each_low_level_is_registered(name: str) -> None:
-    assert plugins().algorithm(name)(group_size=4) == LightningRL(name, group_size=4)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"low_level": "grop"}, "unknown low_level 'grop'.*did you mean 'grpo'"),
         ({"normalization": "token_mean"}, "did you mean 'token-mean'"),
         ({"group_size": 1}, "group_size=1"),
+        ({"low_level": "reinforce++", "group_size": 0}, "group_size=0"),
+        ({"tis_cap": 0.0}, "tis_cap=0"),
+        ({"kl_estimator": "k4"}, "unknown kl_estimator 'k4'"),
+        ({"kl_coefficient": float("nan")}, "kl_coefficient=nan"),
         ({"clip_low": 1.5}, "cannot be clipped"),
         ({"clip_high": -0.1}, "cannot be clipped"),
         ({"constant_tokens": 0}, "constant_tokens=0"),

@@ -1,0 +1,121 @@
+"""The low levels: what each preset is made of, what fields override, and normalisation over the whole step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, whiten
+from lightning.batch.trajectory import Trajectory
+from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+from lightning.plugins import plugins
+from lightning.testing.trajectories import make_group, make_trajectory
+from lightning.trainer.runs import describe_algorithm
+
+# name: advantages of the returns (1, 0, 0), loss, weights, and whether equal returns teach
+TABLE = {
+    "grpo": ((2, -1, -1), "clip", (0.2, 0.2), "rollout-mean", False),
+    "dr_grpo": ((2 / 3, -1 / 3, -1 / 3), "clip", (0.2, 0.2), "constant", False),
+    "dapo": ((2, -1, -1), "clip", (0.2, 0.28), "token-mean", False),
+    "gspo": ((2, -1, -1), "gspo", (3e-4, 4e-4), "sequence-mean", False),
+    "cispo": ((2, -1, -1), "cispo", (1.0, 4.0), "token-mean", False),
+    "rloo": ((1, -1 / 2, -1 / 2), "clip", (0.2, 0.2), "rollout-mean", False),
+    "reinforce++": ((1, 0, 0), "clip", (0.2, 0.2), "rollout-mean", True),
+    "reinforce++_baseline": ((2 / 3, -1 / 3, -1 / 3), "clip", (0.2, 0.2), "rollout-mean", False),
+    "ppo": ((1, 0, 0), "clip", (0.2, 0.2), "token-mean", True),
+}
+
+
+def test_the_table_has_every_low_level() -> None:
+    assert set(TABLE) == set(PRESETS) == set(get_args(LowLevel))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_a_low_level_is_made_of(name: LowLevel) -> None:
+    advantages, loss, bounds, normalization, equal_teaches = TABLE[name]
+    algorithm = LightningRL(name)
+    found = estimator_of(PRESETS[name], 0.0)(np.array([1.0, 0.0, 0.0]))
+    scale = np.sqrt(3) if PRESETS[name].estimator == "grpo" else 1.0
+    np.testing.assert_allclose(found * scale, advantages, atol=1e-12)
+    assert (algorithm.clip_low, algorithm.clip_high) == bounds
+    assert algorithm.normalization == normalization
+    kind = SequencePolicyGradient if loss == "gspo" else ClippedPolicyGradient
+    assert algorithm.loss == kind(*bounds, surrogate="cispo" if loss == "cispo" else "clip")
+    assert algorithm.teaches(make_group([0.5, 0.5])) is equal_teaches
+    assert algorithm.teaches(make_group([0.5])) is equal_teaches
+    assert algorithm.teaches(make_group([0.5, 0.0]))
+    assert algorithm.dynamic_sampling is (name == "dapo")
+    assert algorithm.critic is (name == "ppo")
+    assert PRESETS[name].whiten is (name in ("reinforce++", "reinforce++_baseline", "ppo"))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_each_is_a_plugin_that_a_runs_record_makes_again(name: LowLevel) -> None:
+    algorithm = plugins().algorithm(name)(group_size=4)
+    assert algorithm == LightningRL(name, group_size=4)
+    described = json.loads(json.dumps(describe_algorithm(algorithm)))
+    assert plugins().algorithm(described["name"])(**described["arguments"]) == algorithm
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_given_fields_win(name: LowLevel) -> None:
+    given = {"clip_low": 0.0, "clip_high": 0.5, "normalization": "sequence-mean", "dynamic_sampling": name != "dapo"}
+    algorithm = LightningRL(name, **given, kl_coefficient=0.1, kl_estimator="k3", tis_cap=2.0, entropy_coefficient=0.5)
+    assert {field: getattr(algorithm, field) for field in given} == given
+    loss = ClippedPolicyGradient(0.0, 0.5, 0.5, "cispo" if name == "cispo" else "clip", 0.1, "k3", 2.0)
+    assert algorithm.loss == loss
+    assert loss.needs_reference
+
+
+def test_the_record_of_a_run_says_what_the_low_level_decided() -> None:
+    arguments = describe_algorithm(LightningRL("dapo"))["arguments"]
+    assert arguments["clip_high"] == 0.28  # type: ignore[index, call-overload]
+    assert arguments["credit"] == "identical"  # type: ignore[index, call-overload]
+    assert None not in [arguments[name] for name in ("normalization", "dynamic_sampling")]  # type: ignore[index, call-overload]
+
+
+advantage = st.floats(-5, 5).map(lambda value: round(value, 6))
+rollouts = st.lists(st.lists(advantage, min_size=1, max_size=4), min_size=2, max_size=6)
+
+
+def trajectories(calls: list[int]) -> list[Trajectory]:
+    return [make_trajectory([((1,), (2,))] * count, rollout=f"r{index}") for index, count in enumerate(calls)]
+
+
+@given(rollouts)
+def test_whitened_rollouts_have_mean_0_and_deviation_1(own: list[list[float]]) -> None:
+    found = whiten(trajectories(list(map(len, own))), list(map(np.array, own)), eps=0.0)
+    if np.ptp(np.concatenate(own)) < 1e-5:
+        return
+    assert np.mean([values.mean() for values in found]) == pytest.approx(0.0, abs=1e-6)
+    assert np.mean([np.square(values).mean() for values in found]) == pytest.approx(1.0, rel=1e-6)
+
+
+@given(st.lists(advantage, min_size=2, max_size=6), st.integers(1, 5))
+def test_calls_that_are_all_alike_count_as_one(own: list[float], copies: int) -> None:
+    once = whiten(trajectories([1] * len(own)), [np.array([value]) for value in own], eps=1e-4)
+    first = [copies, *[1] * (len(own) - 1)]
+    more = whiten(
+        trajectories(first), [np.full(count, value) for count, value in zip(first, own, strict=True)], eps=1e-4
+    )
+    for one, other in zip(once, more, strict=True):
+        np.testing.assert_allclose(other, np.full(len(other), one[0]), rtol=1e-9, atol=1e-9)
+
+
+def test_calls_that_are_not_trained_have_no_say_in_the_mean() -> None:
+    one, other = trajectories([2, 1])
+    one = dataclasses.replace(one, trainable=(True, False))
+    found = whiten([one, other], [np.array([1.0, 1e6]), np.array([-1.0])], eps=0.0)
+    assert (found[0][0], found[1][0]) == (1.0, -1.0)
+
+
+def test_advantages_that_do_not_differ_but_by_rounding_become_0() -> None:
+    found = whiten(trajectories([1, 1]), [np.array([0.1 + 0.2]), np.array([0.3])], eps=0.0)
+    assert [values.tolist() for values in found] == [[0.0], [0.0]]
+    assert whiten([], [], eps=0.0) == []
