@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_the_v2_runners_rows_are_read() -> None:
     assert worker.lightning_in_flight()["counts"] == {"a": 5}
 
 
-def test_errors_are_answers_not_exceptions() -> None:
+def test_errors_are_answers_not_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.config", None)  # the real one takes seconds to import; test_vllm.py has it
     worker = Extended(SimpleNamespace())
     worker.lightning_attach()
     assert "does not know the request states" in str(worker.lightning_in_flight()["error"])

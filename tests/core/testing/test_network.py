@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import socket
 import subprocess
@@ -117,7 +118,8 @@ def test_swallows():
 def test_the_plugin(tmp_path: Path, options: tuple[str, ...], failed: list[str]) -> None:
     (tmp_path / "test_it.py").write_text(PLUGIN_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "lightning.testing.pytest_plugin", *options, "test_it.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # only ours
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     told = [
         line.split("::")[1].split(" ")[0] for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
     ]
