@@ -33,12 +33,20 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_engine(model: Path) -> Iterator[OpenEngine]:
-    """`open_engine(folder=..., lr=..., seed=..., **engine arguments)`; closed when the test ends."""
+    """`open_engine(folder=..., lr=..., critic_lr=..., seed=..., critic=..., **engine arguments)`; closed when the test ends."""
     opened: list[TorchEngine] = []
 
-    def make(folder: Path = model, *, lr: float = 1e-3, seed: int = 0, **arguments: object) -> TorchEngine:
+    def make(
+        folder: Path = model,
+        *,
+        lr: float = 1e-3,
+        critic_lr: float = 1e-2,
+        seed: int = 0,
+        critic: bool = False,
+        **arguments: object,
+    ) -> TorchEngine:
         engine = TorchEngine(device="cpu", **arguments)  # type: ignore[arg-type]
-        engine.open(folder, OptimizerConfig(lr=lr), seed=seed)
+        engine.open(folder, OptimizerConfig(lr=lr, critic_lr=critic_lr), seed=seed, critic=critic)
         opened.append(engine)
         return engine
 

@@ -1,20 +1,23 @@
-"""Law 2 in float64: how calls are cut into rows, merged, ordered or batched changes neither loss nor gradient."""
+"""Law 2 in float64: how calls are cut into rows, merged, ordered, batched or shared changes neither loss nor gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning.batch import Sample, build_samples
+from lightning.batch import Sample, Span, build_samples
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Trajectory
+from lightning.config import LoraConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import logprobs
 
@@ -22,43 +25,84 @@ LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
 TOLERANCE = 1e-12
 
 
+@dataclass(frozen=True)
+class CallRatio:
+    """One ratio for each call, as GSPO has it, without its clipping (which would hide most gradients)."""
+
+    needs_reference: bool = False
+
+    def prepare(self, step: StepTokens) -> np.ndarray:
+        against = step.old_logprobs if step.reference is None else step.reference
+        sums = np.bincount(step.calls, step.weights * (step.logprobs - against), len(step.spans))
+        return (sums / np.bincount(step.calls, step.weights, len(step.spans)))[step.calls]
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        assert batch.prepared is not None
+        ratio = (batch.prepared + batch.logprobs - batch.logprobs.detach()).exp()
+        return LossOutput(-(batch.weights * ratio * batch.advantages).sum())
+
+
+@dataclass(frozen=True)
+class ReferenceKL:
+    """The clipped policy gradient and k3 to the reference (http://joschu.net/blog/kl-approx.html)."""
+
+    needs_reference: bool = True
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        assert batch.reference is not None
+        gap = batch.reference - batch.logprobs
+        return LossOutput(LOSS(batch).loss + (batch.weights * (gap.exp() - 1 - gap)).sum())
+
+
 @pytest.fixture
 def engine(exact_norm: None, open_engine: Callable[..., TorchEngine]) -> TorchEngine:
     return open_engine(dtype="float64")
 
 
-def gradient(engine: TorchEngine, samples: Sequence[Sample], budget: int = 10_000) -> tuple[float, torch.Tensor]:
-    engine._budget = budget
-    tally = engine._accumulate(list(samples), LOSS)
-    grads = [parameter.grad for parameter in engine._parameters.values()]
-    flat = torch.cat([grad.flatten() for grad in grads if grad is not None])
-    assert len(grads) == sum(grad is not None for grad in grads)
-    return tally.metrics()["loss"], flat.clone()
+def gradient(
+    engine: TorchEngine, samples: Sequence[Sample], kind: str = "linear", budget: int = 10_000, loss: Loss = LOSS
+) -> torch.Tensor:
+    """The step's gradient, behind its losses."""
+    engine._kind, engine._budget = kind, budget  # type: ignore[assignment]
+    metrics = engine._accumulate(samples, loss).metrics()
+    found = [torch.tensor([metrics["loss"], metrics.get("value_loss", 0.0)], dtype=torch.float64)]
+    for parameter in engine._learning().values():
+        found.append((torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten())
+    return torch.cat(found)
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert float(one.norm()) > 0
+    assert float((one - other).norm()) <= TOLERANCE * float(one.norm())
+
+
+def of_calls(sample: Sample, spans: Sequence[Span]) -> Sample:
+    """A row with only some of its calls: weight on their responses, and no token behind the last."""
+    own, inside = slice(max(span.stop for span in spans)), np.zeros(len(sample), dtype=bool)
+    for span in spans:
+        inside[span.start : span.stop] = True
+    return replace(
+        sample,
+        ids=sample.ids[own],
+        weights=np.where(inside, sample.weights, 0)[own].astype(np.float32),
+        advantages=sample.advantages[own],
+        logprobs=sample.logprobs[own],
+        versions=sample.versions[own],
+        spans=tuple(spans),
+    )
+
+
+def in_two(sample: Sample, random: Random) -> list[Sample]:
+    """A row as one or two, its calls dealt out at random."""
+    hands: tuple[list[Span], list[Span]] = ([], [])
+    for span in sample.spans:
+        hands[random.randrange(2)].append(span)
+    return [of_calls(sample, spans) for spans in hands if spans]
 
 
 def apart(sample: Sample) -> list[Sample]:
-    """One row for each call: the call's own prompt, and weight on its response only."""
-    rows = []
-    for span in sample.spans:
-        inside = np.zeros(len(sample), dtype=bool)
-        inside[span.start : span.stop] = True
-        rows.append(
-            replace(
-                sample,
-                ids=sample.ids[: span.stop],
-                weights=np.where(inside, sample.weights, 0)[: span.stop].astype(np.float32),
-                advantages=sample.advantages[: span.stop],
-                logprobs=sample.logprobs[: span.stop],
-                versions=sample.versions[: span.stop],
-                spans=(span,),
-            )
-        )
-    return rows
-
-
-def assert_same(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tensor]) -> None:
-    assert other[0] == pytest.approx(one[0], rel=TOLERANCE, abs=1e-15)
-    assert float((one[1] - other[1]).norm()) <= TOLERANCE * float(one[1].norm())
+    """One row for each call."""
+    return [of_calls(sample, [span]) for span in sample.spans]
 
 
 def with_logprobs(trajectory: Trajectory, seed: int) -> Trajectory:
@@ -71,42 +115,124 @@ def with_logprobs(trajectory: Trajectory, seed: int) -> Trajectory:
     return replace(trajectory, transitions=tuple(calls))
 
 
+def with_targets(samples: Sequence[Sample], random: Random) -> list[Sample]:
+    """What the state of each call should have been worth; one in five is not asked."""
+    return [
+        replace(
+            sample,
+            spans=tuple(
+                replace(span, value_target=random.uniform(-1, 2), value_weight=random.choice([0, 1, 1, 2, 2]) / 16)
+                for span in sample.spans
+            ),
+        )
+        for sample in samples
+    ]
+
+
 @st.composite
 def rollouts(draw: st.DrawFn) -> list[Trajectory]:
-    """One to three rollouts of one or two interleaved agents, each with up to three turns that extend one another."""
+    """One to three rollouts of one or two interleaved agents, each with up to three turns that extend one another; siblings
+    begin with the same prompt, and responses of few different tokens agree for a while."""
     generator = np.random.default_rng(draw(st.integers(0, 2**16)))
+    prompts = [generator.integers(0, 320, int(generator.integers(2, 20))).tolist() for _ in range(3)]
     made = []
     for place in range(draw(st.integers(1, 3))):
         agents = draw(st.integers(1, 2))
-        contexts = [generator.integers(0, 320, int(generator.integers(2, 20))).tolist() for _ in range(agents)]
+        contexts = [list(prompts[int(generator.integers(3))]) for _ in range(agents)]
         calls = []
         for _ in range(draw(st.integers(1, 3))):
             for agent in range(agents):
-                response = generator.integers(0, 320, int(generator.integers(1, 8))).tolist()
+                response = generator.integers(0, 3, int(generator.integers(1, 8))).tolist()
                 calls.append((list(contexts[agent]), response))
                 contexts[agent] += response + generator.integers(0, 320, int(generator.integers(0, 6))).tolist()
         made.append(with_logprobs(make_trajectory(calls, rollout=f"r{place}"), place))
     return made
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rollouts(),
     st.sampled_from(["token-mean", "rollout-mean", "sequence-mean"]),
-    st.randoms(use_true_random=False),
+    st.integers(0, 2**16).map(Random),
     st.sampled_from([1, 40, 100]),
 )
 def test_rows_order_and_microbatches_do_not_matter(engine, trajectories, normalization, random, budget) -> None:  # type: ignore[no-untyped-def]
     advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
     merged = build_samples(trajectories, advantages, normalization=normalization)
-    reference = gradient(engine, merged)
+    expected = gradient(engine, merged)
     single = [row for sample in merged for row in apart(sample)]
     assert len(single) == sum(len(trajectory.transitions) for trajectory in trajectories)
     shuffled = list(single)
     random.shuffle(shuffled)
-    assert_same(reference, gradient(engine, merged, budget))
-    assert_same(reference, gradient(engine, single, budget))
-    assert_same(reference, gradient(engine, shuffled, 100))
+    assert_same(expected, gradient(engine, merged, budget=budget))
+    assert_same(expected, gradient(engine, single, budget=budget))
+    assert_same(expected, gradient(engine, shuffled, budget=100))
+
+
+VARIANTS: dict[str, tuple[Loss, dict[str, object]]] = {
+    "plain": (LOSS, {}),
+    "step loss": (CallRatio(), {}),
+    "reference": (ReferenceKL(), {}),
+    "critic on a frozen trunk": (LOSS, {"critic": True}),
+    "critic on a shared trunk": (CallRatio(), {"critic": True, "critic_trunk": "shared"}),
+    "adapters": (LOSS, {"lora": LoraConfig(rank=4)}),
+    "adapters, reference, critic": (
+        CallRatio(needs_reference=True),
+        {"lora": LoraConfig(rank=4), "critic": True, "critic_trunk": "shared"},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rollouts(), st.integers(0, 2**16).map(Random), st.sampled_from([1, 40, 10_000]))
+def test_every_kind_of_step_has_one_gradient(exact_norm, variant_engine, variant, trajectories, random, budget) -> None:  # type: ignore[no-untyped-def]
+    engine, loss = variant_engine, VARIANTS[variant][0]
+    advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
+    merged = list(build_samples(trajectories, advantages, normalization="sequence-mean"))
+    if engine._critic is not None:
+        merged = with_targets(merged, random)
+    expected = gradient(engine, merged, "per-call", loss=loss)
+    halves = [row for sample in merged for row in in_two(sample, random)]
+    random.shuffle(halves)
+    assert_same(expected, gradient(engine, merged, "linear", budget, loss))
+    assert_same(expected, gradient(engine, merged, "tree", budget, loss))
+    assert_same(expected, gradient(engine, halves, "linear", 100, loss))
+    assert_same(expected, gradient(engine, halves, "tree", 100, loss))
+    assert_same(expected, gradient(engine, halves, "per-call", 100, loss))
+
+
+@pytest.fixture
+def variant_engine(exact_norm: None, open_engine: Callable[..., TorchEngine], variant: str) -> TorchEngine:
+    """An engine some way into a training: adapters, critic and, by its reference, weights are no longer the first ones."""
+    engine = open_engine(dtype="float64", **VARIANTS[variant][1])
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in engine._learning().values():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return engine
+
+
+def test_the_variants_differ_in_their_gradients(exact_norm: None, open_engine: Callable[..., TorchEngine]) -> None:
+    """What the property above compares is not the same thing by another name."""
+    trajectory = with_logprobs(make_trajectory([((1, 2, 3), (4, 5)), ((1, 2, 3, 4, 5, 6), (7, 8, 9))]), 3)
+    rows = with_targets(build_samples([trajectory], [[1.0, -1.0]]), Random(5))
+    assert all(span.value_weight for row in rows for span in row.spans)
+    found: dict[str, torch.Tensor] = {}
+    for name, (loss, arguments) in VARIANTS.items():
+        if "adapters" not in name:
+            engine = open_engine(dtype="float64", **{"critic": True, **arguments})
+            with torch.no_grad():
+                for parameter in engine._learning().values():
+                    parameter += 0.05 * torch.sin(torch.arange(parameter.numel())).reshape(parameter.shape)
+            found[name] = gradient(engine, rows, loss=loss)
+    same = [
+        (one, other)
+        for one in found
+        for other in found
+        if one < other and torch.allclose(found[one], found[other], rtol=1e-6, atol=0)
+    ]
+    assert same == [("critic on a frozen trunk", "plain")]
 
 
 @pytest.mark.parametrize("normalization", ["token-mean", "rollout-mean", "sequence-mean", "constant"])
@@ -118,7 +244,7 @@ def test_interleaved_agents_in_2_rows_or_4(engine: TorchEngine, normalization: N
     assert len(merged) == 2
     four = [row for sample in merged for row in apart(sample)]
     assert len(four) == 4
-    assert_same(gradient(engine, merged), gradient(engine, four, 1))
+    assert_same(gradient(engine, merged), gradient(engine, four, budget=1))
 
 
 def test_tokens_behind_the_last_trained_one_change_nothing(engine: TorchEngine) -> None:
@@ -138,5 +264,6 @@ def test_mixed_temperatures_in_one_microbatch(engine: TorchEngine) -> None:
     trajectories = [make_trajectory([((1, 2, 3), (4, 5))], rollout=f"r{place}") for place in range(2)]
     warm, cool = build_samples(trajectories, [[1.0], [1.0]])
     rows = [warm, replace(cool, temperature=0.5)]
-    assert_same(gradient(engine, rows), gradient(engine, rows, 1))
-    assert gradient(engine, rows)[0] != pytest.approx(gradient(engine, [warm, cool])[0], rel=1e-3)
+    for kind in ("linear", "tree"):
+        assert_same(gradient(engine, rows), gradient(engine, rows, kind, 1))
+    assert float(gradient(engine, rows)[0]) != pytest.approx(float(gradient(engine, [warm, cool])[0]), rel=1e-3)
