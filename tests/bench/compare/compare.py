@@ -11,6 +11,7 @@ writes the page.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -58,18 +59,19 @@ ARMS = {
     "trl": Arm("arm_trl.py", ("--threads", "1"), _ONE_THREAD, "trl.txt"),
     "trl-2threads": Arm("arm_trl.py", ("--threads", "2"), {"OMP_NUM_THREADS": "2"}, "trl.txt"),
     "trl-vllm": Arm("arm_trl.py", ("--threads", "1", "--vllm"), _ONE_THREAD | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
     }, "trl.txt"),
 }  # fmt: skip
 
 
-def setting_of(raw: Demo, seed: int, steps: int, count: int) -> Setting:
+def setting_of(raw: Demo, seed: int, tool_seconds: float, given: argparse.Namespace) -> Setting:
     """The setting under which `lightning demo raw` trains, in words that both sides understand."""
     algorithm = raw.algorithm()
     return Setting(
         model=str(raw.model),
         seed=seed,
-        steps=steps,
+        steps=given.steps,
         group_size=algorithm.group_size,
         lr=cast(float, raw.settings["engine.lr"]),
         warmup_steps=cast(int, raw.settings["engine.warmup_steps"]),
@@ -79,7 +81,8 @@ def setting_of(raw: Demo, seed: int, steps: int, count: int) -> Setting:
         max_grad_norm=1.0,
         clip_low=0.2,
         clip_high=0.28,
-        train=planned(raw.tasks(POOL, seed), steps, count, seed),
+        tool_seconds=tool_seconds,
+        train=planned(raw.tasks(POOL, seed), given.steps, given.tasks_per_step, seed),
     )
 
 
@@ -131,7 +134,7 @@ def measure(name: str, setting: Setting, folder: Path, extra: Sequence[str]) -> 
 def judge_all(out: Path, every: int, held_out: int) -> None:
     """Evaluate every run that was trained and not evaluated yet: every so many steps, the last one, and the untrained model."""
     waiting = [
-        folder.parent for folder in sorted(out.glob(f"*/seed-*/{TRAINED}")) if not (folder.parent / DONE).is_file()
+        folder.parent for folder in sorted(out.glob(f"*/*/seed-*/{TRAINED}")) if not (folder.parent / DONE).is_file()
     ]
     if not waiting:
         return
@@ -157,19 +160,19 @@ def tell(text: str) -> None:
 def train_all(given: argparse.Namespace) -> list[str]:
     """Train what was not trained yet, one run at a time; what failed, in words."""
     failed = []
-    for seed in given.seeds:
-        for name in given.arms:
-            folder = given.out / name / f"seed-{seed}"
-            if (folder / TRAINED).is_file():
-                continue
-            tell(f"training {name}, seed {seed} ...")
-            extra = [part for item in given.set for part in ("--set", item)] if name.startswith("lightning") else []
-            try:
-                run = measure(name, setting_of(demo(), seed, given.steps, given.tasks_per_step), folder, extra)
-            except RuntimeError as error:
-                failed.append(f"{name}, seed {seed}: {error}")
-                continue
-            run.write(folder / TRAINED)
+    for seed, tool_seconds, name in itertools.product(given.seeds, given.tool_seconds, given.arms):
+        folder = given.out / f"tools-{tool_seconds:g}s" / name / f"seed-{seed}"
+        if (folder / TRAINED).is_file():
+            continue
+        what = f"{name}, tools of {tool_seconds:g} s, seed {seed}"
+        tell(f"training {what} ...")
+        extra = [part for item in given.set for part in ("--set", item)] if name.startswith("lightning") else []
+        try:
+            run = measure(name, setting_of(demo(), seed, tool_seconds, given), folder, extra)
+        except RuntimeError as error:
+            failed.append(f"{what}: {error}")
+            continue
+        run.write(folder / TRAINED)
     return failed
 
 
@@ -180,7 +183,7 @@ def main(given: argparse.Namespace) -> int:
         make_environment()
     failed = train_all(given)
     judge_all(given.out, given.eval_every, given.held_out)
-    runs = [Run.read(file) for file in sorted(given.out.glob(f"*/seed-*/{DONE}"))]
+    runs = [Run.read(file) for file in sorted(given.out.glob(f"*/*/seed-*/{DONE}"))]
     tell(say(runs))
     if given.publish:
         publish(runs, ROOT / "docs")
@@ -196,6 +199,8 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=15, help="optimizer steps")
     parser.add_argument("--tasks-per-step", type=int, default=16, help="tasks of a step, 8 rollouts each")
+    parser.add_argument("--tool-seconds", nargs="+", type=float, default=[0.0, 0.05], metavar="S",
+                        help="how long every tool waits; each is a table of its own")  # fmt: skip
     parser.add_argument("--eval-every", type=int, default=1, help="evaluate the weights of every so many steps")
     parser.add_argument("--held-out", type=int, default=200, help="held-out tasks")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of lightning's")

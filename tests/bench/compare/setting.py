@@ -11,7 +11,8 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Everything that decides what is sampled and trained. `train[step]` are the tasks of a step, each `(input, expected)`;
-    `group_size` rollouts are sampled for each. Rates and betas are AdamW's, ratios are clipped to [1 - low, 1 + high]."""
+    `group_size` rollouts are sampled for each. Rates and betas are AdamW's, ratios are clipped to [1 - low, 1 + high], and
+    every tool takes `tool_seconds` longer than its own work."""
 
     model: str
     seed: int
@@ -25,6 +26,7 @@ class Setting:
     max_grad_norm: float
     clip_low: float
     clip_high: float
+    tool_seconds: float
     train: Sequence[Sequence[tuple[str, int]]]
 
     def write(self, file: Path) -> None:

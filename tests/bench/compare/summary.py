@@ -155,12 +155,26 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def by_tools(runs: Sequence[Run]) -> dict[float, list[Run]]:
+    """The runs by how long their tools took."""
+    groups: dict[float, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(float(str(run.setting["tool_seconds"])), []).append(run)
+    return dict(sorted(groups.items()))
+
+
+def heading(tool_seconds: float) -> str:
+    """What a table is about."""
+    return f"### Tools that take {1000 * tool_seconds:g} ms" if tool_seconds else "### Tools that answer at once"
+
+
 def say(runs: Sequence[Run]) -> str:
-    """The table for a terminal, with what it was measured under."""
+    """The tables for a terminal, with what they were measured under."""
     if not runs:
         return "nothing was measured yet"
+    parts = [f"{heading(seconds)}\n\n{table(mine)}" for seconds, mine in by_tools(runs).items()]
     loads = f"load after each run: {', '.join(f'{run.arm}/{run.seed} {run.load:.1f}' for run in runs)}"
-    return f"{table(runs)}\n{loads}"
+    return "\n\n".join([*parts, loads])
 
 
 def machine() -> dict[str, object]:
@@ -184,13 +198,16 @@ def publish(runs: Sequence[Run], docs: Path) -> None:
     data.write_text(json.dumps(content, indent=1) + "\n")
     versions = {name: text for run in runs for name, text in run.versions.items() if text != "-"}
     told = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
-    setting = ", ".join(f"{name} {value}" for name, value in runs[0].setting.items())
+    common = {name: value for name, value in runs[0].setting.items() if name != "tool_seconds"}
+    setting = ", ".join(f"{name} {value}" for name, value in common.items())
     on = content["machine"]
     note = f"Measured on {on['cores']} cores of {on['cpu']}, Python {on['python']}; {told}. Setting: {setting}."  # type: ignore[index]
-    replace_table(
-        docs / "comparison.md", "comparison", f"{table(runs)}\n\n{note}\n\n![Both learning curves](comparison.svg)"
-    )
-    draw(runs, docs / "comparison.svg")
+    parts = []
+    for number, (seconds, mine) in enumerate(by_tools(runs).items()):
+        picture = f"comparison-{number}.svg"
+        draw(mine, docs / picture)
+        parts += [heading(seconds), table(mine), f"![Learning curves of both sides]({picture})"]
+    replace_table(docs / "comparison.md", "comparison", "\n\n".join([*parts, note]))
 
 
 def draw(runs: Sequence[Run], file: Path) -> None:

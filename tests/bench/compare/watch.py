@@ -5,6 +5,7 @@ The invariant: a process that ended still counts, in the time of the parent that
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import threading
 import time
@@ -70,6 +71,11 @@ class Meter:
             self.read()
 
 
+def _waited_for() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_watched(command: Sequence[str], *, env: Mapping[str, str], log: Path) -> tuple[Meter, float]:
     """Run a program to its end and return its meter and the Unix time of its start.
 
@@ -77,7 +83,7 @@ def run_watched(command: Sequence[str], *, env: Mapping[str, str], log: Path) ->
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        began = time.time()
+        began, before = time.time(), _waited_for()
         process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             with Meter(process.pid) as meter:
@@ -86,6 +92,9 @@ def run_watched(command: Sequence[str], *, env: Mapping[str, str], log: Path) ->
             process.terminate()
             process.wait()
             raise
+    # What was used since the last reading: the kernel counts a process and its children when they have been waited for.
+    meter.times.append(time.time())
+    meter.cpu.append(max(meter.cpu[-1], _waited_for() - before))
     if code:
         tail = "\n".join(f"  | {line}" for line in log.read_text(errors="replace").splitlines()[-25:])
         raise RuntimeError(f"{' '.join(command)} ended with {code}. The last lines of {log}:\n{tail}")
