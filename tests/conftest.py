@@ -1,9 +1,14 @@
-"""What every test may use: throw-away distributions, and the warnings that were logged."""
+"""What every test may use: throw-away distributions, the warnings that were logged, one real vLLM for all."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import logging
+import os
+import signal
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,9 +18,12 @@ from hypothesis import settings
 
 Install = Callable[..., Path]
 
-# No test has a deadline: a busy machine is not a fault.
-settings.register_profile("house", deadline=None)
+# No test has a deadline: a busy machine is not a fault. `LIGHTNING_TEST_EXAMPLES=1000 make test-fast` looks harder.
+settings.register_profile("house", deadline=None, max_examples=int(os.environ.get("LIGHTNING_TEST_EXAMPLES", "30")))
 settings.load_profile("house")
+
+# Every client of `openai`, `anthropic` or `httpx` loads the certificate store anew (30 ms of CPU), and no test speaks TLS.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 FRAMEWORKS = (
     "adapters/autogen/", "adapters/langchain/", "adapters/openai_agents/", "adapters/otel/",
@@ -39,10 +47,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell those that need a framework from the fast ones."""
+    """Tell those that need a framework from the fast ones, and keep slow ones that share something in one worker."""
     for item in items:
         if needs_framework(item.path):
             item.add_marker(pytest.mark.framework)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+            shared = "real_vllm" if "real_vllm" in getattr(item, "fixturenames", ()) else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(shared))
 
 
 @pytest.fixture
@@ -85,3 +96,50 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """The warnings and errors that were logged so far."""
     caplog.set_level(logging.WARNING)
     return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(scope="module")
+def interruptible() -> Iterator[None]:
+    """Processes that the test starts hear Ctrl-C, also where the tests were started with it ignored (by `&` in a script)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class RealVLLM:
+    """A real vLLM on the CPU with a tiny untied model, and two policies for it: `first`, `second`."""
+
+    def __init__(self, root: Path) -> None:
+        from lightning.config.models import PolicyServerConfig
+        from lightning.policy_server import OwnedVLLM
+        from lightning.testing.tiny_models import make_tiny_model
+
+        self.first = make_tiny_model(root / "first", seed=0)
+        self.second = make_tiny_model(root / "second", seed=1)
+        self.log = root / "vllm.log"
+        config = PolicyServerConfig(device="cpu", args=("--enable-prompt-tokens-details",))
+        self.vllm = OwnedVLLM(self.first, config, log=self.log, version=10)
+
+    async def use(self, folder: Path) -> None:
+        """Serve a folder's weights as the next version; start it again if a test has killed it."""
+        weights, version = folder / "model.safetensors", self.vllm.version + 1
+        if await self.vllm.healthy():
+            await self.vllm.update(weights, version)
+        else:
+            await self.vllm.restart(weights, version)
+
+
+@pytest.fixture(scope="session")
+def real_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVLLM]:
+    """One for all slow tests of this worker process: a start takes longer than most tests. Say first what to `use`."""
+    real = RealVLLM(tmp_path_factory.mktemp("real-vllm"))
+    asyncio.run(real.vllm.start())
+    yield real
+    asyncio.run(real.vllm.close())
+
+
+@pytest.fixture
+async def served(real_vllm: RealVLLM) -> RealVLLM:
+    """It, serving its first policy."""
+    await real_vllm.use(real_vllm.first)
+    return real_vllm

@@ -1,7 +1,4 @@
-"""A real vLLM on a CPU, held against a float32 forward of transformers.
-
-Two servers are started for the whole file (an untied and a tied model); the last test on each kills it.
-"""
+"""A real vLLM on a CPU, held against a float32 forward of transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +70,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-async def call(server: OwnedVLLM, route: str, request_id: str = "", **body: Any) -> dict[str, Any]:
+async def call(server: OwnedVLLM | AttachedVLLM, route: str, request_id: str = "", **body: Any) -> dict[str, Any]:
     headers = {"x-request-id": request_id} if request_id else {}
     body = {"model": server.model, "logprobs": 0, "return_token_ids": True, "seed": 1} | body
     url = f"{server.url}/v1/{route}"
@@ -91,87 +89,55 @@ async def stream(server: OwnedVLLM, request_id: str, **body: Any) -> AsyncIterat
                 yield json.loads(line[6:])
 
 
-class Servers:
-    """An owned server and the folders of two policies, first and second."""
-
-    def __init__(self, root: Path, *, tied: bool) -> None:
-        self.first = make_tiny_model(root / "first", tied=tied, seed=0)
-        self.second = make_tiny_model(root / "second", tied=tied, seed=1)
-        config = PolicyServerConfig(device="cpu", args=("--enable-prompt-tokens-details",))
-        self.vllm = OwnedVLLM(self.first, config, log=root / "vllm.log", version=10)
-
-    async def use(self, folder: Path) -> None:
-        await self.vllm.update(folder / "model.safetensors", self.vllm.version + 1)
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("untied"), tied=False)
-    asyncio.run(servers.vllm.start())
-    yield servers
-    asyncio.run(servers.vllm.close())
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("tied"), tied=True)
-    asyncio.run(servers.vllm.start())
-    yield servers
-    asyncio.run(servers.vllm.close())
-
-
-async def test_it_serves(untied: Servers) -> None:
-    assert await untied.vllm.healthy()
-    assert untied.vllm.url.startswith("http://127.0.0.1:")
-    assert (untied.vllm.model, untied.vllm.version) == ("policy", 10)
-    assert "Application startup complete" in (untied.first.parent / "vllm.log").read_text()
+async def test_it_serves(served: Any) -> None:
+    assert await served.vllm.healthy()
+    assert served.vllm.url.startswith("http://127.0.0.1:")
+    assert served.vllm.model == "policy"
+    assert "Application startup complete" in served.log.read_text()
     with pytest.raises(PolicyServerError, match="runs already"):
-        await untied.vllm.start()
+        await served.vllm.start()
 
 
-async def test_ids_and_logprobs_are_those_of_the_model(untied: Servers) -> None:
-    await untied.use(untied.first)
-    answer = await call(untied.vllm, "chat/completions", messages=CHAT, max_tokens=64, logprobs=True, ignore_eos=True)
+async def test_ids_and_logprobs_are_those_of_the_model(served: Any) -> None:
+    answer = await call(served.vllm, "chat/completions", messages=CHAT, max_tokens=64, logprobs=True, ignore_eos=True)
     choice = answer["choices"][0]
     prompt, response = answer["prompt_token_ids"], choice["token_ids"]
     assert len(response) == 64
-    served = [token["logprob"] for token in choice["logprobs"]["content"]]
-    assert gap(served, forward(untied.first, prompt + response)[len(prompt) :]) <= GAP
+    told = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert gap(told, forward(served.first, prompt + response)[len(prompt) :]) <= GAP
 
 
-async def test_new_weights_serve_and_the_prefix_cache_is_not_stale(untied: Servers) -> None:
-    await untied.use(untied.first)
+async def test_new_weights_serve_and_the_prefix_cache_is_not_stale(served: Any) -> None:
 
     async def ask(folder: Path) -> tuple[int, float]:
-        answer = await call(untied.vllm, "completions", prompt=PROMPT, max_tokens=24, temperature=0.7, ignore_eos=True)
+        answer = await call(served.vllm, "completions", prompt=PROMPT, max_tokens=24, temperature=0.7, ignore_eos=True)
         choice = answer["choices"][0]
         own = forward(folder, PROMPT + choice["token_ids"], temperature=0.7)[len(PROMPT) :]
         cached = (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         return int(cached), gap(choice["logprobs"]["token_logprobs"], own)
 
-    await ask(untied.first)
-    cached, first = await ask(untied.first)
+    await ask(served.first)
+    cached, first = await ask(served.first)
     assert cached > 0
     assert first <= GAP
-    update = await untied.vllm.update(
-        untied.second / "model.safetensors", untied.vllm.version + 1, probe(untied.second)
+    update = await served.vllm.update(
+        served.second / "model.safetensors", served.vllm.version + 1, probe(served.second)
     )
     assert update.probe_gap is not None
     assert update.probe_gap <= GAP
-    cached, second = await ask(untied.second)
+    cached, second = await ask(served.second)
     assert cached == 0
     assert second <= GAP
 
 
-async def test_the_probe_sees_another_policy(untied: Servers) -> None:
-    update = await untied.vllm.update(untied.second / "model.safetensors", untied.vllm.version + 1, probe(untied.first))
+async def test_the_probe_sees_another_policy(served: Any) -> None:
+    update = await served.vllm.update(served.second / "model.safetensors", served.vllm.version + 1, probe(served.first))
     assert update.probe_gap is not None
     assert update.probe_gap > OTHER
 
 
-async def test_an_update_in_the_middle_of_calls_splits_them_exactly(untied: Servers) -> None:
-    await untied.use(untied.first)
-    vllm, length = untied.vllm, 1200
+async def test_an_update_in_the_middle_of_calls_splits_them_exactly(served: Any) -> None:
+    vllm, length = served.vllm, 1200
     sampling: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, "temperature": 1.0}
     before = await call(vllm, "chat/completions", "before", messages=CHAT, max_tokens=5, logprobs=True, ignore_eos=True)
     assert len(before["choices"][0]["token_ids"]) == 5
@@ -182,18 +148,18 @@ async def test_an_update_in_the_middle_of_calls_splits_them_exactly(untied: Serv
     updating: asyncio.Task[Any] | None = None
     prompt: list[int] = []
     ids: list[int] = []
-    served: list[float] = []
+    told: list[float] = []
     async for chunk in stream(vllm, "run/1/2", messages=CHAT, logprobs=True, **sampling):
         prompt = prompt or chunk.get("prompt_token_ids") or []
         for choice in chunk["choices"]:
             ids += choice.get("token_ids") or []
-            served += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or []]
+            told += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or []]
         if len(ids) > 60 and updating is None:
-            updating = asyncio.create_task(vllm.update(untied.second / "model.safetensors", vllm.version + 1))
+            updating = asyncio.create_task(vllm.update(served.second / "model.safetensors", vllm.version + 1))
     assert updating is not None
     update, plain, completion = await asyncio.gather(updating, chat, text)
 
-    calls = {"run/1/2": (prompt, ids, served)}
+    calls = {"run/1/2": (prompt, ids, told)}
     for choice in plain["choices"]:
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         calls[f"{choice['index']}_plain-0123abcd"] = (plain["prompt_token_ids"], choice["token_ids"], logprobs)
@@ -207,8 +173,8 @@ async def test_an_update_in_the_middle_of_calls_splits_them_exactly(untied: Serv
         split = update.in_flight[key]
         assert len(sampled) == len(logprobs) == length
         assert 0 < split < length
-        old = forward(untied.first, asked + sampled)[len(asked) :]
-        new = forward(untied.second, asked + sampled)[len(asked) :]
+        old = forward(served.first, asked + sampled)[len(asked) :]
+        new = forward(served.second, asked + sampled)[len(asked) :]
         assert gap(logprobs[:split], old[:split]) <= GAP
         assert gap(logprobs[split:], new[split:]) <= GAP
         sharp += abs(logprobs[split - 1] - new[split - 1]) > GAP and abs(logprobs[split] - old[split]) > GAP
@@ -217,94 +183,80 @@ async def test_an_update_in_the_middle_of_calls_splits_them_exactly(untied: Serv
 
 
 async def test_weights_that_do_not_fit_leave_the_server_as_it_was(
-    untied: Servers, alter: Callable[[Path, Callable[[dict[str, Any]], object]], Path], tmp_path: Path
+    served: Any, alter: Callable[[Path, Callable[[dict[str, Any]], object]], Path], tmp_path: Path
 ) -> None:
-    await untied.use(untied.first)
-    version = untied.vllm.version
+    version = served.vllm.version
     broken = tmp_path / "broken.safetensors"
-    broken.write_bytes((untied.second / "model.safetensors").read_bytes()[:-100])
-    misshaped = alter(untied.second, lambda t: t.update({"model.norm.weight": torch.ones(65)}))
+    broken.write_bytes((served.second / "model.safetensors").read_bytes()[:-100])
+    misshaped = alter(served.second, lambda t: t.update({"model.norm.weight": torch.ones(65)}))
     for weights in (broken, misshaped, tmp_path / "missing.safetensors"):
         with pytest.raises(PolicyServerError, match=weights.name):
-            await untied.vllm.update(weights, version + 1)
-    assert untied.vllm.version == version
-    assert await untied.vllm._running().probe_gap("policy", probe(untied.first)) <= GAP  # type: ignore[operator]
+            await served.vllm.update(weights, version + 1)
+    assert served.vllm.version == version
+    assert await served.vllm._running().probe_gap("policy", probe(served.first)) <= GAP  # type: ignore[operator]
 
 
 async def test_a_load_that_fails_half_way_is_undone(
-    untied: Servers,
+    served: Any,
     monkeypatch: pytest.MonkeyPatch,
     alter: Callable[[Path, Callable[[dict[str, Any]], object]], Path],
 ) -> None:
-    await untied.use(untied.first)
-    version = untied.vllm.version
+    version = served.vllm.version
     monkeypatch.setattr(vllm_server, "check_weights", lambda weights, folder: None)
-    half = alter(untied.second, lambda t: t.pop("model.layers.1.mlp.down_proj.weight"))
+    half = alter(served.second, lambda t: t.pop("model.layers.1.mlp.down_proj.weight"))
     with pytest.raises(PolicyServerError, match=rf"version {version} goes on.*no weights for .*down_proj"):
-        await untied.vllm.update(half, version + 1)
-    assert await untied.vllm._running().probe_gap("policy", probe(untied.first)) <= GAP  # type: ignore[operator]
-    await untied.use(untied.second)
-    assert await untied.vllm._running().probe_gap("policy", probe(untied.second)) <= GAP  # type: ignore[operator]
+        await served.vllm.update(half, version + 1)
+    assert await served.vllm._running().probe_gap("policy", probe(served.first)) <= GAP  # type: ignore[operator]
+    await served.use(served.second)
+    assert await served.vllm._running().probe_gap("policy", probe(served.second)) <= GAP  # type: ignore[operator]
 
 
-async def test_another_process_can_attach_and_finds_the_version(untied: Servers) -> None:
-    await untied.use(untied.second)
-    version = untied.vllm.version
-    attached = AttachedVLLM(untied.first, PolicyServerConfig(attach=untied.vllm.url))
+async def test_another_process_can_attach_and_finds_the_version(served: Any) -> None:
+    await served.use(served.second)
+    version = served.vllm.version
+    attached = AttachedVLLM(served.first, PolicyServerConfig(attach=served.vllm.url))
     await attached.start()
     assert (attached.version, attached.model) == (version, "policy")
-    update = await attached.update(untied.first / "model.safetensors", version, probe(untied.first))
+    update = await attached.update(served.first / "model.safetensors", version, probe(served.first))
     assert update.probe_gap is not None
     assert update.probe_gap <= GAP
     await attached.close()
-    assert await untied.vllm.healthy()
+    assert await served.vllm.healthy()
 
 
-async def test_attaching_to_a_vllm_without_the_extension_names_the_cure(untied: Servers) -> None:
-    control = untied.vllm._running()
+async def test_attaching_to_a_vllm_without_the_extension_names_the_cure(served: Any) -> None:
+    control = served.vllm._running()
     with pytest.raises(PolicyServerError, match=r"collective_rpc was answered 500"):
         await control._rpc("no_such_method")
-    assert await untied.vllm.healthy()
+    assert await served.vllm.healthy()
 
 
-async def test_a_killed_server_is_noticed_leaves_nothing_and_comes_back_with_given_weights(untied: Servers) -> None:
-    assert untied.vllm.pid is not None
-    url, engines = untied.vllm.url, descendants(untied.vllm.pid)
+async def test_a_killed_server_is_noticed_leaves_nothing_and_comes_back_with_given_weights(served: Any) -> None:
+    assert served.vllm.pid is not None
+    url, version, engines = served.vllm.url, served.vllm.version + 5, descendants(served.vllm.pid)
     assert engines
-    os.kill(untied.vllm.pid, signal.SIGKILL)
-    await asyncio.wait_for(untied.vllm.wait_died(), 60)
+    os.kill(served.vllm.pid, signal.SIGKILL)
+    await asyncio.wait_for(served.vllm.wait_died(), 60)
     for engine in engines:  # before anybody cleans up
         if "EngineCore" in engine.name():
             await asyncio.to_thread(wait_for, lambda pid=engine.pid: gone(pid))
-    await untied.vllm.restart(untied.second / "model.safetensors", 42)
+    await served.vllm.restart(served.second / "model.safetensors", version)
     assert all(gone(engine.pid) for engine in engines)
-    assert (untied.vllm.url, untied.vllm.version) == (url, 42)
-    assert await untied.vllm._running().probe_gap("policy", probe(untied.second)) <= GAP  # type: ignore[operator]
-    assert await untied.vllm._running().attach() == 42
+    assert (served.vllm.url, served.vllm.version) == (url, version)
+    assert await served.vllm._running().probe_gap("policy", probe(served.second)) <= GAP  # type: ignore[operator]
+    assert await served.vllm._running().attach() == version
 
 
-async def test_a_tied_head_is_not_stale(tied: Servers) -> None:
-    for folder in (tied.second, tied.first, tied.second):
-        weights = folder / "model.safetensors"
-        update = await tied.vllm.update(weights, tied.vllm.version + 1, probe(folder))
-        assert update.probe_gap is not None
-        assert update.probe_gap <= GAP
-        answer = await call(tied.vllm, "completions", prompt=PROMPT, max_tokens=16, ignore_eos=True)
-        choice = answer["choices"][0]
-        own = forward(folder, PROMPT + choice["token_ids"])[len(PROMPT) :]
-        assert gap(choice["logprobs"]["token_logprobs"], own) <= GAP
-
-
-async def test_a_killed_engine_is_noticed_and_nothing_is_left(tied: Servers) -> None:
-    assert tied.vllm.pid is not None
-    pid, children = tied.vllm.pid, descendants(tied.vllm.pid)
+async def test_a_killed_engine_is_noticed_and_nothing_is_left(served: Any) -> None:
+    assert served.vllm.pid is not None
+    pid, children = served.vllm.pid, descendants(served.vllm.pid)
     (engine,) = [child for child in children if "EngineCore" in child.name()]
     engine.kill()
-    await asyncio.wait_for(tied.vllm.wait_died(), 60)
-    await tied.vllm.close()
+    await asyncio.wait_for(served.vllm.wait_died(), 60)
+    await served.vllm.close()
     for each in (pid, *(child.pid for child in children)):  # killed, though the kernel may take a moment
         await asyncio.to_thread(wait_for, lambda each=each: gone(each))
-    assert tied.vllm.pid is None
+    assert served.vllm.pid is None
 
 
 async def test_a_vllm_that_dies_at_its_start_shows_why(model: Path, tmp_path: Path) -> None:
@@ -325,19 +277,52 @@ from lightning.policy_server import OwnedVLLM
 async def main():
     server = OwnedVLLM(Path(sys.argv[1]), PolicyServerConfig(device="cpu"), log=Path(sys.argv[2]))
     await server.start()
-    print(server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True)), flush=True)
+    children = psutil.Process(server.pid).children(recursive=True)
+    print(server.url, server.pid, *(child.pid for child in children), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
 
 
-def test_no_process_outlives_an_owner_that_was_killed(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, str(model), str(tmp_path / "vllm.log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
-        pids = [int(pid) for pid in owner.stdout.readline().split()]
-        assert len(pids) >= 2
-        assert not any(gone(pid) for pid in pids)
-        owner.kill()
-    wait_for(lambda: all(gone(pid) for pid in pids))
+@dataclass
+class Owner:
+    """A process that owns a server of a model with a tied head; `folders` are two policies, it began with the first."""
+
+    process: subprocess.Popen[bytes]
+    folders: tuple[Path, Path]
+    url: str
+    pids: list[int]
+
+
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    root = tmp_path_factory.mktemp("owner")
+    folders = (make_tiny_model(root / "first", tied=True), make_tiny_model(root / "second", tied=True, seed=1))
+    command = [sys.executable, "-c", OWNER, str(folders[0]), str(root / "vllm.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        url, *pids = process.stdout.readline().decode().split()
+        yield Owner(process, folders, url, [int(pid) for pid in pids])
+        process.kill()
+
+
+async def test_a_tied_head_is_not_stale(owner: Owner) -> None:
+    first, second = owner.folders
+    server = AttachedVLLM(first, PolicyServerConfig(attach=owner.url))
+    await server.start()
+    for folder in (second, first, second):
+        update = await server.update(folder / "model.safetensors", server.version + 1, probe(folder))
+        assert update.probe_gap is not None
+        assert update.probe_gap <= GAP
+        answer = await call(server, "completions", prompt=PROMPT, max_tokens=16, ignore_eos=True)
+        choice = answer["choices"][0]
+        own = forward(folder, PROMPT + choice["token_ids"])[len(PROMPT) :]
+        assert gap(choice["logprobs"]["token_logprobs"], own) <= GAP
+
+
+def test_no_process_outlives_an_owner_that_was_killed(owner: Owner) -> None:
+    assert len(owner.pids) >= 2
+    assert not any(gone(pid) for pid in owner.pids)
+    owner.process.kill()
+    wait_for(lambda: all(gone(pid) for pid in owner.pids))
