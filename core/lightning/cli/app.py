@@ -38,6 +38,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "train": Command("lightning.cli.train", "Train the model behind your agent."),
         "serve": Command("lightning.cli.serve", "Serve a model through the gateway and record every call."),
         "runs": Command("lightning.cli.runs", "List runs, or show one."),
+        "resources": Command(
+            "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
+        ),
         "audit": Command("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
         "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
         "doctor": Command("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),

@@ -59,8 +59,11 @@ def train(
         summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
+    made = "prompts" if (trainer.out / "prompts").is_dir() else "model"
     console.print(
-        f"Report: {trainer.out / 'report.json'}   Model: {trainer.out / 'model'}", highlight=False, soft_wrap=True
+        f"Report: {trainer.out / 'report.json'}   {made.capitalize()}: {trainer.out / made}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -6,9 +6,11 @@ The invariant: a reference names one resource, and one that leads nowhere is an 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning.errors import ConfigError, StoreError
 from lightning.store.protocol import LATEST, Store
+from lightning.store.url import parse, sqlite_url
 from lightning.types import Resource
 
 PREFIX = "resource:"
@@ -47,3 +49,18 @@ async def find(store: Store, reference: Reference) -> Resource:
     versions = [str(resource.version) for resource in await store.list_resources(reference.name)]
     known = f"versions {', '.join(versions)}; " if versions else ""
     raise StoreError(f"there is no resource {reference}; there are: {known}{', '.join(there) or 'none'}")
+
+
+def existing_store(place: str) -> str:
+    """The URL of the store at a place: a run's folder, a database file, or a URL. Raises `ConfigError` for a file that is not
+    there, since opening it would make an empty one."""
+    url = place
+    if "://" not in place:
+        path = Path(place)
+        url = sqlite_url((path / "lightning.db" if path.is_dir() else path).resolve())
+    where = parse(url)
+    if where.scheme == "sqlite" and not Path(where.path).is_file():
+        raise ConfigError(
+            f"there is no database at {place!r}: give the folder of a run, a database file or a store's URL"
+        )
+    return url

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.store.reference import PREFIX, find, parse_reference
-from lightning.store.url import parse, sqlite_url
+from lightning.store.reference import PREFIX, existing_store, find, parse_reference
 from lightning.types import Json, Resource, ResourceKind, Rollout
 
 STATE = "prompts"
@@ -101,7 +99,7 @@ async def _found(store: Store, text: str, home: str) -> Resource:
     place = reference.place or home
     if not place:
         return await find(store, reference)
-    other = plugins().store(_existing(place))
+    other = plugins().store(existing_store(place))
     await other.open()
     try:
         resource = await find(other, replace(reference, place=""))
@@ -109,20 +107,6 @@ async def _found(store: Store, text: str, home: str) -> Resource:
         await other.close()
     origin: dict[str, Json] = {"store": place, "version": resource.version}
     return await store.put_resource(replace(resource, metadata={**resource.metadata, "origin": origin}))
-
-
-def _existing(place: str) -> str:
-    """The URL of the store at a place (a run's folder, a database, a URL), which must be there already."""
-    url = place
-    if "://" not in place:
-        path = Path(place)
-        url = sqlite_url((path / "lightning.db" if path.is_dir() else path).resolve())
-    where = parse(url)
-    if where.scheme == "sqlite" and not Path(where.path).is_file():
-        raise ConfigError(
-            f"there is no database at {place!r}: give the folder of a run, a database file or a store's URL"
-        )
-    return url
 
 
 def _text(resource: Resource) -> str:

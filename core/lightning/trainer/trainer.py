@@ -39,6 +39,7 @@ from lightning.trainer.prompts_loop import check_prompt_tasks, tune
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 from lightning.trainer.stack import Stack, open_stack, together
 from lightning.trainer.summary import Summary, summarize
+from lightning.trainer.weights import keep_weights
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,10 @@ class Trainer:
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
             await loop.run(started)
-            return await summarize(store, run.id)
+            summary = await summarize(store, run.id)
+            made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
+            await keep_weights(store, self.out / "model", made)
+            return summary
 
     async def _open_stack(
         self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, agent: Agent, prompts: Prompts

@@ -208,18 +208,17 @@ def lethal(name: str, number: int, patch: pytest.MonkeyPatch, *, after: bool) ->
     patch.setattr(PromptBench, name, dies)
 
 
-@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "number", "after"),
     [
-        ("_run", 3),
-        ("_finished", 6),
-        ("_finished", 13),
-        ("ask", 3),
-        ("keep", 1),
-        ("remember", 5),
-        ("report", 2),
-        ("measure", 1),
+        ("_run", 3, False),
+        ("_finished", 6, False),
+        ("_finished", 13, True),
+        ("ask", 3, True),
+        ("keep", 1, True),
+        ("remember", 5, False),
+        ("report", 2, True),
+        ("measure", 1, True),
     ],
 )
 def test_killed_at_any_moment_a_resume_ends_where_an_undisturbed_run_does(

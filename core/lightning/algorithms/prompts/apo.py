@@ -11,7 +11,7 @@ and new with few rollouts; the new beam is run on the held-out tasks. Left out o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import get_args
 
 from lightning.algorithms.prompts.protocol import Bench, OptimizerModel
@@ -89,4 +89,8 @@ def _model(given: Mapping[str, str | float | int]) -> OptimizerModel:
     try:
         return OptimizerModel(**given)  # type: ignore[arg-type]  # a wrong name is told below, a wrong type by what uses it
     except TypeError as error:
-        raise ConfigError(f"APO(optimizer={dict(given)!r}): {error}. Give at least model and base_url") from error
+        known = ", ".join(field.name for field in fields(OptimizerModel))
+        raise ConfigError(
+            f"APO(optimizer=...) has {', '.join(map(str, given)) or 'nothing'}: give model and base_url, and of {known} what "
+            "you like; a key stays in the environment"
+        ) from error

@@ -7,6 +7,7 @@ may pass is tried again with growing pauses, and one that will not pass says wha
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import Final
 
@@ -68,13 +69,18 @@ class OptimizerClient:
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
                 session.post(url, json=body) as reply,
             ):
-                if reply.status >= 400:
-                    raise self._refused(reply.status, (await reply.text())[:300], reply.headers.get("Retry-After", ""))
-                answer = await reply.json(content_type=None)
+                text = await reply.text(errors="replace")
         except TimeoutError as error:
             raise _PassingError(f"no answer within {model.timeout:g} s") from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except aiohttp.ClientError as error:
             raise _PassingError(f"{type(error).__name__}: {error}") from error
+        if reply.status >= 400:
+            told = text.replace(key or "\0", "<api key>")[:300]
+            raise self._refused(reply.status, told, reply.headers.get("Retry-After", ""))
+        try:
+            answer = json.loads(text)
+        except ValueError as error:
+            raise _PassingError(f"an answer that is not JSON: {error}") from error
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:

@@ -1,0 +1,280 @@
+"""`lightning resources`: which versions of prompts, weights and settings there are, what each earned, and which is live.
+
+The invariant: versions are only added and aliases only moved, so that whatever is done here can be undone by `rollback`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.runs import databases, with_store
+from lightning.errors import ConfigError, DataError
+from lightning.store.protocol import Alias, ResourceUse, Store
+from lightning.store.reference import Reference, existing_store, find, parse_reference
+from lightning.trainer.weights import weights_content
+from lightning.types import Json, Resource, ResourceKind
+
+app = typer.Typer(no_args_is_help=True)
+
+Runs = Annotated[
+    str,
+    typer.Option("--runs", metavar="PLACE", help="Where to look for names without a place: as for `lightning runs`."),
+]
+Named = Annotated[
+    str, typer.Argument(help="NAME@VERSION or NAME@ALIAS, with PLACE# before it for one store of several.")
+]
+AliasName = Annotated[str, typer.Option("--alias", help="The alias to move.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One resource of one store."""
+
+    store: str
+    name: str
+    kind: str
+    versions: int
+    aliases: dict[str, int]
+    created_at: float
+
+
+@app.command("ls")
+def ls(
+    place: Annotated[str, typer.Argument(help="A folder of runs, a run's folder, a database file, or a URL.")] = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """List resources: how many versions each has, and where its aliases point."""
+    rows = [row for url in databases(place) for row in asyncio.run(with_store(url, partial(_list, url)))]
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_table(
+            ["name", "kind", "versions", "aliases", "newest", "store"],
+            [
+                [
+                    escape(row.name),
+                    row.kind,
+                    str(row.versions),
+                    escape(", ".join(f"{alias} = {version}" for alias, version in row.aliases.items())),
+                    _time(row.created_at),
+                    escape(row.store),
+                ]
+                for row in rows
+            ],
+        )
+    else:
+        say(f"no resources in {escape(place)}: prompt optimisation makes them, and `lightning resources put`")
+
+
+@app.command("show")
+def show(
+    named: Named,
+    content: Annotated[bool, typer.Option("--content", help="Print the content and nothing else.")] = False,
+    where: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Show one version: its content, how it was made, and the moves of its aliases."""
+    url, reference = _locate(named, where)
+
+    async def read(store: Store) -> tuple[Resource, list[list[Alias]]]:
+        resource = await find(store, reference)
+        names = [alias.alias for alias in await store.list_aliases(reference.name) if alias.alias != "latest"]
+        return resource, [await store.alias_history(reference.name, name) for name in names]
+
+    resource, histories = asyncio.run(with_store(url, read))
+    if content:
+        sys.stdout.write(_text(resource))
+    elif as_json:
+        moves = {history[0].alias: [[move.version, move.at] for move in history] for history in histories}
+        print_json({"resource": resource, "digest": resource.digest, "aliases": moves})
+    else:
+        say(
+            f"[bold]{escape(resource.name)}@{resource.version}[/bold], {resource.kind.value}, {_time(resource.created_at)}"
+        )
+        say(f"sha256 {resource.digest}")
+        for key, value in resource.metadata.items():
+            say(f"{escape(key)}: {escape(value if isinstance(value, str) else json.dumps(value))}")
+        for history in histories:
+            say(f"{escape(history[0].alias)}: " + " → ".join(str(move.version) for move in history))
+        say("")
+        say(escape(_text(resource)))
+
+
+@app.command("diff")
+def diff(
+    name: Annotated[str, typer.Argument(help="The resource, with PLACE# before it for one store of several.")],
+    old: Annotated[str, typer.Argument(help="A version or an alias.")],
+    new: Annotated[str, typer.Argument(help="Another one.")],
+    where: Runs = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Compare two versions: what changed, and the rollouts and rewards under each."""
+    url, reference = _locate(name, where)
+
+    async def read(store: Store) -> tuple[Resource, Resource, list[ResourceUse]]:
+        one = await find(store, parse_reference(f"{reference.name}@{old}"))
+        other = await find(store, parse_reference(f"{reference.name}@{new}"))
+        return one, other, await store.resource_uses(reference.name)
+
+    one, other, used = asyncio.run(with_store(url, read))
+    uses = [use for version in (one.version, other.version) for use in used if use.version == version]
+    lines = list(
+        difflib.unified_diff(
+            _text(one).splitlines(),
+            _text(other).splitlines(),
+            f"{one.name}@{one.version}",
+            f"{other.name}@{other.version}",
+            lineterm="",
+        )
+    )
+    if as_json:
+        print_json({"old": one, "new": other, "diff": lines, "uses": uses})
+        return
+    for line in lines:
+        colour = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1], "default")
+        say(f"[{colour}]{escape(line)}[/{colour}]")
+    _show_uses(uses)
+
+
+@app.command("promote")
+def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
+    """Point an alias to a version: what refers to the alias uses it from its next start on."""
+    url, reference = _locate(named, where)
+
+    async def move(store: Store) -> tuple[int | None, Alias]:
+        before = await store.get_resource(reference.name, alias)
+        resource = await find(store, reference)
+        return None if before is None else before.version, await store.set_alias(
+            reference.name, alias, resource.version
+        )
+
+    before, moved = asyncio.run(with_store(url, move))
+    _say_moved(before, moved)
+
+
+@app.command("rollback")
+def rollback(
+    name: Annotated[str, typer.Argument(help="The resource, with PLACE# before it for one store of several.")],
+    alias: AliasName = "production",
+    where: Runs = "runs",
+) -> None:
+    """Point an alias to where it pointed before its last move."""
+    url, reference = _locate(name, where)
+
+    async def move(store: Store) -> tuple[int | None, Alias]:
+        before = await store.get_resource(reference.name, alias)
+        return None if before is None else before.version, await store.roll_back_alias(reference.name, alias)
+
+    before, moved = asyncio.run(with_store(url, move))
+    _say_moved(before, moved)
+
+
+@app.command("put")
+def put(
+    name: Annotated[
+        str, typer.Argument(help="PLACE#NAME: a run's folder, a database file or a URL, and the resource.")
+    ],
+    source: Annotated[Path, typer.Argument(help="A text file, for `config` a JSON file, for `weights` a folder.")],
+    kind: Annotated[ResourceKind, typer.Option(help="What it is.")] = ResourceKind.PROMPT,
+) -> None:
+    """Add a version by hand; the same content again is the version that it is."""
+    reference = parse_reference(name)
+    if not reference.place:
+        raise ConfigError(
+            f"{name!r} does not say in which store: write PLACE#{reference.name}, for example runs/a#{name}"
+        )
+    resource = Resource(reference.name, read_content(source, kind), kind, {"made_by": "hand", "source": str(source)})
+    stored = asyncio.run(with_store(existing_store(reference.place), lambda store: store.put_resource(resource)))
+    say(f"{escape(stored.name)}@{stored.version} ({stored.kind.value}, sha256 {stored.digest[:12]})")
+
+
+def read_content(source: Path, kind: ResourceKind) -> Json:
+    """The content of a resource from disk. Raises `DataError` naming the file."""
+    try:
+        if kind is ResourceKind.WEIGHTS:
+            return weights_content(source)
+        text = source.read_text(encoding="utf-8")
+        content: Json = json.loads(text) if kind is ResourceKind.CONFIG else text
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} cannot be read as a {kind.value}: {error}") from error
+    return content
+
+
+async def _list(url: str, store: Store) -> list[Listed]:
+    versions: dict[str, list[Resource]] = {}
+    for resource in await store.list_resources():
+        versions.setdefault(resource.name, []).append(resource)
+    aliases = await store.list_aliases()
+    return [
+        Listed(
+            url,
+            name,
+            found[-1].kind.value,
+            len(found),
+            {alias.alias: alias.version for alias in aliases if alias.name == name},
+            found[-1].created_at,
+        )
+        for name, found in versions.items()
+    ]
+
+
+def _locate(text: str, where: str) -> tuple[str, Reference]:
+    """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one."""
+    reference = parse_reference(text)
+    if reference.place:
+        return existing_store(reference.place), reference
+    urls = databases(where)
+    having = [url for url in urls if asyncio.run(with_store(url, lambda store: store.list_resources(reference.name)))]
+    if len(having) == 1:
+        return having[0], reference
+    if having:
+        raise ConfigError(
+            f"{len(having)} stores in {where} have a resource {reference.name!r}: write PLACE#{text} with one of "
+            f"{', '.join(having)}"
+        )
+    raise ConfigError(f"no store in {where} has a resource {reference.name!r}: `lightning resources ls` lists them")
+
+
+def _show_uses(uses: Sequence[ResourceUse]) -> None:
+    print_table(
+        ["version", "run", "split", "rollouts", "failed", "mean reward"],
+        [
+            [
+                str(use.version),
+                escape(use.run),
+                escape(use.split),
+                str(use.rollouts),
+                str(use.failed),
+                "-" if use.reward is None else f"{use.reward:.3f}",
+            ]
+            for use in uses
+        ],
+        title="rollouts" if uses else "no rollout has run with either",
+    )
+
+
+def _say_moved(before: int | None, moved: Alias) -> None:
+    was = "new" if before is None else f"it was {before}"
+    say(f"{escape(moved.name)}@{escape(moved.alias)} is version {moved.version} ({was})")
+
+
+def _text(resource: Resource) -> str:
+    if isinstance(resource.content, str):
+        return resource.content
+    return json.dumps(resource.content, indent=2, sort_keys=True, ensure_ascii=False)
+
+
+def _time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"

@@ -1,0 +1,130 @@
+"""`lightning resources` on stores as prompt optimisation leaves them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.plugins import plugins
+from lightning.store import Store
+from lightning.store.url import sqlite_url
+from lightning.types import Outcome, Resource, Rollout, Run, Task
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    """A folder `runs` with one run `tuned`, in which version 2 of a prompt earned more than version 1."""
+    folder = tmp_path / "runs" / "tuned"
+    folder.mkdir(parents=True)
+
+    async def fill(store: Store) -> None:
+        await store.put_run(Run("tuned", "tuned"))
+        await store.put_resource(Resource("writer", "Write.\nOn {topic}."))
+        await store.put_resource(
+            Resource("writer", "Rhyme.\nOn {topic}.", metadata={"parent": 1, "criticism": "[dull]"})
+        )
+        await store.set_alias("writer", "production", 1)
+        planned = [Rollout(f"r{n}", "tuned", Task(n), "g", resources={"writer": n % 2 + 1}) for n in range(4)]
+        await store.create_rollouts(planned)
+        for lease in await store.lease("tuned", "w", limit=4):
+            version = lease.rollout.resources["writer"]
+            await store.complete(lease.rollout.id, 1, Outcome(reward=version - 1.0))
+
+    on(folder, fill)
+    return folder.parent
+
+
+def on(folder: Path, act: Callable[[Store], Any]) -> Any:
+    async def main() -> Any:
+        store = plugins().store(sqlite_url(folder / "lightning.db"))
+        await store.open()
+        try:
+            return await act(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def test_list(lightning: Command, tuned: Path) -> None:
+    (row,) = json.loads(lightning("resources", "ls", str(tuned), "--json").out)
+    assert (row["name"], row["kind"], row["versions"]) == ("writer", "prompt", 2)
+    assert row["aliases"] == {"latest": 2, "production": 1}
+    assert "latest = 2, production = 1" in lightning("resources", "ls", str(tuned)).out
+
+
+def test_show(lightning: Command, tuned: Path) -> None:
+    shown = lightning("resources", "show", "writer", "--runs", str(tuned)).out
+    for part in ("writer@2, prompt", "parent: 1", "criticism: [dull]", "production: 1", "Rhyme."):
+        assert part in shown
+    assert (
+        lightning("resources", "show", f"{tuned / 'tuned'}#writer@production", "--content").out == "Write.\nOn {topic}."
+    )
+    found = json.loads(lightning("resources", "show", "writer@2", "--runs", str(tuned), "--json").out)
+    assert (found["resource"]["metadata"]["parent"], [move[0] for move in found["aliases"]["production"]]) == (1, [1])
+
+
+def test_diff(lightning: Command, tuned: Path) -> None:
+    shown = lightning("resources", "diff", "writer", "production", "latest", "--runs", str(tuned)).out
+    for part in ("--- writer@1", "+++ writer@2", "-Write.", "+Rhyme.", " On {topic}."):
+        assert part in shown
+    found = json.loads(lightning("resources", "diff", "writer", "1", "2", "--runs", str(tuned), "--json").out)
+    assert [(use["version"], use["run"], use["rollouts"], use["reward"]) for use in found["uses"]] == [
+        (1, "tuned", 2, 0.0),
+        (2, "tuned", 2, 1.0),
+    ]
+
+
+def test_promote_and_roll_back(lightning: Command, tuned: Path) -> None:
+    place = ("--runs", str(tuned))
+    assert "writer@production is version 2 (it was 1)" in lightning("resources", "promote", "writer@2", *place).out
+    assert (
+        "writer@canary is version 1 (new)"
+        in lightning("resources", "promote", "writer@1", "--alias", "canary", *place).out
+    )
+    assert "writer@production is version 1 (it was 2)" in lightning("resources", "rollback", "writer", *place).out
+    ran = lightning("resources", "rollback", "writer", *place)
+    assert (ran.code, "nothing to return to" in ran.err) == (2, True)
+    ran = lightning("resources", "promote", "writer@9", *place)
+    assert (ran.code, "there is no resource writer@9; there are: versions 1, 2" in ran.err) == (2, True)
+
+
+def test_put(lightning: Command, tuned: Path, tmp_path: Path) -> None:
+    place = f"{tuned / 'tuned'}#"
+    (tmp_path / "p.txt").write_text("Sing of {topic}.")
+    (tmp_path / "c.json").write_text('{"k": 3}')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w.safetensors").write_bytes(b"weights")
+    assert "writer@3 (prompt" in lightning("resources", "put", f"{place}writer", str(tmp_path / "p.txt")).out
+    assert "writer@3 (prompt" in lightning("resources", "put", f"{place}writer", str(tmp_path / "p.txt")).out
+    lightning("resources", "put", f"{place}limits", str(tmp_path / "c.json"), "--kind", "config")
+    lightning("resources", "put", f"{place}policy", str(tmp_path / "model"), "--kind", "weights")
+    content = on(tuned / "tuned", lambda store: store.get_resource("policy")).content
+    assert content["path"] == str(tmp_path / "model")
+    assert content["files"]["w.safetensors"].startswith("9a129038")
+    assert on(tuned / "tuned", lambda store: store.get_resource("limits")).content == {"k": 3}
+    ran = lightning("resources", "put", "writer", str(tmp_path / "p.txt"))
+    assert (ran.code, "does not say in which store" in ran.err) == (2, True)
+    ran = lightning("resources", "put", f"{place}limits", str(tmp_path / "p.txt"), "--kind", "config")
+    assert (ran.code, "p.txt cannot be read as a config" in ran.err) == (2, True)
+    ran = lightning("resources", "put", f"{tmp_path / 'nowhere'}#writer", str(tmp_path / "p.txt"))
+    assert (ran.code, "there is no database at" in ran.err) == (2, True)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_name_that_several_stores_have_needs_its_place(lightning: Command, tuned: Path) -> None:
+    (tuned / "other").mkdir()
+    on(tuned / "other", lambda store: store.put_resource(Resource("writer", "Other.")))
+    ran = lightning("resources", "show", "writer", "--runs", str(tuned))
+    assert (ran.code, "2 stores in" in ran.err, "PLACE#writer" in ran.err) == (2, True, True)
+    assert lightning("resources", "show", f"{tuned / 'other'}#writer", "--content").out == "Other."
+    ran = lightning("resources", "show", "nobody", "--runs", str(tuned))
+    assert (ran.code, "has a resource 'nobody'" in ran.err) == (2, True)
+    ran = lightning("resources", "show", "writer@", "--runs", str(tuned))
+    assert (ran.code, "names no resource" in ran.err) == (2, True)

@@ -1,0 +1,130 @@
+"""What `runner.prompts` means for a run: texts, versions, aliases, and resources of other stores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.errors import ConfigError, StoreError
+from lightning.store import Store
+from lightning.store.memory import MemoryStore
+from lightning.store.reference import Reference, parse_reference
+from lightning.store.sqlite import SqliteStore
+from lightning.trainer.prompts import resolve_prompts
+from lightning.types import Resource, Rollout, Run, Task
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    made = MemoryStore()
+    await made.open()
+    await made.put_run(Run("run", "run"))
+    for text in ("one", "two", "three"):
+        await made.put_resource(Resource("writer", text))
+    await made.set_alias("writer", "production", 2)
+    yield made
+    await made.close()
+
+
+def rollout(**resources: int) -> Rollout:
+    return Rollout("r", "run", Task("x"), "g", resources=resources)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("resource:writer", Reference("writer")),
+        ("writer@3", Reference("writer", 3)),
+        ("resource:my writer@production", Reference("my writer", "production")),
+        ("resource:runs/a#b#writer@2", Reference("writer", 2, "runs/a#b")),
+        ("sqlite:////x.db?sync=full#writer", Reference("writer", "latest", "sqlite:////x.db?sync=full")),
+    ],
+)
+def test_references(text: str, reference: Reference) -> None:
+    assert parse_reference(text) == reference
+    assert parse_reference(str(reference)) == reference
+
+
+@pytest.mark.parametrize("text", ["", "resource:", "@3", "writer@", "#writer", "writer@a@b", "runs/a#"])
+def test_what_is_no_reference(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no resource"):
+        parse_reference(text)
+
+
+async def test_texts_and_references_side_by_side(store: Store) -> None:
+    prompts = await resolve_prompts(store, "run", {"writer": "resource:writer@production", "checker": "Check {x}."})
+    assert prompts.of(rollout()) == {"writer": "two", "checker": "Check {x}."}
+    (stamped,) = await prompts.stamp(store, [rollout()])
+    assert stamped.resources == {"writer": 2}
+    assert prompts.of(rollout(writer=1)) == {"writer": "one", "checker": "Check {x}."}
+
+
+async def test_a_component_may_have_another_resource_than_its_name(store: Store) -> None:
+    prompts = await resolve_prompts(store, "run", {"poet": "resource:writer", "critic": "resource:writer@3"})
+    assert prompts.of(rollout()) == {"poet": "three", "critic": "three"}
+    with pytest.raises(ConfigError, match="versions 3 and 1 of 'writer' at once"):
+        await resolve_prompts(store, "run", {"poet": "resource:writer", "critic": "resource:writer@1"})
+
+
+async def test_a_version_that_came_later_is_found_when_a_rollout_runs_with_it(store: Store) -> None:
+    prompts = await resolve_prompts(store, "run", {"writer": "resource:writer"})
+    new = await store.put_resource(Resource("writer", "four"))
+    (stamped,) = await prompts.stamp(store, [rollout(writer=new.version)])
+    assert prompts.of(stamped) == {"writer": "four"}
+    with pytest.raises(StoreError, match="there is no resource writer@9"):
+        await prompts.stamp(store, [rollout(writer=9)])
+
+
+async def test_a_run_goes_on_with_the_prompts_it_began_with(store: Store) -> None:
+    settings = {"writer": "resource:writer@production"}
+    prompts = await resolve_prompts(store, "run", settings)
+    await prompts.keep(store, "run")
+    await store.set_alias("writer", "production", 3)
+    assert (await resolve_prompts(store, "run", settings)).of(rollout()) == {"writer": "two"}
+    assert (await resolve_prompts(store, "other", settings)).of(rollout()) == {"writer": "three"}
+
+
+async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store, tmp_path: Path) -> None:
+    other = SqliteStore(tmp_path / "tuned" / "lightning.db")
+    await other.open()
+    await other.put_resource(Resource("writer", "zero"))
+    await other.put_resource(Resource("writer", "tuned", metadata={"made_by": "apo"}))
+    await other.close()
+    for place in (
+        str(tmp_path / "tuned"),
+        str(tmp_path / "tuned" / "lightning.db"),
+        f"sqlite:///{tmp_path}/tuned/lightning.db",
+    ):
+        prompts = await resolve_prompts(store, "run", {"writer": f"resource:{place}#writer@2"})
+        assert prompts.of(rollout()) == {"writer": "tuned"}
+        assert prompts.versions == {"writer": 4}
+    copied = await store.get_resource("writer", 4)
+    assert copied is not None
+    assert copied.metadata == {"made_by": "apo", "origin": {"store": str(tmp_path / "tuned"), "version": 2}}
+    home = await resolve_prompts(
+        store, "run", {"writer": "resource:writer@1"}, home=f"sqlite:///{tmp_path}/tuned/lightning.db"
+    )
+    assert home.of(rollout()) == {"writer": "zero"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "error"),
+    [
+        (
+            "resource:writer@canary",
+            r"no resource writer@canary; there are: versions 1, 2, 3; writer@latest",
+            StoreError,
+        ),
+        ("resource:nobody", r"no resource nobody@latest; there are: writer@latest, writer@production", StoreError),
+        ("resource:nowhere#writer", "there is no database at 'nowhere'", ConfigError),
+    ],
+)
+async def test_a_reference_that_leads_nowhere_says_what_there_is(
+    store: Store, text: str, words: str, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=words):
+        await resolve_prompts(store, "run", {"writer": text})
+    assert not list(tmp_path.iterdir())

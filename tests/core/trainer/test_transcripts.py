@@ -1,0 +1,70 @@
+"""Rollouts as text: what was said once is told once, and a server that makes no texts costs only them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from lightning.store.memory import MemoryStore
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.testing.vllm_replies import tokenize
+from lightning.trainer.transcripts import LONGEST_PART, Transcripts
+from lightning.types import Caller, CallStatus, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
+
+
+@dataclass
+class Server:
+    url: str
+    model: str = "tiny"
+
+
+async def told(server: Any, *calls: tuple[str, str], events: tuple[ToolEvent, ...] = ()) -> str:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    await store.create_rollouts([Rollout("r", "run", Task("x"), "g")])
+    await store.lease("run", "w")
+    made = [
+        Transition("r", 1, n, f"c{n}", token_ids(tokenize(p)), token_ids(tokenize(a)), logprobs(), Caller("writer"))
+        for n, (p, a) in enumerate(calls)
+    ]
+    failed = Transition("r", 1, 9, "c9", token_ids([1]), token_ids(), logprobs(), status=CallStatus.ERROR)
+    await store.append([*made, failed])
+    rollout = await store.complete("r", 1, Outcome(reward=1.0, tool_events=events))
+    text = await Transcripts(store, server).of(rollout)
+    await store.close()
+    return text
+
+
+async def test_each_call_tells_what_is_new() -> None:
+    async with FakeVLLM() as fake:
+        text = await told(
+            Server(fake.url),
+            ("Question one", " answer"),
+            ("Question one answer Question two", " reply"),
+            events=(ToolEvent("look_up", "error", arguments={"word": "ä"}, error="not found"),),
+        )
+    assert text == (
+        "[model call 1, by writer]\nQuestion one\n[response]\n answer\n"
+        "[model call 2, by writer]\n Question two\n[response]\n reply\n"
+        '[tool look_up({"word": "ä"}): error] not found'
+    )
+
+
+async def test_long_parts_lose_their_middle() -> None:
+    async with FakeVLLM() as fake:
+        text = await told(Server(fake.url), ("begin " + "word " * 2000 + "end", "ok"))
+    assert LONGEST_PART < len(text) < LONGEST_PART + 200
+    assert "begin" in text
+    assert "[...]" in text
+    assert "end\n[response]" in text
+
+
+async def test_a_server_that_makes_no_texts_leaves_the_tools(caplog: pytest.LogCaptureFixture) -> None:
+    event = ToolEvent("look_up", "ok", output="found")
+    with caplog.at_level(logging.WARNING):
+        text = await told(Server("http://127.0.0.1:9"), ("a", "b"), ("c", "d"), events=(event,))
+    assert text == "[tool look_up(): ok] found"
+    assert caplog.text.count("detokenize failed") == 1
