@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -41,7 +41,8 @@ class LightningRL:
 
     `low_level` is the single-call algorithm: `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
     `reinforce++_baseline` or `ppo` (docs/algorithms.md has them side by side). It decides the fields `credit`, `clip_low`,
-    `clip_high`, `normalization` and `dynamic_sampling`, unless they are given.
+    `clip_high`, `normalization` and `dynamic_sampling`, unless they are given; the object then holds what was decided (so
+    `dataclasses.replace` with another low level keeps the old one's).
 
     `group_size` rollouts are sampled per task. `credit` spreads a rollout's advantage over its calls: a registered name or a
     function. One that has `critic = True` makes the engine train a critic, with its loss times `value_coefficient`; `ppo`
@@ -92,21 +93,26 @@ class LightningRL:
         if self.tool_reward is not None:
             check_tool_reward(self.tool_reward)
         self._overlong()
-        if self.constant_tokens < 1:
-            raise ConfigError(f"constant_tokens={self.constant_tokens} must be positive")
-        if not 0.0 <= self.clip_low <= 1.0 or not self.clip_high >= 0.0:
-            raise ConfigError(f"ratios cannot be clipped to [1 - {self.clip_low}, 1 + {self.clip_high}]")
-        if self.tis_cap is not None and not self.tis_cap > 0.0:
-            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
-        for name in ("entropy_coefficient", "kl_coefficient", "value_coefficient", "advantage_eps"):
-            if not isfinite(getattr(self, name)):
-                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number")
+        self._check_numbers()
         if self.low_level == "ppo" and self.credit != "critic" and not self.critic:
             raise ConfigError("low_level 'ppo' needs a credit function that uses a critic, such as 'critic'")
         if self.group_size < 1:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
             raise ConfigError("group_size=1: a rollout is compared with the others of its task, so use 2+")
+
+    def _check_numbers(self) -> None:
+        if self.constant_tokens < 1:
+            raise ConfigError(f"constant_tokens={self.constant_tokens} must be positive")
+        if not 0.0 <= self.clip_low <= 1.0 or not self.clip_high >= 0.0:
+            raise ConfigError(f"ratios cannot be clipped to [1 - {self.clip_low}, 1 + {self.clip_high}]")
+        if self.tis_cap is not None and not self.tis_cap > 0.0:
+            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
+        if not isfinite(self.entropy_coefficient):
+            raise ConfigError(f"entropy_coefficient={self.entropy_coefficient} must be a finite number")
+        for name in ("kl_coefficient", "value_coefficient", "advantage_eps"):
+            if not 0.0 <= getattr(self, name) < inf:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a finite number that is not negative")
 
     @property
     def name(self) -> str:

@@ -68,9 +68,10 @@ class ClippedPolicyGradient:
             )
         if not self.clip_high >= 0.0:
             raise ConfigError(f"clip_high={self.clip_high} must not be negative: the ratio is kept below 1 + clip_high")
-        if not (math.isfinite(self.kl_coefficient) and math.isfinite(self.entropy_coefficient)):
+        if not (0.0 <= self.kl_coefficient < math.inf and math.isfinite(self.entropy_coefficient)):
             raise ConfigError(
-                f"kl_coefficient={self.kl_coefficient} and entropy_coefficient={self.entropy_coefficient} must be finite"
+                f"kl_coefficient={self.kl_coefficient} and entropy_coefficient={self.entropy_coefficient} must be finite, and "
+                "the first not negative"
             )
         if self.kl_estimator not in get_args(KlEstimator):
             raise ConfigError(

@@ -266,6 +266,8 @@ def test_it_is_made_again_from_its_name_and_fields() -> None:
         ({"tis_cap": 0.0}, "tis_cap=0"),
         ({"kl_estimator": "k4"}, "unknown kl_estimator 'k4'"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient=nan"),
+        ({"value_coefficient": -1.0}, "value_coefficient=-1"),
+        ({"entropy_coefficient": float("inf")}, "entropy_coefficient=inf"),
         ({"clip_low": 1.5}, "cannot be clipped"),
         ({"clip_high": -0.1}, "cannot be clipped"),
         ({"constant_tokens": 0}, "constant_tokens=0"),

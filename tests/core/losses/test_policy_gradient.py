@@ -232,5 +232,7 @@ def test_impossible_bounds_are_refused() -> None:
         ClippedPolicyGradient(tis_cap=0.0)
     with pytest.raises(ConfigError, match="kl_coefficient=nan"):
         ClippedPolicyGradient(kl_coefficient=math.nan)
+    with pytest.raises(ConfigError, match="kl_coefficient=-1"):
+        ClippedPolicyGradient(kl_coefficient=-1.0)
     with pytest.raises(ConfigError, match="unknown kl_estimator 'k4'"):
         ClippedPolicyGradient(kl_estimator="k4")

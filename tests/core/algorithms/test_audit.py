@@ -1,0 +1,74 @@
+"""What each algorithm trained is derived again from the store alone, by the plugin name and arguments in the run's record."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from lightning.algorithms.dpo import DPO
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.sft import SFT
+from lightning.audit import audit
+from lightning.store.memory import MemoryStore
+from lightning.trainer.collect import all_rollouts, load_groups, record_step
+from lightning.trainer.critic import fresh_values
+from lightning.trainer.plan import tasks_of_step, train_rollouts
+from lightning.trainer.runs import describe_algorithm
+from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
+
+ALGORITHMS: dict[str, Algorithm] = {
+    **{name: LightningRL(name, group_size=3) for name in PRESETS},
+    "shaped": LightningRL("dapo", group_size=3, overlong_tokens=6, overlong_buffer=4, tool_reward={"error": -0.25}),
+    "dpo": DPO(group_size=3, pairs="all", tool_reward={"error": -0.25}),
+    "sft": SFT(group_size=3, best=2, threshold=0.1),
+}
+
+
+async def trained(algorithm: Algorithm) -> MemoryStore:
+    """A store with one committed step of two groups, whose rollouts have two calls and a tool run each."""
+    rng = random.Random(5)
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("run", "run", {"algorithm": describe_algorithm(algorithm), "train_agents": []}))
+    tasks = tasks_of_step([Task("a"), Task("b")], 0, 2, 0)
+    await store.create_rollouts(train_rollouts("run", 0, tasks, algorithm.group_size, 2))
+    for lease in await store.lease("run", "worker", limit=8):
+        for seq in range(2):
+            ids = [rng.randrange(50) for _ in range(rng.randrange(2, 6))]
+            call = Transition(
+                lease.rollout.id, lease.attempt, seq, f"{lease.rollout.id}-{seq}", token_ids([1, seq]), token_ids(ids),
+                logprobs([-rng.random() for _ in ids]),
+            )  # fmt: skip
+            await store.append([call])
+        tools = (ToolEvent("search", rng.choice(["ok", "error"])),)
+        await store.complete(
+            lease.rollout.id, lease.attempt, Outcome(reward=rng.choice([0.0, 0.5, 1.0]), tool_events=tools)
+        )
+    groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=0), ())
+    if needs_critic(algorithm):
+        groups = await fresh_values(
+            store, "run", 0, groups, lambda rows: [np.linspace(0, 1, len(row.spans), dtype=np.float32) for row in rows]
+        )
+    batch = algorithm.batch(groups)
+    assert batch.samples
+    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}))
+    return store
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+async def test_a_step_is_derived_again_and_other_rows_are_found(name: str) -> None:
+    store = await trained(ALGORITHMS[name])
+    report = await audit(store, "run")
+    assert report.rederived
+    assert report.ok, report.findings
+    steps = store.list_steps
+
+    async def changed(run: str) -> list[StepRecord]:
+        return [replace(record, digest="0" * 64) for record in await steps(run)]
+
+    store.list_steps = changed  # type: ignore[method-assign]
+    assert any("its training rows are not" in finding.problem for finding in (await audit(store, "run")).findings)
