@@ -491,3 +491,65 @@ def test_the_runners_are_found_by_name() -> None:
 
     assert isinstance(plugins().runner("process")(lambda task, llm: 1.0, Config()), ProcessRunner)
     assert isinstance(plugins().runner("inline")(lambda task, llm: 1.0, Config()), InlineRunner)
+
+
+@dataclass
+class Endless:
+    """Two rollouts at a time, each pair made when there is room and the one before has begun."""
+
+    store: Store
+    made: int = 0
+    limit: int = 4
+    asked: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def refill(self) -> bool:
+        self.asked += 1
+        if self.made >= self.limit:
+            return False
+        made = [Rollout(f"r{self.made + place}", RUN, Task(place), "g") for place in range(2)]
+        self.made += 2
+        await self.store.create_rollouts(made)
+        return True
+
+
+async def test_a_source_is_asked_when_there_is_room_and_wakes_the_worker(store: MemoryStore) -> None:
+    """The worker goes on until it is cancelled; more work is begun at once when the source says that there is some."""
+    going = asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        await going.wait()
+        return 1.0
+
+    config = RunnerConfig(concurrency=3)
+    runner = WithCalls(InlineRunner(agent, config), store)
+    await runner.start()
+    source, ended = Endless(store), asyncio.Queue[str]()
+    working = asyncio.create_task(
+        work(
+            store,
+            runner,
+            RUN,
+            llm_for,
+            worker="w",
+            config=config,
+            on_finished=lambda rollout: ended.put_nowait(rollout.id),
+            source=source,
+        )
+    )
+    async with asyncio.timeout(30):
+        while runner.running < 3:
+            await asyncio.sleep(0.01)
+        assert source.made == 4, "two pairs for three places; the fourth rollout waits"
+        assert source.asked == 2, "with a rollout waiting there is no reason to ask"
+        going.set()
+        assert {await ended.get() for _ in range(4)} == {"r0", "r1", "r2", "r3"}
+        source.limit = 6
+        source.changed.set()
+        assert {await ended.get() for _ in range(2)} == {"r4", "r5"}
+    assert not working.done()
+    assert not source.changed.is_set()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await runner.close()

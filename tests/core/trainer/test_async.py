@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
+from lightning.errors import AuditError, RunnerError
+from lightning.testing.fake_vllm import Reply
 from lightning.trainer.collect import all_rollouts
+from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
-from lightning.types import StepRecord
+from lightning.types import Rollout, StepRecord
 
-STEPS, SIZE = 6, 4
-ASYNC: dict[str, Any] = {"trainer__steps": STEPS, "trainer__max_staleness": 2, "trainer__eval_every": 2}
+STEPS = 6
+PAIRS = LightningRL("grpo", group_size=2)
+ASYNC: dict[str, Any] = {
+    "algorithm": PAIRS,
+    "trainer__steps": STEPS,
+    "trainer__max_staleness": 2,
+    "trainer__eval_every": 3,
+}
 
 
 @pytest.fixture
@@ -59,6 +71,234 @@ async def test_rollouts_go_on_while_the_engine_trains(bench: Any, slow: Any, tmp
         summary = await summarize(made.store, "run")
     assert all(len(record.groups) == 2 for record in records)
     assert max(record.metrics["staleness_max"] for record in records) > 0, "some were sampled by older policies"
-    assert (summary.steps, summary.rollouts, summary.failed, summary.drift_tokens) == (STEPS, STEPS * 8, 0, 0)
-    assert [result.step for result in summary.evaluations] == [0, 2, 4, 6]
-    assert [result.rollouts for result in summary.evaluations] == [3] * 4
+    assert (summary.steps, summary.rollouts, summary.failed, summary.drift_tokens) == (STEPS, STEPS * 4, 0, 0)
+    assert [result.step for result in summary.evaluations] == [0, 3, 6]
+    assert [result.rollouts for result in summary.evaluations] == [3] * 3
+
+
+CUTS = ("begin:3", "begun:6", "ended:9", "ended:20", "step:1", "commit:2", "committed:3", "update:2", "evaluate:2")
+
+
+@pytest.mark.parametrize("where", CUTS)
+async def test_wherever_it_is_killed_a_resume_keeps_the_bound_and_loses_nothing(
+    bench: Any, slow: Any, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, _, number = where.partition(":")
+    async with bench(tmp_path, slow, trainer__checkpoint_every=2, **ASYNC) as made:
+        _kill(made, kind, int(number), monkeypatch)
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+        committed = await made.store.list_steps("run")
+        begun = await all_rollouts(made.store, "run", split="train")
+    monkeypatch.undo()
+    async with bench(tmp_path, slow, trainer__checkpoint_every=2, **ASYNC) as made:
+        await made.loop.run({})
+        records = await assert_whole(made)
+        assert records[: len(committed)] == committed
+        after = await all_rollouts(made.store, "run", split="train")
+        assert [rollout.id for rollout in after[: len(begun)]] == [rollout.id for rollout in begun]
+        tasks = [rollout.task.id for rollout in after if rollout.index == 0]
+    order = tasks_from(made.loop.train, 0, len(tasks), 0)
+    assert tasks == [task.id for task in order], "tasks come in their order, each once"
+
+
+def _kill(made: Any, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the process at the `number`-th event of a kind. What it holds is not given back, as after `kill -9`."""
+    seen = 0
+
+    def reached(this: str) -> None:
+        nonlocal seen
+        seen += this == kind
+        if this == kind and seen == number:
+            raise made.Crash(kind)
+
+    create, commit, release = made.store.create_rollouts, made.store.commit_step, made.store.release
+    evaluate, finished = made.loop.evaluate, made.loop.finished
+
+    async def create_rollouts(rollouts: Sequence[Rollout]) -> int:
+        reached("begin")
+        count = await create(rollouts)
+        reached("begun")
+        return int(count)
+
+    async def commit_step(record: StepRecord) -> None:
+        reached("commit")
+        await commit(record)
+        reached("committed")
+
+    async def evaluation() -> Any:
+        reached("evaluate")
+        return await evaluate()
+
+    async def released(worker: str) -> int:
+        return 0 if seen >= number else int(await release(worker))
+
+    def ended(rollout: Rollout) -> None:
+        reached("ended")
+        finished(rollout)
+
+    if kind == "step":
+        made.engine.crash_at = f"step:{number}"
+        seen = number - 1
+    if kind == "update":
+        made.policy.crash_at = number
+    for owner, name, value in (
+        (made.store, "create_rollouts", create_rollouts),
+        (made.store, "commit_step", commit_step),
+        (made.store, "release", released),
+        (made.loop, "evaluate", evaluation),
+        (made.loop, "finished", ended),
+    ):
+        monkeypatch.setattr(owner, name, value)
+
+
+async def test_failed_rollouts_are_counted_and_the_rest_is_trained(bench: Any, slow: Any, tmp_path: Path) -> None:
+    async def sometimes(task: Any, llm: Any) -> float:
+        reward = await slow(task, llm)
+        if random.Random(llm.api_key).random() < 0.3:
+            raise ValueError("a bad day")
+        return float(reward)
+
+    async with bench(tmp_path, sometimes, **ASYNC) as made:
+        await made.loop.run({})
+        records = await assert_whole(made)
+        summary = await summarize(made.store, "run")
+    assert 0 < summary.failed == sum(record.metrics["failed"] for record in records)
+
+
+async def test_when_every_rollout_fails_the_run_ends_and_a_resume_goes_on(
+    bench: Any, slow: Any, tmp_path: Path
+) -> None:
+    def broken(task: Any, llm: Any) -> float:
+        raise ValueError("no such table: pens")
+
+    for _ in range(2):
+        async with bench(tmp_path, broken, **ASYNC) as made:
+            made.loop.val = []
+            async with asyncio.timeout(60):
+                with pytest.raises(RunnerError, match=r"rollouts for step 1: all 4 failed.*no such table: pens"):
+                    await made.loop.run({})
+    async with bench(tmp_path, slow, **ASYNC) as made:
+        await made.loop.run({})
+        records = await assert_whole(made)
+    assert len(records[0].groups) > 2, "the first step took what had failed before it, beside its own"
+    assert all(len(record.groups) == 2 for record in records[1:])
+
+
+async def test_what_ends_the_sampler_ends_the_run(bench: Any, slow: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, slow, **ASYNC) as made:
+
+        async def run(lease: Any, llm: Any) -> Any:
+            raise RunnerError("no process can be started")
+
+        made.loop.stack.runner.run = run
+        async with asyncio.timeout(60):
+            with pytest.raises(RunnerError, match="no process can be started"):
+                await made.loop.run({})
+
+
+async def test_with_few_places_groups_begin_as_late_as_they_can(bench: Any, slow: Any, tmp_path: Path) -> None:
+    """Two agents at once: waiting groups would grow old for nothing."""
+    async with bench(tmp_path, slow, runner__concurrency=2, **ASYNC) as made:
+        made.loop.val = []
+        await made.loop.run({})
+        records = await assert_whole(made)
+    assert max(record.metrics["pipeline/groups_open"] for record in records) <= 2
+    assert max(record.metrics["staleness_max"] for record in records) <= 1
+
+
+async def test_dynamic_sampling_takes_groups_that_teach_nothing_without_counting_them(
+    bench: Any, slow: Any, tmp_path: Path
+) -> None:
+    async def agent(task: Any, llm: Any) -> float:
+        reward = await slow(task, llm)
+        return 1.0 if str(task.input).endswith(("0", "1", "2")) else float(reward + random.Random(llm.api_key).random())
+
+    dapo = LightningRL("dapo", group_size=2)
+    async with bench(tmp_path, agent, trainer__max_waves=6, **ASYNC | {"algorithm": dapo}) as made:
+        await made.loop.run({})
+        records = await assert_whole(made)
+    dropped = [record.metrics["pipeline/groups_dropped"] for record in records]
+    assert sum(dropped) > 0
+    assert [len(record.groups) - 2 for record in records] == dropped
+    assert all(record.metrics["groups_used"] == 2 for record in records), "each step has as many groups as it asks for"
+
+
+async def test_new_weights_do_not_wait_for_calls_in_flight(bench: Any, answering: Any, tmp_path: Path) -> None:
+    """A call goes on with the new weights where the old ones stood, and its record says from which token on."""
+    rng = random.Random(5)
+
+    def script(body: Any) -> Reply:
+        return Reply("word " * rng.choice([2, 40]), token_delay=0.01)
+
+    async with bench(tmp_path, answering, script=script, **ASYNC) as made:
+        made.loop.val = []
+        await made.loop.run({})
+        records = await assert_whole(made)
+        attempts = [attempt for record in records for attempt in record.rollouts]
+        calls = [call for calls in await made.store.transitions_of(attempts) for call in calls]
+    split = [call for call in calls if len(call.versions) > 1]
+    assert split, "no update fell into a call"
+    for call in split:
+        starts, versions = [run.start for run in call.versions], [run.version for run in call.versions]
+        assert starts[0] == 0
+        assert starts == sorted(set(starts))
+        assert starts[-1] < len(call.response_ids)
+        assert versions == list(range(versions[0], versions[-1] + 1))
+
+
+async def _group_left_out(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that says it looked at fewer groups than it did."""
+    await _change_record(made, monkeypatch, lambda record: replace(record, groups=record.groups[1:]))
+
+
+async def _group_twice(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (await made.store.list_steps("run"))[0].groups
+    await _change_record(
+        made,
+        monkeypatch,
+        lambda record: record if record.step == 0 else replace(record, groups=(*record.groups, first[0])),
+    )
+
+
+async def _later_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was taken later than it says: its tokens are older than allowed."""
+    await _change_record(made, monkeypatch, lambda record: replace(record, step=record.step + 3))
+
+
+async def _change_record(made: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    changed = [change(record) for record in await made.store.list_steps("run")]
+
+    async def list_steps(run: str) -> list[StepRecord]:
+        return changed
+
+    monkeypatch.setattr(made.store, "list_steps", list_steps)
+
+
+async def test_an_audit_finds_what_was_changed(
+    bench: Any, slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path, slow, **ASYNC) as made:
+        await made.loop.run({})
+        for tamper, problem in (
+            (_group_left_out, "was trained, but is not the stored outcome"),
+            (_group_twice, "taken already by step 0"),
+            (_later_step, "not within trainer.max_staleness = 2 of step"),
+        ):
+            await tamper(made, monkeypatch)
+            report = await audit(made.store, "run")
+            assert any(problem in finding.problem for finding in report.findings), report.findings
+            monkeypatch.undo()
+        assert (await audit(made.store, "run")).ok
+
+
+async def test_a_changed_record_cannot_be_replayed(bench: Any, slow: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    settings = {**ASYNC, "trainer__checkpoint_every": 10}
+    async with bench(tmp_path, slow, **settings) as made:
+        made.policy.crash_at = 3
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+    async with bench(tmp_path, slow, **settings) as made:
+        await _group_left_out(made, monkeypatch)
+        with pytest.raises(AuditError, match="cannot be replayed"):
+            await made.loop.run({})
