@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
+from trl.generation import vllm_generation
 from waiting import set_tool_seconds
 
 MAX_ROLLOUT_TOKENS = 700
@@ -124,20 +125,27 @@ def optimizer(setting: Setting, model: torch.nn.Module) -> tuple[torch.optim.Ada
     return adamw, LambdaLR(adamw, lambda step: min(1.0, (step + 1) / max(1, setting.warmup_steps)))
 
 
+def mend_vllm() -> None:
+    """Start vLLM as our side does, which TRL has no setting for: in float32, uncompiled, able to load weights on a CPU."""
+    vllm_generation.LLM = functools.partial(
+        vllm_generation.LLM,
+        dtype="float32",
+        enforce_eager=True,
+        worker_extension_cls="lightning.policy_server.worker.WorkerExtension",
+    )
+
+
 def mend_weight_sync(trainer: GRPOTrainer, out: Path) -> None:
     """Give vLLM its new weights in our way: TRL's own assigns to parameters that vLLM has packed away on a CPU, and fails."""
-    from lightning.policy_server.worker import WorkerExtension
-
     llm = trainer.vllm_generation.llm
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    WorkerExtension.lightning_attach(worker)
+    llm.collective_rpc("lightning_attach")
     file = out / "sync.safetensors"
 
     def sync_weights() -> None:
         save_file({name: value.detach().contiguous() for name, value in trainer.model.state_dict().items()}, file)
-        answer = WorkerExtension.lightning_load(worker, str(file))
-        if "error" in answer:
-            raise RuntimeError(str(answer["error"]))
+        for answer in llm.collective_rpc("lightning_load", args=(str(file),)):
+            if "error" in answer:
+                raise RuntimeError(str(answer["error"]))
         llm.reset_prefix_cache()
 
     trainer.vllm_generation.sync_weights = sync_weights
@@ -153,6 +161,8 @@ def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
     system = {"role": "system", "content": SYSTEM}
     stages = Stages(out / "weights")
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32)
+    if vllm:
+        mend_vllm()
     trainer = GRPOTrainer(
         model=model,
         optimizers=optimizer(setting, model),

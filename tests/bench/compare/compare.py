@@ -59,7 +59,7 @@ ARMS = {
     "trl": Arm("arm_trl.py", ("--threads", "1"), _ONE_THREAD, "trl.txt"),
     "trl-2threads": Arm("arm_trl.py", ("--threads", "2"), {"OMP_NUM_THREADS": "2"}, "trl.txt"),
     "trl-vllm": Arm("arm_trl.py", ("--threads", "1", "--vllm"), _ONE_THREAD | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }, "trl.txt"),
 }  # fmt: skip
