@@ -298,9 +298,10 @@ class Resource:
 class Rollout:
     """One run of the agent on one task. `group` ties the n rollouts of one task together (GRPO).
 
-    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for; `split` is
-    `train` or the name of an evaluation. `rewards` keeps named parts when the agent returned several. `resources` are the
-    versions of the named resources that it runs with.
+    `reward` is set only by a successful attempt. `step` is the optimizer step the rollout was sampled for, in asynchronous
+    training the policy's version when it began (a later step may take it); `split` is `train` or the name of an evaluation.
+    `rewards` keeps named parts when the agent returned several. `resources` are the versions of the named resources that it
+    runs with.
     """
 
     id: str
