@@ -71,8 +71,8 @@ async def tune(
     best = await algorithm.tune(bench)
     await bench.measure(best)
     if (
-        await bench.recall("live") is None
-    ):  # not again, when the run is resumed after its end: somebody may have moved it
+        await bench.recall("live") != best.version
+    ):  # else a finished run is resumed, and somebody may have moved the alias
         await stack.store.set_alias(best.name, algorithm.alias, best.version)
         await bench.remember("live", best.version)
     file = await asyncio.to_thread(_write, stack.folder, component, str(best.content))
@@ -169,9 +169,9 @@ class PromptBench:
         """See `Bench.start`."""
         return self._start
 
-    async def run(self, trials: Sequence[Trial]) -> list[list[Rollout]]:
+    async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
         """See `Bench.run`. Raises `RunnerError` when the infrastructure failed under every rollout."""
-        return await self._run(trials, reserved=len(self._val))
+        return await self._run(trials, reserved=len(self._val) + reserve)
 
     async def _run(self, trials: Sequence[Trial], *, reserved: int) -> list[list[Rollout]]:
         planned = [await self._planned(trial) for trial in trials]

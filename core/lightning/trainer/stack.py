@@ -23,7 +23,7 @@ from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.runner.protocol import Runner
 from lightning.runner.work import Source, work
 from lightning.store.protocol import Store
-from lightning.trainer.plan import VAL
+from lightning.trainer.plan import TRAIN
 from lightning.trainer.prompts import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
 
@@ -66,7 +66,7 @@ class Stack:
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""
         temperature = self.config.trainer.eval_temperature
-        if lease.rollout.split == VAL and temperature is not None:
+        if lease.rollout.split != TRAIN and temperature is not None:
             llm = self.gateway.llm(lease, sampling={"temperature": temperature})
         else:
             llm = self.gateway.llm(lease)

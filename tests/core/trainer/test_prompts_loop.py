@@ -402,3 +402,24 @@ def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
     look(made.out, lambda store: store.put_resource(Resource("limits", {}, ResourceKind.CONFIG)))
     with pytest.raises(ConfigError, match="resource:limits is a config, not a prompt"):
         made.fit(agent, TRAIN, VAL)
+
+
+def test_a_finished_run_may_be_given_more_rounds(tmp_path: Path, writer: ChatServer) -> None:
+    first = trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
+    assert first.after == 0.5
+    more = trainer(tmp_path, apo(writer, rounds=2), resume=True).fit(agent, TRAIN, VAL)
+    assert (more.before, more.after) == (0.0, 1.0)
+    assert everything(tmp_path / "run")[1]["production"] == 3
+
+
+def test_held_out_evaluations_of_all_prompts_have_the_same_temperature(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy
+) -> None:
+    settings = {"trainer.eval_temperature": 0.0}
+    trainer(tmp_path, apo(writer, rounds=1), settings=settings).fit(agent, TRAIN, VAL)
+    held_out = [asked.body for asked in house.fake.requests if "visitor" in str(asked.body["messages"])]
+    assert {body["temperature"] for body in held_out} == {0.0}
+    assert any("politeness" in str(body["messages"]) for body in held_out)
+    assert all(
+        "temperature" not in asked.body for asked in house.fake.requests if "guest" in str(asked.body["messages"])
+    )

@@ -53,8 +53,12 @@ class Bench(Protocol):
     def start(self) -> Resource:
         """The prompt that the component has now."""
 
-    async def run(self, trials: Sequence[Trial]) -> list[list[Rollout]]:
-        """The finished rollouts of each trial, in the order of its tasks. Raises `BudgetSpentError` before any is made."""
+    async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
+        """The finished rollouts of each trial, in the order of its tasks.
+
+        Raises `BudgetSpentError`, before any is made, when that many and `reserve` more do not fit into the budget. What the
+        last measurement needs is kept aside in any case.
+        """
 
     async def ask(self, key: str, messages: Messages) -> str:
         """The optimiser model's answer; asked once for each key. Raises `OptimizerError` when there is none."""

@@ -86,11 +86,15 @@ class Search:
             self._apo.minibatch,
             self._apo.exploration,
         )
-        for turn, draw in enumerate(selection.draws()):
-            key = f"{number}/draw{turn}"
-            await self._run(draw.versions, self._tasks(key, draw.tasks), key, number)
+        spent: BudgetSpentError | None = None
+        try:
+            for turn, draw in enumerate(selection.draws()):
+                key = f"{number}/draw{turn}"
+                await self._run(draw.versions, self._tasks(key, draw.tasks), key, number)
+        except BudgetSpentError as error:
+            spent = error
         chosen = selection.best()
-        spent = await self._evaluate(chosen, number)
+        spent = await self._evaluate(chosen, number) or spent
         rewards = self._earned
         metrics = self._metrics() | {
             "candidates": float(len(candidates)),
@@ -105,9 +109,9 @@ class Search:
     async def _run(
         self, versions: Sequence[int], tasks: Sequence[Task], key: str, number: int
     ) -> dict[int, list[Rollout]]:
-        """Run prompts on training tasks and note what they earned."""
+        """Run prompts on training tasks and note what they earned; one held-out evaluation stays affordable."""
         trials = [Trial(version, tasks, key, "train", number) for version in versions]
-        found = dict(zip(versions, await self._bench.run(trials), strict=True))
+        found = dict(zip(versions, await self._bench.run(trials, reserve=len(self._bench.val)), strict=True))
         for version, rollouts in found.items():
             _note(self._train, version, rollouts)
             self._earned += [rollout.reward for rollout in rollouts if rollout.reward is not None]
