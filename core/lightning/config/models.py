@@ -86,8 +86,8 @@ class EngineConfig(Section):
     """Trade compute for memory in the backward pass."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
-    critic_lr: float = Field(default=1e-2, gt=0)
-    """Learning rate of the critic, for algorithms that have one; a step moves a value by about this much."""
+    critic_lr: float = Field(default=0.05, gt=0)
+    """Learning rate of the critic, for algorithms that have one; a step moves a value by about this much, in any model."""
     critic_trunk: Literal["frozen", "shared"] = "frozen"
     """Whether the critic's loss trains its own layer only, on the model's hidden states, or the model too."""
 

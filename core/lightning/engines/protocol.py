@@ -26,7 +26,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
-    critic_lr: float = 1e-2
+    critic_lr: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)

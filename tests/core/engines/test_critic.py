@@ -10,12 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch import Sample
 from lightning.config import LoraConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import LossOutput, TokenBatch
+from lightning.store.memory import MemoryStore
+from lightning.testing.trajectories import make_group
+from lightning.trainer.critic import fresh_values, recorded_values
 from safetensors.torch import load_file
 
 Open = Callable[..., TorchEngine]
@@ -211,14 +214,14 @@ def test_another_critic_setting_is_refused(open_engine: Open, tmp_path: Path) ->
         "with a critic on a frozen trunk": {"critic": True},
         "with a critic on a shared trunk": {"critic": True, "critic_trunk": "shared"},
     }
-    for name, arguments in kinds.items():
-        folder = tmp_path / name
-        open_engine(**arguments).save(folder)
-        for other, theirs in kinds.items():
+    engines = {name: open_engine(**arguments) for name, arguments in kinds.items()}
+    for name, engine in engines.items():
+        engine.save(tmp_path / name)
+        for other, theirs in engines.items():
             if other != name:
                 with pytest.raises(EngineError, match=f"saved {name}, but this engine was opened {other}: resume with"):
-                    open_engine(**theirs).load(folder)
-        open_engine(**arguments).load(folder)
+                    theirs.load(tmp_path / name)
+        engine.load(tmp_path / name)
 
 
 def test_a_state_of_the_first_format_is_read(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
@@ -252,16 +255,29 @@ def test_states_that_calls_share_have_a_loss_for_each(open_engine: Open, make_ro
     other = make_row(10, [(6, 10, -1.0, 0.1)], seed=2, name="other")
     other.ids[:6] = one.ids[:6]
     rows = [with_targets(one, [1.0], 0.5), with_targets(other, [0.0], 0.5)]
-    engine = open_engine(critic=True, critic_lr=0.05, step="tree")
-    visited = []
-
-    def loss(batch: TokenBatch) -> LossOutput:
-        visited.append(len(batch.weights))
-        return LOSS(batch)
-
-    metrics = engine.step(rows, loss).metrics
+    engine = open_engine(critic=True, critic_lr=0.1, step="tree")
+    metrics = engine.step(rows, LOSS).metrics
     assert metrics["tokens_forward"] == 6 + 4 + 4
     assert metrics["value_target"] == 0.5
-    for _ in range(60):
+    for _ in range(30):
         engine.step([replace(row, weights=np.zeros_like(row.weights)) for row in rows], LOSS)
     assert np.concatenate(engine.values(rows)).tolist() == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+@pytest.mark.parametrize("trunk", ["frozen", "shared"])
+async def test_a_replay_from_recorded_values_is_bit_for_bit(open_engine: Open, trunk: str) -> None:
+    """PPO as the loop trains it, and again as a resume does, which asks no critic."""
+    ppo, store = LightningRL("ppo", group_size=2), MemoryStore()
+    await store.open()
+    calls = [([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7])]
+    steps = [[make_group([float(step), 1.0], group=f"g{step}", calls=calls)] for step in range(3)]
+    first, second = (open_engine(critic=True, critic_trunk=trunk, step="tree") for _ in range(2))
+    for number, groups in enumerate(steps):
+        valued = await fresh_values(store, "run", number, groups, first.values)
+        first.step(ppo.batch(valued).samples, ppo.loss)
+        assert any(member.values != (0.0, 0.0) for member in valued[0].trajectories) == (number > 0)
+    for number, groups in enumerate(steps):
+        second.step(ppo.batch(await recorded_values(store, "run", number, groups)).samples, ppo.loss)
+    for name, value in first._learning().items():
+        assert torch.equal(value, second._learning()[name])
+    await store.close()

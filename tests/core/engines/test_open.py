@@ -14,6 +14,7 @@ from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError, MissingExtraError
+from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from safetensors.torch import load_file, save_file
 
@@ -66,6 +67,8 @@ def test_methods_before_open_say_what_to_do(tmp_path: Path) -> None:
     engine = TorchEngine()
     for call in (
         lambda: engine.logprobs([]),
+        lambda: engine.values([]),
+        lambda: engine.step([], ClippedPolicyGradient()),
         lambda: engine.save(tmp_path / "x"),
         lambda: engine.weights(tmp_path / "x"),
     ):
@@ -82,11 +85,14 @@ def test_the_plugin_passes_every_setting() -> None:
         tokens_per_microbatch=7,
         gradient_checkpointing=True,
         lora=LoraConfig(),
+        step="tree",
+        critic_trunk="shared",
     )
     engine = plugins().engine("torch")(Config(engine=section))
     assert isinstance(engine, TorchEngine)
     assert (engine._dtype, engine._device_name, engine._threads, engine._budget) == ("bfloat16", "cpu", 3, 7)
     assert (engine._gradient_checkpointing, engine._lora) == (True, LoraConfig())
+    assert (engine._kind, engine._trunk) == ("tree", "shared")
     as_protocol: Engine = engine
     as_protocol.close()
 
