@@ -152,7 +152,8 @@ class RunnerConfig(Section):
     adapters: tuple[str, ...] | None = None
     """Adapters to install in the agents' processes; null installs every one that is found."""
     prompts: dict[str, str] = Field(default_factory=dict)
-    """Prompt templates to run agents with instead of their own, by the name of the `component` that has the prompt."""
+    """Prompt templates to run agents with instead of their own, by the name of the `component` that has the prompt: texts, or
+    versions of resources as `resource:NAME@ALIAS` (of another store `resource:PLACE#NAME@ALIAS`)."""
     reroute: tuple[str, ...] = ()
     """Hosts whose calls are brought to the policy, for agents that name a provider in their code (`api.openai.com`)."""
     preload: tuple[str, ...] = ()
