@@ -128,3 +128,26 @@ async def test_a_reference_that_leads_nowhere_says_what_there_is(
     with pytest.raises(error, match=words):
         await resolve_prompts(store, "run", {"writer": text})
     assert not list(tmp_path.iterdir())
+
+
+async def test_rollouts_of_training_run_with_the_live_prompt_and_say_so(
+    bench: Any, answering: Any, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    async def reads(task: Task, llm: Any) -> float:
+        seen.append(llm.prompts["writer"])
+        reward: float = await answering(task, llm)
+        return reward
+
+    async with bench(tmp_path, reads, trainer__steps=1) as made:
+        await made.store.put_resource(Resource("writer", "first"))
+        await made.store.put_resource(Resource("writer", "tuned"))
+        await made.store.set_alias("writer", "production", 2)
+        made.loop.stack.prompts = await resolve_prompts(made.store, "run", {"writer": "resource:writer@production"})
+        await made.loop.run({})
+        rollouts = (await made.store.list_rollouts("run")).rollouts
+        uses = await made.store.resource_uses("writer")
+    assert set(seen) == {"tuned"}
+    assert {tuple(rollout.resources.items()) for rollout in rollouts} == {(("writer", 2),)}
+    assert {(use.split, use.version) for use in uses} == {("train", 2), ("val", 2)}

@@ -16,13 +16,14 @@ from lightning.algorithms.prompts import Bench, client
 from lightning.algorithms.prompts.apo import APO
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, RunnerError
+from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer import Trainer, stack
-from lightning.trainer.prompts_loop import PromptBench
+from lightning.trainer.prompts_loop import PromptBench, component_of
 from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
 
 START = "Greet {name}."
@@ -423,3 +424,26 @@ def test_held_out_evaluations_of_all_prompts_have_the_same_temperature(
     assert all(
         "temperature" not in asked.body for asked in house.fake.requests if "guest" in str(asked.body["messages"])
     )
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({}, r"the agent's module makes no component\(\.\.\., prompt=\.\.\.\)"),
+        ({"a": "x", "b": "y"}, "components 'a', 'b'"),
+    ],
+)
+def test_which_component_must_be_clear(monkeypatch: pytest.MonkeyPatch, known: dict[str, str], words: str) -> None:
+    monkeypatch.setattr(components, "_prompts", known)
+    with pytest.raises(ConfigError, match=words):
+        component_of(APO())
+    assert component_of(APO("b")) == "b"
+    monkeypatch.setattr(components, "_prompts", {"only": "x"})
+    assert component_of(APO()) == "only"
+
+
+def test_a_component_made_with_several_prompts_has_none_to_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(components, "_prompts", {})
+    for text in ("one", "one", "two", "one"):
+        lightning.component("fickle", prompt=text)
+    assert components.declared_prompts() == {"fickle": None}
