@@ -23,7 +23,7 @@ from lightning.types import Json, Rollout, Run, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it was trained. `rollout` (or a group's id) is empty when it concerns the whole step."""
+    """One thing that is not as it was trained. `rollout` is a rollout's or a group's id, empty when it is the whole step."""
 
     step: int
     rollout: str

@@ -95,7 +95,8 @@ class Loop:
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics["drift_tokens"] = await self.drift(batch, result)
         metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
-        if metrics["max_logprob_gap"] > self.stack.config.trainer.max_logprob_gap:
+        fresh = metrics["staleness_max"] == 0  # older weights differ, as they should
+        if fresh and metrics["max_logprob_gap"] > self.stack.config.trainer.max_logprob_gap:
             logger.warning("step %d: trainer and sampler differ by %.3g nats", step, metrics["max_logprob_gap"])
         with self.timed("checkpoint"):
             await self.commit(step, groups, batch, metrics)
@@ -163,11 +164,8 @@ class Loop:
         again = known and all(rollout.status in (Status.SUCCEEDED, Status.FAILED) for rollout in known)
         with self.timed("eval"):
             rollouts = await self.sampler.execute(
-                step,
-                VAL,
-                f"held-out tasks after {step} steps",
-                len(self.val),
                 lambda number: val_rollouts(run, step, self.val, attempts, generation=number),
+                f"held-out tasks after {step} steps",
             )
         result = evaluate_rollouts(step, rollouts)
         values = {"eval/failed": float(result.failed)}

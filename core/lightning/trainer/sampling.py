@@ -98,15 +98,14 @@ class Sampler(ABC):
     def served(self, version: int) -> None:
         """The policy server has the weights of `version`: so many steps are committed."""
 
-    async def execute(
-        self, step: int, split: str, what: str, count: int, plan: Callable[[int], list[Rollout]]
-    ) -> list[Rollout]:
-        """Run what is planned for a step or an evaluation to its end. Raises `RunnerError` when it is lost as a whole.
+    async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
+        """Run a planned evaluation to its end. Raises `RunnerError` when it is lost as a whole.
 
-        `plan(n)` plans the n-th try at it, `count` rollouts; a try that was lost as a whole before a resume is not the last.
+        `plan(n)` plans the n-th try at it; a try that was lost as a whole before a resume is not the last.
         """
-        known = await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step)
-        rollouts = await self._ended(plan(generation(known, count)), what)
+        first = plan(0)
+        known = await all_rollouts(self.stack.store, first[0].run, split=first[0].split, step=first[0].step)
+        rollouts = await self._ended(plan(generation(known, len(first))), what)
         self.check(what, rollouts)
         return rollouts
 

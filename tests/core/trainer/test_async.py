@@ -197,6 +197,16 @@ async def test_what_ends_the_sampler_ends_the_run(bench: Any, slow: Any, tmp_pat
                 await made.loop.run({})
 
 
+async def test_a_server_that_dies_is_brought_back_under_the_agents(bench: Any, slow: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, slow, **ASYNC) as made:
+        made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.supervise())
+        made.policy.die_at = 2
+        await made.loop.run({})
+        await assert_whole(made)
+        assert (made.loop.stack.restarts, made.policy.restarted_with) == (1, 1)
+        made.loop.stack._supervisor.cancel()
+
+
 async def test_with_few_places_groups_begin_as_late_as_they_can(bench: Any, slow: Any, tmp_path: Path) -> None:
     """Two agents at once: waiting groups would grow old for nothing."""
     async with bench(tmp_path, slow, runner__concurrency=2, **ASYNC) as made:
