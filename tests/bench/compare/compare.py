@@ -54,8 +54,9 @@ class Arm:
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ARMS = {
-    "lightning": Arm("arm_lightning.py", environment=_ONE_THREAD),
-    "lightning-tree": Arm("arm_lightning.py", ("--set", "engine.step=tree"), environment=_ONE_THREAD),
+    "lightning": Arm("arm_lightning.py", (), _ONE_THREAD),
+    "lightning-tree": Arm("arm_lightning.py", ("--set", "engine.step=tree"), _ONE_THREAD),
+    "lightning-async": Arm("arm_lightning.py", ("--set", "trainer.max_staleness=1"), _ONE_THREAD),
     "trl": Arm("arm_trl.py", ("--threads", "1"), _ONE_THREAD, "trl.txt"),
     "trl-2threads": Arm("arm_trl.py", ("--threads", "2"), {"OMP_NUM_THREADS": "2"}, "trl.txt"),
     "trl-vllm": Arm("arm_trl.py", ("--threads", "1", "--vllm"), _ONE_THREAD | {

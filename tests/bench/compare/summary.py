@@ -20,6 +20,7 @@ LEVELS = (0.6, 0.7, 0.8)
 NAMES = {
     "lightning": "lightning",
     "lightning-tree": "lightning, `engine.step = \"tree\"`",
+    "lightning-async": "lightning, `trainer.max_staleness = 1`",
     "trl": "TRL, 1 thread",
     "trl-2threads": "TRL, 2 threads",
     "trl-vllm": "TRL with vLLM in its process",
