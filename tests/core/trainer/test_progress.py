@@ -1,0 +1,41 @@
+"""The line of a step says what a person wants to know of it, and more where rollouts go on while the engine trains."""
+
+from __future__ import annotations
+
+import io
+
+from lightning.trainer.progress import Reporter
+from rich.console import Console
+
+METRICS = {
+    "reward": 0.5,
+    "rollouts": 16.0,
+    "failed": 1.0,
+    "groups_used": 3.0,
+    "groups": 4.0,
+    "tokens_per_second": 120.0,
+    "max_logprob_gap": 0.25,
+    "staleness_mean": 0.9,
+    "staleness_max": 2.0,
+    "seconds/rollout": 0.4,
+}
+
+
+def line(metrics: dict[str, float]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    with Reporter(console=console) as reporter:
+        reporter.begin(0, 10)
+        reporter.step(2, metrics, 3.0)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    return next(text for text in shown.splitlines() if text.startswith("step "))
+
+
+def test_the_line_of_a_step_in_turns() -> None:
+    assert line(METRICS) == (
+        "step    3/10  reward 0.500  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  gap 2.5e-01  3.0 s, 0:21 left"
+    )
+
+
+def test_the_line_of_a_step_of_a_pipeline_says_how_old_its_tokens_were() -> None:
+    shown = line({**METRICS, "pipeline/groups_carried": 3.0})
+    assert "  stale 0.9 (max 2)  carried 3  waited 0.4 s  3.0 s, 0:21 left" in shown
