@@ -39,8 +39,8 @@ class TrainerConfig(Section):
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Where metrics go besides the store."""
     max_logprob_gap: float = Field(default=0.5, gt=0)
-    """Warn when |trainer - sampler| exceeds this on any token (nats) of a step whose tokens are all of the newest policy; a probe
-    beyond it after an update ends the run."""
+    """Warn when |trainer - sampler| exceeds this on any token (nats) of a step without stale tokens; a probe beyond it after an
+    update ends the run."""
 
 
 class LoraConfig(Section):
