@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, with_settings
-from lightning.config.models import PolicyServerConfig
-from lightning.policy_server import OwnedVLLM
-from lightning.types import LLM
-from lightning_examples.raw_python.agent import agent
 from lightning_examples.raw_python.demo import demo
 from lightning_examples.recipe.chatml import Conversation, chat_template, encode, render
 from lightning_examples.recipe.pretrain import batch_loss
-from lightning_examples.word_problems import val_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LIMIT = 6 * 1024 * 1024
@@ -58,18 +50,3 @@ def test_the_demo_s_settings_are_settings() -> None:
     assert config.trainer.steps <= 40
     assert math.source is not None
     assert math.source.is_file()
-
-
-@pytest.mark.slow
-async def test_on_a_real_vllm_it_is_right_now_and_then(shipped: Path, tmp_path: Path) -> None:
-    server = OwnedVLLM(shipped, PolicyServerConfig(max_model_len=1024), log=tmp_path / "vllm.log")
-    await server.start()
-    try:
-        llm = LLM(f"{server.url}/v1", "none", server.model)
-        held_out = val_tasks(240)
-        with ThreadPoolExecutor(16) as pool:
-            loop = asyncio.get_running_loop()
-            rewards = await asyncio.gather(*(loop.run_in_executor(pool, agent, task, llm) for task in held_out))
-    finally:
-        await server.close()
-    assert 0.2 <= sum(rewards) / len(rewards) <= 0.5
