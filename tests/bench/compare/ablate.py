@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from lightning.policy_server import make_policy_server
 from lightning.trainer import Trainer
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import describe_algorithm
-from variants import VARIANTS, Chosen, Variant, build
+from variants import VARIANTS, Variant, build, choose
 from watch import Meter
 
 ROOT = Path(__file__).parents[3]
@@ -116,13 +116,13 @@ def tell(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_demo(name: str, chosen: Chosen, given: argparse.Namespace) -> list[str]:
+def run_demo(name: str, chosen: Mapping[str, Variant], given: argparse.Namespace) -> list[str]:
     """Every missing run of one demonstration; what failed, in words. A new server is started after a failure."""
     demo = plugins().demo(name)()
     missing = [
         (seed, variant)
         for seed in given.seeds
-        for variant in chosen.variants
+        for variant in chosen
         if not (given.out / name / variant / f"seed-{seed}.json").is_file()
     ]
     failed = []
@@ -134,7 +134,7 @@ def run_demo(name: str, chosen: Chosen, given: argparse.Namespace) -> list[str]:
                 folder = given.out / name / variant / f"seed-{seed}"
                 tell(f"{what} ...")
                 try:
-                    result = run(demo, variant, chosen.variants[variant], seed, url, folder, given)
+                    result = run(demo, variant, chosen[variant], seed, url, folder, given)
                 except LightningError as error:
                     failed.append(f"{what}: {error}")
                     tell(f"{what} failed: {error}")
@@ -148,14 +148,14 @@ def run_demo(name: str, chosen: Chosen, given: argparse.Namespace) -> list[str]:
 
 def main(given: argparse.Namespace) -> int:
     """Run what is missing, then table everything that is there."""
-    chosen = Chosen.of(given.variants, given.own)
+    chosen = choose(given.variants, given.own)
     for name in given.demos:
-        for variant in chosen.variants.values():
+        for variant in chosen.values():
             build(variant, plugins().demo(name)())  # a name that nobody registered fails here, before hours of work
     failed = [text for name in given.demos for text in run_demo(name, chosen, given)]
     results = [Result.read(file) for file in sorted(given.out.glob("*/*/seed-*.json"))]
     sys.stdout.write(say(results) + "\n")
-    if given.publish:
+    if given.publish and results:
         publish(results, ROOT / "docs")
     for text in failed:
         tell(f"failed: {text}")

@@ -186,7 +186,7 @@ def main(given: argparse.Namespace) -> int:
     judge_all(given.out, given.eval_every, given.held_out)
     runs = [Run.read(file) for file in sorted(given.out.glob(f"*/*/seed-*/{DONE}"))]
     tell(say(runs))
-    if given.publish:
+    if given.publish and runs:
         publish(runs, ROOT / "docs")
     for text in failed:
         tell(f"failed: {text}")

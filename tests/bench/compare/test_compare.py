@@ -20,7 +20,7 @@ from ablation_table import Result, against_base, tables
 from page import replace_table
 from setting import Report, Setting, Step, read_report, read_setting
 from summary import Point, Run, cost_to, publish, table
-from variants import BASE, VARIANTS, Chosen, Variant, build, parse
+from variants import BASE, VARIANTS, Variant, build, choose, parse
 from watch import Meter, run_watched
 
 
@@ -218,9 +218,9 @@ class TestVariants:
             parse(text)
 
     def test_chosen_are_the_named_ones_and_the_own_ones(self):
-        assert list(Chosen.of(["grpo", "bold"], ["bold=rloo"]).variants) == ["bold", "grpo"]
+        assert list(choose(["grpo", "bold", "grpo"], ["bold=rloo"])) == ["grpo", "bold"]
         with pytest.raises(ConfigError, match="no variant 'grop'"):
-            Chosen.of(["grop"], [])
+            choose(["grop"], [])
 
 
 class TestTables:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning.algorithms.protocol import Algorithm
 from lightning.demos import Demo
@@ -57,26 +57,15 @@ SUITES: Mapping[str, Mapping[str, Variant]] = {"Credit": CREDITS, "Low level": L
 VARIANTS: Mapping[str, Variant] = {**CREDITS, **LOW_LEVELS}
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The variants of one call, by name: the known ones that were asked for, and the user's own."""
+def choose(names: Sequence[str], own: Sequence[str]) -> dict[str, Variant]:
+    """The variants of one call by name, each once: the known ones of `names`, and the user's own definitions (`parse`).
 
-    variants: Mapping[str, Variant] = field(default_factory=dict)
-
-    @staticmethod
-    def of(names: Sequence[str], own: Sequence[str]) -> Chosen:
-        """From names and from definitions `NAME=ALGORITHM[,KEY=VALUE]...`, whose values are TOML or bare words.
-
-        Raises `ConfigError` for an unknown name and for what is no definition.
-        """
-        chosen = dict(parse(text) for text in own)
-        for name in names:
-            if name not in VARIANTS and name not in chosen:
-                raise ConfigError(
-                    f"there is no variant {name!r}; known are {', '.join(VARIANTS)}, or define it by --own"
-                )
-            chosen.setdefault(name, VARIANTS.get(name) or chosen[name])
-        return Chosen(chosen)
+    Raises `ConfigError` for an unknown name and for what is no definition.
+    """
+    defined = dict(parse(text) for text in own)
+    if unknown := [name for name in names if name not in VARIANTS and name not in defined]:
+        raise ConfigError(f"there is no variant {unknown[0]!r}; known are {', '.join(VARIANTS)}, or define it by --own")
+    return {name: VARIANTS[name] for name in names if name in VARIANTS} | defined
 
 
 def parse(text: str) -> tuple[str, Variant]:
