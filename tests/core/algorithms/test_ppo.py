@@ -83,6 +83,14 @@ def test_the_digest_of_a_step_covers_what_the_critic_learns() -> None:
     assert batch_digest(algorithm.batch(GROUPS)) != batch_digest(algorithm.batch(other))
 
 
+def test_the_critic_learns_the_return_with_all_that_counts_as_reward() -> None:
+    """Three trained tokens where two are allowed: both the advantage and the target know of the punishment."""
+    algorithm = LightningRL("ppo", credit=Critic(1.0, 1.0), overlong_tokens=2, overlong_penalty=0.5)
+    found = spans(algorithm.batch(GROUPS).samples)
+    assert [found["a/0", seq].value_target for seq in (0, 1)] == [0.5, 0.5]
+    assert [found["b/0", seq].value_target for seq in (0, 1)] == [-0.5, -0.5]
+
+
 def test_who_wants_a_critic() -> None:
     assert needs_critic(LightningRL("ppo"))
     assert needs_critic(LightningRL("grpo", credit="critic"))
