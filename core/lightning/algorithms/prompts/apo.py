@@ -46,11 +46,11 @@ class APO:
     beam_width: int = 4
     branch_factor: int = 4
     rounds: int = 3
-    minibatch: int = 8
+    minibatch: int = 4
     shown: int = 4
     selection: Method = "ucb"
-    selection_rollouts: int = 128
-    exploration: float = 1.0
+    selection_rollouts: int = 32
+    exploration: float = 0.3
     max_rollouts: int | None = None
     longest_prompt: int = 20_000
     alias: str = "production"

@@ -71,11 +71,11 @@ def test_with_noise_the_best_is_found_more_often_than_by_sharing_the_budget_even
     earns = {version: version / 10 for version in range(1, 9)}
     found = even = 0
     for seed in range(40):
-        selection = Selection(method, Scores(), list(earns), 1, 160, 2, 1.0)
-        play(selection, earns, 0.3, seed)
+        selection = Selection(method, Scores(), list(earns), 1, 160, 2, 0.3)
+        play(selection, earns, 0.4, seed)
         found += selection.best() == [8]
-        rng = random.Random(seed)
-        means = {version: sum(value + 0.3 * rng.gauss(0, 1) for _ in range(20)) for version, value in earns.items()}
+        rng = random.Random(1000 + seed)
+        means = {version: sum(value + 0.4 * rng.gauss(0, 1) for _ in range(20)) for version, value in earns.items()}
         even += max(means, key=means.__getitem__) == 8
     assert found > even, (found, even)
 
