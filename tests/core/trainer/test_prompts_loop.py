@@ -447,3 +447,17 @@ def test_a_component_made_with_several_prompts_has_none_to_start_from(monkeypatc
     for text in ("one", "one", "two", "one"):
         lightning.component("fickle", prompt=text)
     assert components.declared_prompts() == {"fickle": None}
+
+
+def test_a_dry_run_has_the_prompts_of_the_run(tmp_path: Path, house: FakePolicy) -> None:
+    made = trainer(tmp_path, "grpo", settings={"runner.prompts": {"greeter": "resource:greeter@production"}})
+    with pytest.raises(ConfigError, match="there is no database at"):
+        made.dev(agent, TRAIN, count=1)
+
+    async def fill(store: Store) -> None:
+        await store.put_resource(Resource("greeter", BEST))
+        await store.set_alias("greeter", "production", 1)
+
+    look(made.out, fill)
+    report = made.dev(agent, TRAIN, count=1)
+    assert [row.reward for row in report.rows] == [1.0]
