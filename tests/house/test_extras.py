@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,19 @@ HEAVY = {
 pytestmark = pytest.mark.slow
 
 
-@cache
-def resolved(extra: str) -> frozenset[str]:
-    """The distributions that `pip install lightning[extra]` installs; no extra for an empty name."""
+Resolved = Mapping[str, frozenset[str]]
+FRAMEWORK_EXTRAS, OTHER_EXTRAS = ("langchain", "openai-agents", "autogen"), ("", "raw", "otel", "openai")
+
+
+@pytest.fixture(scope="module")
+def resolved() -> Resolved:
+    """The distributions that `pip install lightning[extra]` installs, by extra; no extra for an empty name."""
+    extras = (*FRAMEWORK_EXTRAS, *OTHER_EXTRAS, "torch", "examples")
+    with ThreadPoolExecutor(len(extras)) as pool:  # each mostly waits for the index
+        return dict(zip(extras, pool.map(_resolve, extras), strict=True))
+
+
+def _resolve(extra: str) -> frozenset[str]:
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
     command += ["--python-version", "3.11", "-c", "requirements/constraints.txt", "pyproject.toml"]
     command += ["--extra", extra] if extra else []
@@ -57,24 +68,24 @@ def frameworks(names: frozenset[str]) -> dict[str, list[str]]:
     return {name: members for name, members in found.items() if members}
 
 
-@pytest.mark.parametrize("extra", ["langchain", "openai-agents", "autogen"])
-def test_a_framework_s_extra_brings_that_framework_alone(extra: str) -> None:
-    assert set(frameworks(resolved(extra))) == {extra}
-    assert not resolved(extra) & HEAVY
+@pytest.mark.parametrize("extra", FRAMEWORK_EXTRAS)
+def test_a_framework_s_extra_brings_that_framework_alone(resolved: Resolved, extra: str) -> None:
+    assert set(frameworks(resolved[extra])) == {extra}
+    assert not resolved[extra] & HEAVY
 
 
-@pytest.mark.parametrize("extra", ["", "raw", "otel", "openai"])
-def test_what_needs_no_framework_brings_none(extra: str) -> None:
-    assert frameworks(resolved(extra)) == {}
-    assert not resolved(extra) & HEAVY
+@pytest.mark.parametrize("extra", OTHER_EXTRAS)
+def test_what_needs_no_framework_brings_none(resolved: Resolved, extra: str) -> None:
+    assert frameworks(resolved[extra]) == {}
+    assert not resolved[extra] & HEAVY
 
 
-def test_the_core_brings_no_client_and_no_telemetry() -> None:
-    assert "aiohttp" in resolved("")
-    assert not {name for name in resolved("") if name.startswith(("openai", "opentelemetry", "httpx"))}
-    assert "opentelemetry-sdk" in resolved("otel")
+def test_the_core_brings_no_client_and_no_telemetry(resolved: Resolved) -> None:
+    assert "aiohttp" in resolved[""]
+    assert not {name for name in resolved[""] if name.startswith(("openai", "opentelemetry", "httpx"))}
+    assert "opentelemetry-sdk" in resolved["otel"]
 
 
-def test_this_test_would_see_what_trains_and_serves() -> None:
-    assert {"torch", "transformers"} <= resolved("torch") & HEAVY
-    assert set(frameworks(resolved("examples"))) == {"langchain", "openai-agents", "autogen"}
+def test_this_test_would_see_what_trains_and_serves(resolved: Resolved) -> None:
+    assert {"torch", "transformers"} <= resolved["torch"] & HEAVY
+    assert set(frameworks(resolved["examples"])) == {"langchain", "openai-agents", "autogen"}
