@@ -4,8 +4,9 @@ The invariant: before its first step every state is worth 0, and the policy's ex
 
 V(s) = mean_j(w_j h_j) + b, with h the hidden state after the last norm at the prompt's last token. The mean (not the sum)
 makes the learning rate mean the same in every model: one step of Adam moves a value by about its learning rate times the
-size of a hidden unit, whether there are 64 of them or 4,096. The default reads a chance of success that is linear in the
-hidden states of the demos' models within some 40 steps of 128 states; a tenth of it takes some 400.
+size of a hidden unit, whether there are 64 of them or 4,096. On targets that are linear in the hidden states of the demos'
+models, 40 steps of 128 states explained 0.17 of the variance at a rate of 0.01, half at 0.03 and 0.84 at 0.1; the default
+lies between the last two.
 
 With `trunk="frozen"` the value loss trains this layer alone. That is the default: the hidden states of a language model hold
 what the next tokens will be, so a linear reading of them is a usable baseline; and the policy's gradient, its clipping and
