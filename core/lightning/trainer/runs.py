@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
+from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
 from lightning.types import Json, Run
@@ -126,10 +127,13 @@ async def check_run(store: Store, run: str, described: Mapping[str, Json], *, re
 
 
 def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[str]:
+    """The settings that are not the stored run's. One that its release did not have yet was at its default then."""
+    defaults = _flatten({"config": Config().model_dump(mode="json")})
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
     for key in old.keys() | new.keys():
         name = key.removeprefix("config.")
-        if not any(name == free or name.startswith(f"{free}.") for free in MAY_CHANGE) and old.get(key) != new.get(key):
+        free = any(name == other or name.startswith(f"{other}.") for other in MAY_CHANGE)
+        if not free and old.get(key, defaults.get(key)) != new.get(key):
             yield name
 
 

@@ -65,6 +65,17 @@ async def test_a_resume_with_other_settings_names_them(key: str, value: object) 
         await check_run(store, "run", _described(**{key.replace(".", "__"): value}), resume=True)
 
 
+async def test_a_run_of_a_release_that_had_fewer_settings_goes_on_with_their_defaults_only() -> None:
+    store = MemoryStore()
+    await store.open()
+    older = _described()
+    del older["config"]["engine"]["critic_lr"], older["config"]["trainer"]["max_staleness"]
+    await store.put_run(await check_run(store, "run", older, resume=False))
+    await check_run(store, "run", _described(), resume=True)
+    with pytest.raises(ConfigError, match=r"trainer\.max_staleness"):
+        await check_run(store, "run", _described(trainer__max_staleness=2), resume=True)
+
+
 async def test_a_resume_with_other_tasks_is_refused() -> None:
     store = MemoryStore()
     await store.open()
