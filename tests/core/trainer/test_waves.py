@@ -98,8 +98,7 @@ async def test_waves_end_at_their_limit(bench: Any, answering: Any, tmp_path: Pa
     assert [len(record.groups) for record in records] == [4, 4]
 
 
-@pytest.mark.parametrize("place", [2, 4])
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize(("place", "durable"), [(2, False), (4, True)])
 async def test_a_crash_between_waves_changes_nothing(
     bench: Any, deterministic: Any, tmp_path: Path, place: int, durable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
