@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.batch import Sample, build_samples
+from lightning.batch.radix import Node, build_tree
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
-from lightning.engines.torch import passes, rows
+from lightning.engines.torch import passes, rows, tree
 from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.flex import FlexAttention
 from lightning.engines.torch.forest import Forest
+from lightning.engines.torch.linear import Linear
+from lightning.engines.torch.model import CausalLM
+from lightning.engines.torch.tree import TreeWalk
+from lightning.errors import EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import logprobs
@@ -74,7 +81,7 @@ def steps(draw: st.DrawFn) -> list[Trajectory]:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 30, 10_000]))
+@given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 12, 30, 10_000]))
 def test_tree_linear_and_per_call_steps_have_one_gradient(
     exact_norm, open_engine, trajectories, random, budget
 ) -> None:  # type: ignore[no-untyped-def]
@@ -100,7 +107,7 @@ def group(count: int = 4, turns: int = 3) -> tuple[Sample, ...]:
             calls.append((list(context), response))
             context += response + generator.integers(0, VOCAB, 5).tolist()
         made.append(make_trajectory(calls, rollout=f"r{place}"))
-    return build_samples(made, [[1.0, -0.5, 2.0]] * count)
+    return build_samples(made, [[(1.0, -0.5, 2.0)[turn % 3] for turn in range(turns)]] * count)
 
 
 def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: None, open_engine: OpenEngine) -> None:
@@ -119,9 +126,82 @@ def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: 
         assert metrics["tree"][name] == pytest.approx(metrics["linear"][name], rel=1e-9), name
 
 
-def test_lora_over_a_tree(exact_norm: None, open_engine: OpenEngine) -> None:
-    engine = open_engine(dtype="float64", lora=LoraConfig(rank=4))
-    assert_same(gradient(engine, group(), "linear"), gradient(engine, group(), "tree"))
+@pytest.mark.parametrize("budget", [10_000, 16])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_and_gradient_checkpointing_over_a_tree(
+    exact_norm: None, open_engine: OpenEngine, budget: int, lora: LoraConfig | None, checkpointing: bool
+) -> None:
+    plain = open_engine(dtype="float64", lora=lora)
+    engine = open_engine(dtype="float64", lora=lora, gradient_checkpointing=checkpointing)
+    assert_same(gradient(plain, group(), "linear"), gradient(engine, group(), "tree", budget))
+    assert engine._no_tree == "", engine._no_tree
+
+
+def test_branches_without_end(exact_norm: None, open_engine: OpenEngine) -> None:
+    """More sub-agents on one path than Python's stack is deep; here their answers differ from each other by a token."""
+    count = sys.getrecursionlimit() + 100
+    whole = np.random.default_rng(3).integers(0, VOCAB - 1, count).tolist()
+    calls = [(whole[: end + 1], [VOCAB - 1]) for end in range(count - 1)]
+    samples = build_samples([make_trajectory(calls)], [np.linspace(-1, 1, len(calls)).tolist()])
+    engine = open_engine(dtype="float64")
+    want = gradient(engine, chosen := samples[:: count // 4], "linear")
+    assert_same(want, gradient(engine, chosen, "tree", 300))
+    engine._kind, engine._budget = "tree", 10_000
+    assert engine.step(samples, LOSS).metrics["tokens_forward"] < 2 * count
+
+
+def test_a_shortage_of_memory_leads_to_pieces_of_rows(
+    exact_norm: None, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a row by itself is too much, the tree goes on with parts of it; the linear step has to give up."""
+    (sample,) = group(1, turns=30)
+    whole = open_engine(dtype="float64", step="tree")
+    want = gradient(whole, [sample], "tree")
+    original = CausalLM.hidden_attending
+    sizes = []
+
+    def limited(self: CausalLM, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sizes.append(ids.shape[1])
+        if ids.shape[1] > 100:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, ids, *arguments)
+
+    monkeypatch.setattr(CausalLM, "hidden_attending", limited)
+    engine = open_engine(dtype="float64", step="tree")
+    assert_same(want, gradient(engine, [sample], "tree", 4096))
+    assert max(sizes) == len(sample.ids) > 300
+    assert engine._budget < len(sample.ids)
+
+    def never(self: CausalLM, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(CausalLM, "hidden_attending", never)
+    with pytest.raises(EngineError, match=r"64 tokens at a time.*: set engine\.gradient_checkpointing"):
+        engine.step([sample], LOSS)
+
+
+def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_engine: OpenEngine) -> None:
+    """One path of six packs: those that half the budget has room for keep their graphs, the others are computed again."""
+    (sample,) = group(1, turns=30)
+    engine = open_engine(dtype="float64", step="tree")
+    one_path = build_tree([sample.ids[:300]])
+    passes: list[tuple[int, bool]] = []
+
+    def visit(hidden: torch.Tensor, runs: Sequence[Node]) -> torch.Tensor:
+        return hidden.sum()
+
+    original = CausalLM.hidden_attending
+
+    def noting(self: CausalLM, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        passes.append((ids.shape[1], torch.is_grad_enabled()))
+        return original(self, ids, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalLM, "hidden_attending", noting)
+        assert TreeWalk(engine._opened(), one_path, [True], 100, visit).run() == 300
+    kept, light, last, again = (50, True), (50, False), (50, True), (50, True)
+    assert passes == [kept, *[light] * 4, last, *[again] * 4]
 
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -168,11 +248,22 @@ def test_a_model_with_a_window_is_computed_row_by_row(
 
 def test_auto_takes_the_tree_when_it_pays(open_engine: OpenEngine) -> None:
     engine = open_engine(step="auto")
-    alone = engine.step(group(1), LOSS).metrics["tokens_forward"]
-    assert alone == rows.trained_length(group(1)[0])
-    wide = group(16)
-    linear = sum(map(rows.trained_length, wide))
-    assert engine.step(wide, LOSS).metrics["tokens_forward"] < linear
+    assert isinstance(engine._step_layout(group(1)), Linear)
+    assert isinstance(engine._step_layout(group(16)), Forest)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor"
+)
+def test_a_step_by_flex_attention(exact_norm: None, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA device runs, by torch's reference implementation; on a CPU torch only refuses to go backward."""
+    engine = open_engine(dtype="float64")
+    want = gradient(engine, group(), "linear")
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr(tree, "kernel_for", lambda device: FlexAttention)
+    assert_same(want, gradient(engine, group(), "tree"))
+    assert_same(want, gradient(engine, group(), "tree", 64))
+    assert engine._no_tree == "", engine._no_tree
 
 
 def test_memory_that_runs_out_on_siblings_makes_smaller_batches(

@@ -276,17 +276,17 @@ class TorchEngine:
 
     def _within_memory(self, layout: Layout, attempt: Callable[[], T]) -> T:
         """What `attempt` returns. When memory runs out it is made again with half the micro-batch, which is kept."""
-        longest = max(layout.lengths, default=0)
+        least = layout.least
         while True:
             try:
                 return attempt()
             except torch.OutOfMemoryError as error:
-                if self._budget <= longest:
+                if self._budget <= least:
                     raise EngineError(
-                        f"out of memory on a single row of {longest} tokens: set engine.gradient_checkpointing = true, "
+                        f"out of memory on {layout.least_text}: set engine.gradient_checkpointing = true, "
                         "train LoRA adapters (engine.lora), or shorten the agent's calls (policy_server.max_model_len)"
                     ) from error
-            self._budget = max(longest, self._budget // 2)
+            self._budget = max(least, self._budget // 2)
             logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)
 
 

@@ -28,9 +28,12 @@ from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.rows import name
 from lightning.engines.torch.tree import TreeWalk
 
-PASS_TOKENS = 64
-"""What a pass over a node by itself is taken to cost besides its tokens, in tokens: a guess that nobody has measured, which
-decides only when `auto` takes the tree."""
+LEAST_TOKENS = 64
+"""The smallest budget that a shortage of memory leads to: passes over fewer tokens need hardly less."""
+
+RUN_TOKENS = 3
+"""What a run of tokens with attention of its own costs besides its tokens, in tokens: between 1.6 and 2.7 in a model of 4
+layers of size 256 on a CPU (`tests/bench/bench_tree.py`), less in a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,18 @@ class Forest:
 
     @property
     def pays(self) -> bool:
-        """Whether rows share so many tokens that computing these once is worth more passes over shorter pieces."""
-        inner = len({node.parent for node in self.tree.nodes})
-        return sum(self.lengths) > len(self.tree.ids) + inner * PASS_TOKENS
+        """Whether rows share so many tokens that computing these once is worth attending run by run."""
+        return sum(self.lengths) > len(self.tree.ids) + len(self.tree.nodes) * RUN_TOKENS
+
+    @property
+    def least(self) -> int:
+        """Rows are cut into pieces as small as this."""
+        return LEAST_TOKENS
+
+    @property
+    def least_text(self) -> str:
+        """What is computed at one time then, for messages."""
+        return f"{self.least} tokens at a time, though longer rows are computed in pieces"
 
     def again(self, samples: Sequence[Sample]) -> Forest:
         """The same tree, of whose rows other numbers are known now."""
@@ -69,15 +81,15 @@ class Forest:
         """One pass over the nodes that have entries at or below them."""
         what = f"{len(self.samples)} rows ({name(self.samples[0])} to {name(self.samples[-1])})"
 
-        def visit_nodes(hidden: torch.Tensor, batch: Sequence[Node]) -> torch.Tensor | None:
-            tokens, before = _entries(self.token_places, batch, hidden.shape[1])
-            states, at = _entries(self.state_places, batch, hidden.shape[1])
+        def visit_runs(hidden: torch.Tensor, runs: Sequence[Node]) -> torch.Tensor | None:
+            tokens, before = _entries(self.token_places, runs)
+            states, at = _entries(self.state_places, runs)
             if not len(tokens) and not len(states):
                 return None
-            return visit(Part(hidden.flatten(0, 1), tokens, before, states, at, what))
+            return visit(Part(hidden, tokens, before, states, at, what))
 
         with failing("pass over the tree", what):
-            return TreeWalk(lm, self.tree, self._needed(), budget, visit_nodes).run()
+            return TreeWalk(lm, self.tree, self._needed(), budget, visit_runs).run()
 
     def _needed(self) -> list[bool]:
         """Whether each node has entries at or below it."""
@@ -102,10 +114,11 @@ def _placed(tree: PrefixTree, entries: Entries, columns: Ints) -> tuple[Entries,
     return reordered(entries, order), places[order]
 
 
-def _entries(places: Ints, batch: Sequence[Node], width: int) -> tuple[Ints, Ints]:
-    """Which entries need a hidden state of some nodes, and where it stands in a (B * `width`) tensor of these."""
-    firsts, lasts = (np.searchsorted(places, [getattr(node, edge) for node in batch]) for edge in ("start", "stop"))
+def _entries(places: Ints, runs: Sequence[Node]) -> tuple[Ints, Ints]:
+    """Which entries need a hidden state of some runs of tokens, and where it stands among the states of these."""
+    firsts, lasts = (np.searchsorted(places, [getattr(run, edge) for run in runs]) for edge in ("start", "stop"))
     chosen = [np.arange(first, last) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
-    starts = np.repeat([node.start - row * width for row, node in enumerate(batch)], [len(own) for own in chosen])
+    before = np.cumsum([0, *(len(run) for run in runs)])[:-1]
+    shifts = np.repeat(before - [run.start for run in runs], [len(own) for own in chosen])
     entries = np.concatenate(chosen)
-    return entries, places[entries] - starts
+    return entries, places[entries] + shifts

@@ -96,6 +96,14 @@ class Layout(Protocol):
         """How many tokens of each are computed."""
 
     @property
+    def least(self) -> int:
+        """The budget below which passes do not get smaller."""
+
+    @property
+    def least_text(self) -> str:
+        """What is computed at one time then, for messages."""
+
+    @property
     def tokens(self) -> Tokens:
         """What is predicted, in the layout's own order."""
 

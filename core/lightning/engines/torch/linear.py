@@ -27,6 +27,16 @@ class Linear:
     tokens: Tokens
     states: States
 
+    @property
+    def least(self) -> int:
+        """The longest row: a row is computed whole."""
+        return max(self.lengths, default=0)
+
+    @property
+    def least_text(self) -> str:
+        """What is computed at one time then, for messages."""
+        return f"a single row of {self.least} tokens"
+
     def again(self, samples: Sequence[Sample]) -> Linear:
         """The same rows, of which other numbers are known now."""
         return replace(self, samples=samples, tokens=trained_tokens(samples))

@@ -46,9 +46,13 @@ class CausalLM:
         """(B, T) token ids to (B, T, H) hidden states after the last norm. Rows may be padded on the right."""
         return _hidden(self.model, ids)
 
-    def hidden_after(self, ids: torch.Tensor, earlier: int, cache: object) -> torch.Tensor:
-        """(B, T) token ids to (B, T, H) hidden states, behind `earlier` tokens whose keys and values `cache` has."""
-        return _hidden_after(self.model, ids, earlier, cache)
+    def hidden_attending(self, ids: torch.Tensor, positions: torch.Tensor, attending: object) -> torch.Tensor:
+        """(1, T) token ids at their positions to (1, T, H) hidden states; every attention layer is given `attending`."""
+        trunk = getattr(self.model, self.model.base_model_prefix)
+        states: torch.Tensor = trunk(
+            input_ids=ids, position_ids=positions, use_cache=False, attending=attending
+        ).last_hidden_state
+        return states
 
     def computing(self) -> AbstractContextManager[object]:
         """The context forward passes run in."""
@@ -209,19 +213,6 @@ def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     trunk = getattr(model, model.base_model_prefix)
     states: torch.Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
-    return states
-
-
-def _hidden_after(model: PreTrainedModel, ids: torch.Tensor, earlier: int, cache: object) -> torch.Tensor:
-    trunk = getattr(model, model.base_model_prefix)
-    rows, count = ids.shape
-    mask = None
-    if earlier:  # without any before it, a node is an ordinary causal sequence
-        mask = torch.ones(count, earlier + count, dtype=torch.bool, device=ids.device).tril(earlier)[None, None]
-    positions = torch.arange(earlier, earlier + count, device=ids.device)[None].expand(rows, -1)
-    states: torch.Tensor = trunk(
-        input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
-    ).last_hidden_state
     return states
 
 

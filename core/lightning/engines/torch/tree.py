@@ -1,66 +1,43 @@
 """The tree step: every unique token of a step goes forward and backward once, however many rows share it.
 
-The invariant: the gradient is exactly that of the rows computed one by one. A node of the prefix tree attends to its own
-tokens and to the keys and values of its ancestors, which are cut from their graph; what its descendants' losses say about
-those keys and values is added up there, and goes on through the ancestor when all its descendants are done. So only the
-graphs of one path from the root exist at any time, and memory grows with the longest path, not with the tree
-("Tree Training", arXiv 2511.00413, says why the sum over branches is what a shared token's gradient is).
-
-Nodes without descendants that have the same parent are computed together, padded on the right.
+The invariant: the gradient is exactly that of the rows computed one by one. A pack of tokens attends to itself and to the
+keys and values of its path, which are no part of its graph; what its losses say about those is added up beside them, and goes
+on through the packs above when all that is behind these is done. So memory grows with the budget (activations) and with the
+longest path (keys, values and their gradients), not with the tree ("Tree Training", arXiv 2511.00413, says why the sum over
+branches is what a shared token's gradient is).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from lightning.batch.radix import Node, PrefixTree
+from lightning.batch.radix import Node, PrefixTree, build_tree
+from lightning.engines.torch.flex import FlexAttention
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.rows import plan
-
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of some tokens, one pair for each layer, each (B, heads, tokens, head size)."""
+from lightning.engines.torch.packing import Branch, Enter, Extend, Leave, Pack, Retract, moves, pack_tree
+from lightning.engines.torch.path_attention import (
+    Attending,
+    Kernel,
+    MaskedAttention,
+    PartsAttention,
+    PathLayer,
+    attending_to_paths,
+)
 
 Visit = Callable[[torch.Tensor, Sequence[Node]], torch.Tensor | None]
-"""Given the hidden states (B, T, H) of B nodes, the loss of the tokens that follow from them; None where nothing does."""
+"""Given the hidden states (N, H) of some runs of tokens, one run after another, the loss of the tokens that follow from
+them; None where nothing does."""
 
 
-class PathCache:
-    """What a `transformers` model takes for its cache: attention sees the ancestors' keys and values before its own."""
-
-    is_compileable = False
-
-    def __init__(self, ancestors: Sequence[Layers]) -> None:
-        self._ancestors = ancestors
-        self.own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by each attention layer, with keys that have their positions already."""
-        self.own.setdefault(layer, (key, value))  # a checkpointed layer comes again in the backward pass
-        if not self._ancestors:
-            return key, value
-        whole = []
-        for place, own in enumerate((key, value)):
-            earlier = [layers[layer][place].expand(own.shape[0], -1, -1, -1) for layers in self._ancestors]
-            whole.append(torch.cat([*earlier, own], dim=2))
-        return whole[0], whole[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the node."""
-        return sum(layers[layer_idx][0].shape[2] for layers in self._ancestors)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many tokens are attended to, and at which position they begin."""
-        return query_length + self.get_seq_length(layer_idx), 0
-
-    def layers(self) -> Layers:
-        """The node's own keys and values, in the order of the layers."""
-        return [self.own[layer] for layer in sorted(self.own)]
+def kernel_for(device: torch.device) -> Kernel:
+    """The attention that is fastest on a kind of device."""
+    if device.type == "cpu":
+        return PartsAttention
+    return FlexAttention if device.type == "cuda" else MaskedAttention
 
 
 def why_no_tree(lm: CausalLM) -> str:
@@ -77,88 +54,142 @@ def why_no_tree(lm: CausalLM) -> str:
         return f"it attends to a window of {config.sliding_window} tokens"
     if config._attn_implementation != "sdpa":  # noqa: SLF001 — transformers has no other name for it
         return f"its attention is {config._attn_implementation!r}, not 'sdpa'"  # noqa: SLF001
-    if lm.model.is_gradient_checkpointing:
-        return "transformers gives checkpointed layers no keys and values of earlier tokens"
-    ids = torch.arange(6, device=lm.device)[None] % lm.vocab_size
+    rows = [np.array(row, np.int32) % lm.vocab_size for row in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 6, 7], [0, 1, 8])]
+    tree = build_tree(rows)
+    found: dict[int, torch.Tensor] = {}
+
+    def collect(hidden: torch.Tensor, pieces: Sequence[Node]) -> None:
+        places = np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        found.update(zip(places.tolist(), hidden, strict=True))
+
     try:
-        with lm.evaluating(), lm.computing():
-            whole = lm.hidden(ids)
-            first = PathCache(())
-            lm.hidden_after(ids[:, :3], 0, first)
-            second = lm.hidden_after(ids[:, 3:], 3, PathCache((first.layers(),)))
+        with lm.evaluating():
+            TreeWalk(lm, tree, [True] * len(tree.nodes), 4, collect).run()  # so few that the path is needed
+            with lm.computing():
+                whole = [lm.hidden(torch.from_numpy(row).long()[None].to(lm.device))[0] for row in rows]
     except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         return f"its layers do not take the keys and values of earlier tokens ({error})"
-    tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 5e-2
-    if not torch.allclose(whole[:, 3:], second, rtol=tolerance, atol=tolerance):
-        return "its hidden states depend on more than the keys and values of earlier tokens"
+    tolerance = 1e-4 if whole[0].dtype in (torch.float32, torch.float64) else 5e-2
+    for row, states in enumerate(whole):
+        places = tree.places(row, np.arange(len(states)))
+        here = torch.stack([found[place] for place in places.tolist()])
+        if not torch.allclose(states, here, rtol=tolerance, atol=tolerance):
+            return "its hidden states depend on more than the keys and values of earlier tokens"
     return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Open:
+    """A pack that others go on behind. `loss` and the graph of `own` are missing where it will be computed again."""
+
+    own: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    held: bool
+    loss: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
 class TreeWalk:
-    """One pass over a tree. `visit` is called once for each node that has wanted tokens at or below it."""
+    """One pass over a tree. `visit` is called once for each needed token, of many at a time.
+
+    `needed` says of each node whether there are wanted tokens at or below it. About `budget` tokens are computed or have
+    their activations kept at one time; packs that are too many to be kept are computed a second time on the way back.
+    Without gradients there is no way back.
+    """
 
     lm: CausalLM
     tree: PrefixTree
     needed: Sequence[bool]
     budget: int
     visit: Visit
+    _path: dict[int, PathLayer] = field(default_factory=dict, init=False)
+    _capacity: int = field(default=0, init=False)
+    _open: dict[int, _Open] = field(default_factory=dict, init=False)
+    _held: int = field(default=0, init=False)
 
     def run(self) -> int:
-        """Accumulate the gradient of every visited node; returns the tokens computed, padding included."""
-        children: list[list[int]] = [[] for _ in range(len(self.tree.nodes) + 1)]
-        for index, node in enumerate(self.tree.nodes):
-            if self.needed[index]:
-                children[node.parent].append(index)  # -1, the roots' parent, is the last list
-        return self._descend(children[-1], children, (), 0)
+        """Accumulate the gradient of every needed token; returns how many tokens were computed, each counted once."""
+        budget = max(2, self.budget)
+        todo = moves(pack_tree(self.tree, self.needed, budget))
+        ends = [move.pack.depth + len(move.branch.path) for move in todo if isinstance(move, Extend)]
+        self._capacity, computed = max(ends, default=0), 0
+        with attending_to_paths(self.lm.model):
+            for move in todo:
+                match move:
+                    case Enter(pack):
+                        self._enter(pack, budget)
+                        computed += len(pack)
+                    case Extend(pack, branch):
+                        self._extend(pack, branch)
+                    case Retract(pack, branch) if torch.is_grad_enabled():
+                        self._retract(pack, branch)
+                    case Leave(pack) if torch.is_grad_enabled():
+                        self._leave(pack)
+        return computed
 
-    def _descend(
-        self, siblings: Sequence[int], children: Sequence[Sequence[int]], ancestors: tuple[Layers, ...], length: int
-    ) -> int:
-        """Siblings and all below them; `length` is the number of tokens before them."""
-        nodes = self.tree.nodes
-        leaves = [index for index in siblings if not children[index]]
-        computed = 0
-        for places in plan([length + len(nodes[index]) for index in leaves], self.budget):
-            batch = [nodes[leaves[place]] for place in places]
-            hidden, _ = self._forward(batch, ancestors, length)
-            computed += hidden.shape[0] * hidden.shape[1]
-            loss = self.visit(hidden, batch)
-            if loss is not None:
+    def _enter(self, pack: Pack, budget: int) -> None:
+        if not pack.branches:
+            loss = self.visit(self._forward(pack, keep=False)[0], pack.pieces)
+            if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
-        for index in siblings:
-            if children[index]:
-                computed += self._through(index, children, ancestors, length)
-        return computed
+            return
+        held = torch.is_grad_enabled() and self._held + len(pack) <= budget - budget // 2
+        with torch.set_grad_enabled(held):
+            hidden, own = self._forward(pack, keep=True)
+        opened = _Open(own, {}, held)
+        if held or not torch.is_grad_enabled():
+            opened.loss = self.visit(hidden, pack.pieces)
+        self._held += len(pack) if held else 0
+        self._open[id(pack)] = opened
 
-    def _through(
-        self, index: int, children: Sequence[Sequence[int]], ancestors: tuple[Layers, ...], length: int
-    ) -> int:
-        """A node with descendants: forward, then they, then backward with what they said about its keys and values."""
-        node = self.tree.nodes[index]
-        hidden, own = self._forward([node], ancestors, length)
-        cut: Layers = [(key.detach().requires_grad_(), value.detach().requires_grad_()) for key, value in own]
-        loss = self.visit(hidden, [node])
-        computed = len(node) + self._descend(children[index], children, (*ancestors, cut), length + len(node))
-        outputs: list[torch.Tensor] = [] if loss is None else [loss]
+    def _extend(self, pack: Pack, branch: Branch) -> None:
+        """Put a branch's keys and values on the path."""
+        place = slice(pack.depth, pack.depth + len(branch.path))
+        chosen = torch.from_numpy(branch.path).to(self.lm.device)
+        for layer, (keys, values) in self._open[id(pack)].own.items():
+            if layer not in self._path:
+                self._path[layer] = PathLayer.like(keys, values, self._capacity)
+            path = self._path[layer]
+            path.keys[:, :, place] = keys.detach().index_select(2, chosen)
+            path.values[:, :, place] = values.detach().index_select(2, chosen)
+            path.key_gradients[:, :, place] = 0
+            path.value_gradients[:, :, place] = 0
+
+    def _retract(self, pack: Pack, branch: Branch) -> None:
+        """Keep what was said about a branch's keys and values."""
+        place = slice(pack.depth, pack.depth + len(branch.path))
+        chosen = torch.from_numpy(branch.path).to(self.lm.device)
+        opened = self._open[id(pack)]
+        for layer, own in opened.own.items():
+            path = self._path[layer]
+            if layer not in opened.gradients:
+                key, value = (torch.zeros_like(of, dtype=path.key_gradients.dtype) for of in own)
+                opened.gradients[layer] = key, value
+            key, value = opened.gradients[layer]
+            key.index_add_(2, chosen, path.key_gradients[:, :, place])
+            value.index_add_(2, chosen, path.value_gradients[:, :, place])
+
+    def _leave(self, pack: Pack) -> None:
+        """Backward through a pack, with what those behind it said about its keys and values."""
+        opened = self._open.pop(id(pack))
+        if not opened.held:
+            hidden, opened.own = self._forward(pack, keep=True)
+            opened.loss = self.visit(hidden, pack.pieces)
+        outputs: list[torch.Tensor] = [] if opened.loss is None else [opened.loss]
         gradients: list[torch.Tensor | None] = [None] * len(outputs)
-        for graph, leaf in zip(own, cut, strict=True):
-            for output, seen in zip(graph, leaf, strict=True):
-                if seen.grad is not None:
+        for layer, own in opened.own.items():
+            for output, gradient in zip(own, opened.gradients[layer], strict=True):
+                if output.requires_grad:
                     outputs.append(output)
-                    gradients.append(seen.grad)
+                    gradients.append(gradient.to(output.dtype))
         torch.autograd.backward(outputs, gradients)
-        return computed
+        self._held -= len(pack) if opened.held else 0
 
-    def _forward(
-        self, batch: Sequence[Node], ancestors: tuple[Layers, ...], length: int
-    ) -> tuple[torch.Tensor, Layers]:
-        """Hidden states (B, T, H) of nodes at one depth, and their keys and values."""
-        width = max(len(node) for node in batch)
-        ids = np.zeros((len(batch), width), np.int64)
-        for row, node in enumerate(batch):
-            ids[row, : len(node)] = self.tree.ids[node.start : node.stop]
-        cache = PathCache(ancestors)
+    def _forward(self, pack: Pack, *, keep: bool) -> tuple[torch.Tensor, dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """Hidden states (N, H) of a pack and, to `keep`, its keys and values by layer."""
+        device = self.lm.device
+        attending = Attending(kernel_for(device)(pack, device), self._path if pack.depth else {}, keep)
+        ids, positions = torch.from_numpy(pack.ids(self.tree)), torch.from_numpy(pack.positions())
         with self.lm.computing():
-            hidden = self.lm.hidden_after(torch.from_numpy(ids).to(self.lm.device), length, cache)
-        return hidden, cache.layers()
+            hidden = self.lm.hidden_attending(ids.to(device)[None], positions.to(device)[None], attending)
+        return hidden[0], attending.own

@@ -1,0 +1,243 @@
+"""Attention over a pack of a prefix tree: each token sees its ancestors in the pack and the path that leads to the pack.
+
+The invariant: output and gradients are those of ordinary causal attention over each token's own row. What a pack says about
+the keys and values of its path is added to the path's gradients, so that the packs above can go on with it.
+
+On a CPU the parts of a token's past (its chain, the chains that its branch left, the path) are attended to one by one, and
+the results merged by their log-sum-exps; each part's gradient is then the kernel's own, given the merged output and
+log-sum-exp, because softmax over a part is softmax over all times a factor that the two contain (as in Ring Attention, arXiv
+2310.01889). So nothing is masked, copied or padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning.engines.torch.packing import Pack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "lightning_prefix_tree"
+"""Of this attention, in `transformers`' registry."""
+
+FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class PathLayer:
+    """One layer's keys and values of the path, (1, heads, capacity, head size), and their gradients so far."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_gradients: torch.Tensor
+    value_gradients: torch.Tensor
+
+    @classmethod
+    def like(cls, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> PathLayer:
+        """Room for `capacity` tokens. Gradients are at least float32: many small ones are added up."""
+
+        def room(of: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(*of.shape[:2], capacity, of.shape[3], dtype=dtype, device=of.device)
+
+        exact = torch.promote_types(keys.dtype, torch.float32)
+        return cls(room(keys, keys.dtype), room(values, values.dtype), room(keys, exact), room(values, exact))
+
+
+@dataclass(slots=True)
+class Attending:
+    """What attention has to know of one pass: given to the model as an argument, which hands it on to each layer."""
+
+    attend: Attend
+    path: dict[int, PathLayer]
+    """By layer; empty where the pack has no path."""
+    keep: bool
+    """Whether the pack's own keys and values will be wanted."""
+    own: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """(1, heads, N, head size) each, with fewer heads of keys and values where they are grouped; the same of results."""
+        if self.keep:
+            self.own.setdefault(layer, (key, value))  # a checkpointed layer comes again in the backward pass
+        return self.attend(query, key, value, self.path[layer] if self.path else None, scale)
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PathLayer | None, float], torch.Tensor]
+"""Queries, keys, values, the path where there is one, and what scores are multiplied with."""
+
+Kernel = Callable[[Pack, torch.device], Attend]
+"""A way to attend, made ready for one pack."""
+
+
+@contextmanager
+def attending_to_paths(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, forward and backward passes of a model take an argument `attending` and attend as it says."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _registered)
+    before = model.config.get_text_config()._attn_implementation  # noqa: SLF001 — transformers has no other name for it
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _registered(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    attending: Attending,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """What `transformers` calls in each layer. As in its own SDPA, other arguments than these have no effect."""
+    if torch.is_autocast_enabled(query.device.type):
+        kind = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(kind), key.to(kind), value.to(kind)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    result = attending(module.layer_idx, query, key, value, scale)  # type: ignore[arg-type]
+    return result.transpose(1, 2).contiguous(), None
+
+
+class MaskedAttention:
+    """A `Kernel` for any device, with a mask of N times (path + N)."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self._depth = pack.depth
+        first, last = (torch.from_numpy(of).to(device) for of in pack.seen())
+        place = torch.arange(len(pack), device=device)[:, None]
+        self._mask = (first <= place) & (place < last)
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
+    ) -> torch.Tensor:
+        """Attend; see `Attend`."""
+        if path is not None:
+            key, value = with_path(key, value, path, self._depth)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=self._mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+class PartsAttention:
+    """A `Kernel` for a CPU, part by part. What torch's kernel there does not serve is masked instead."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self._pack, self._device = pack, device
+        self._masked: MaskedAttention | None = None
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
+    ) -> torch.Tensor:
+        """Attend; see `Attend`."""
+        if query.dtype not in FLASH_DTYPES or query.shape[-1] != value.shape[-1]:
+            self._masked = self._masked or MaskedAttention(self._pack, self._device)
+            return self._masked(query, key, value, path, scale)
+        result: torch.Tensor = _Parts.apply(query, key, value, self._pack, path, scale)  # type: ignore[no-untyped-call]
+        return result
+
+
+def with_path(key: torch.Tensor, value: torch.Tensor, path: PathLayer, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values behind the first `count` of the path, to whose gradients theirs are added."""
+    keys: torch.Tensor = _Behind.apply(key, path.keys[:, :, :count], path.key_gradients[:, :, :count])  # type: ignore[no-untyped-call]
+    values: torch.Tensor = _Behind.apply(value, path.values[:, :, :count], path.value_gradients[:, :, :count])  # type: ignore[no-untyped-call]
+    return keys, values
+
+
+class _Behind(torch.autograd.Function):
+    """Concatenation with something earlier that has a place for its gradient instead of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, earlier: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return torch.cat([earlier, own], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        count = ctx.gradient.shape[2]
+        ctx.gradient.add_(grad[:, :, :count])
+        return grad[:, :, count:], None, None
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 — the one that returns the log-sum-exp
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+class _Parts(torch.autograd.Function):
+    """Attention of a pack, part by part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: Pack,
+        path: PathLayer | None,
+        scale: float,
+    ) -> torch.Tensor:
+        results = [
+            _flash(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], 0.0, True, scale=scale) for a, b in pack.chains
+        ]
+        out, lse = (_joined(parts) for parts in zip(*results, strict=True))
+        for part in pack.crossings:
+            queries, keys = slice(part.first, part.last), slice(part.start, part.stop)
+            _merge(out, lse, queries, _flash(query[:, :, queries], key[:, :, keys], value[:, :, keys], scale=scale))
+        if path is not None:
+            keys = slice(0, pack.depth)
+            _merge(out, lse, slice(None), _flash(query, path.keys[:, :, keys], path.values[:, :, keys], scale=scale))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.pack, ctx.path, ctx.scale = pack, path, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+
+        def part(queries: slice, keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, ...]:
+            own = (tensor[:, :, queries] for tensor in (grad, query))
+            found: tuple[torch.Tensor, ...] = _flash_backward(
+                *own, keys, values, out[:, :, queries], lse[:, :, queries], 0.0, causal, scale=ctx.scale
+            )
+            return found
+
+        chains = [part(slice(a, b), key[:, :, a:b], value[:, :, a:b], True) for a, b in ctx.pack.chains]
+        by_query, by_key, by_value = (_joined(parts) for parts in zip(*chains, strict=True))
+        for crossing in ctx.pack.crossings:
+            queries, keys = slice(crossing.first, crossing.last), slice(crossing.start, crossing.stop)
+            found = part(queries, key[:, :, keys], value[:, :, keys], False)
+            for total, where, more in zip((by_query, by_key, by_value), (queries, keys, keys), found, strict=True):
+                total[:, :, where] += more
+        if ctx.path is not None:
+            keys = slice(0, ctx.pack.depth)
+            found = part(slice(None), ctx.path.keys[:, :, keys], ctx.path.values[:, :, keys], False)
+            by_query += found[0]
+            ctx.path.key_gradients[:, :, keys] += found[1]
+            ctx.path.value_gradients[:, :, keys] += found[2]
+        return by_query, by_key, by_value, None, None, None
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenated along the tokens, which come before the heads in memory, as in the kernel's results."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, queries: slice, other: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Attention over more keys, in place: results are weighted by their share of the sum of exponentials."""
+    result, before = out[:, :, queries], lse[:, :, queries]
+    total = torch.logaddexp(before, other[1])
+    result.mul_((before - total).exp_().unsqueeze(-1).to(out.dtype))
+    result.addcmul_(other[0], (other[1] - total).exp_().unsqueeze(-1).to(out.dtype))
+    before.copy_(total)
