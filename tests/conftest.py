@@ -12,6 +12,7 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -47,13 +48,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell those that need a framework from the fast ones, and keep slow ones that share something in one worker."""
+    """Tell those that need a framework from the fast ones."""
     for item in items:
         if needs_framework(item.path):
             item.add_marker(pytest.mark.framework)
-        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
-            shared = "real_vllm" if "real_vllm" in getattr(item, "fixturenames", ()) else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(shared))
+
+
+SHARING = (
+    "tests/adapters/test_quickstarts.py",
+    "tests/core/gateway/test_real_",
+    "tests/core/policy_server/test_vllm.py",
+)
+"""Tests that use the one real vLLM (`served`) and therefore run in one worker."""
+APART = ("tests/e2e/test_survival.py",)
+"""Tests that share nothing with their neighbours."""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Slow tests by what they share: a server, else what the fixtures of their file started."""
+    if config.option.markexpr != "slow":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatIsShared(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(APART):
+                return nodeid
+            return "served" if nodeid.startswith(SHARING) else nodeid.partition("::")[0]
+
+    return ByWhatIsShared(config, log)
 
 
 @pytest.fixture

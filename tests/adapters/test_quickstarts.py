@@ -6,17 +6,15 @@ process runner puts it. The model is not trained, so what it says is noise: only
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
-from lightning.config.models import PolicyServerConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.policy_server import OwnedVLLM
 from lightning.runner.process import ProcessRunner
 from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
-from lightning.testing.tiny_models import make_tiny_model
 from lightning.types import LLM, Rollout, Run, Status, Task, Transition
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -205,22 +203,20 @@ def any_quickstart(task: Task, llm: LLM) -> float:
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Transition] | str]:
+def calls(real_vllm: Any) -> Mapping[str, list[Transition] | str]:
     """Each quickstart's calls, or why it failed: one rollout each in a worker process, with every adapter that is found."""
-    return asyncio.run(_run_all(tmp_path_factory.mktemp("quickstarts")))
+    return asyncio.run(_run_all(real_vllm.vllm))
 
 
-async def _run_all(root: Path) -> Mapping[str, list[Transition] | str]:
+async def _run_all(vllm: OwnedVLLM) -> Mapping[str, list[Transition] | str]:
     store = MemoryStore()
     await store.open()
     await store.put_run(Run(RUN, RUN))
     await store.create_rollouts([Rollout(name, RUN, Task(name), name, max_attempts=1) for name in QUICKSTARTS])
     config = RunnerConfig(concurrency=1, timeout=300)
     runner = ProcessRunner(any_quickstart, config)
-    vllm = OwnedVLLM(make_tiny_model(root / "model"), PolicyServerConfig(device="cpu"), log=root / "vllm.log")
-    await vllm.start()
     settings = GatewayConfig(override_sampling={"max_tokens": 16})
-    gateway = Gateway(store, [Upstream(vllm.url, vllm.model)], settings, secret=b"s" * 32)
+    gateway = Gateway(store, [Upstream(vllm.url, vllm.model)], settings, secret=b"s" * 32, version=vllm.version)
     await gateway.start()
     await runner.start()
     try:
@@ -228,7 +224,6 @@ async def _run_all(root: Path) -> Mapping[str, list[Transition] | str]:
     finally:
         await runner.close()
         await gateway.close()
-        await vllm.close()
     rollouts = (await store.list_rollouts(RUN)).rollouts
     return {
         rollout.id: await store.transitions(rollout.id, 1) if rollout.status is Status.SUCCEEDED else rollout.error

@@ -19,19 +19,18 @@ from lightning.plugins import plugins
 from lightning.trainer.collect import all_rollouts
 from lightning.types import Rollout, Status, StepRecord
 
-STEPS = 3
-
 
 @dataclass
 class DemoRun:
     """A run of `lightning demo raw` with few, small steps."""
 
     folder: Path
+    steps: int = 3
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         command = [
-            sys.executable, "-m", "lightning", "demo", "raw", "--out", str(self.folder), "--steps", str(STEPS),
+            sys.executable, "-m", "lightning", "demo", "raw", "--out", str(self.folder), "--steps", str(self.steps),
             "--held-out", "8", "--set", "trainer.tasks_per_step=4", "--set", "runner.concurrency=8", *more,
         ]  # fmt: skip
         with (self.folder.parent / "output.txt").open("ab") as log:
@@ -46,9 +45,9 @@ class DemoRun:
 
     def wait(self) -> int:
         assert self.process is not None
-        return self.process.wait(timeout=280)
+        return self.process.wait(timeout=400)
 
-    def until(self, what: Callable[[DemoRun], bool], seconds: float = 200) -> None:
+    def until(self, what: Callable[[DemoRun], bool], seconds: float = 400) -> None:
         """Wait until something is true of the run; fail with its output when it ends or takes too long."""
         assert self.process is not None
         deadline = time.monotonic() + seconds
@@ -57,7 +56,7 @@ class DemoRun:
             assert time.monotonic() < deadline, f"waited {seconds} s:\n{self.output}"
             time.sleep(0.2)
 
-    def steps(self) -> list[StepRecord]:
+    def committed(self) -> list[StepRecord]:
         return asyncio.run(self._read())[0]
 
     def rollouts(self) -> list[Rollout]:
@@ -106,7 +105,7 @@ def in_the_middle_of_step(step: int) -> Callable[[DemoRun], bool]:
 
 
 @pytest.fixture
-def demo_run(tmp_path: Path) -> Iterator[DemoRun]:
+def demo_run(tmp_path: Path, interruptible: None) -> Iterator[DemoRun]:
     run = DemoRun(tmp_path / "demo")
     yield run
     if run.process is not None and run.process.poll() is None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
 
 import anthropic
 import httpx
 import openai
 import pytest
-from lightning.config.models import PolicyServerConfig
 from lightning.gateway import Upstream
 from lightning.policy_server import OwnedVLLM
-from lightning.testing.tiny_models import make_tiny_model, make_tiny_tokenizer
+from lightning.testing.tiny_models import make_tiny_tokenizer
 from lightning.types import LLM, CallStatus
 
 pytestmark = pytest.mark.slow
@@ -28,14 +25,9 @@ ONE = {"type": "object", "properties": {"expression": {"enum": ["12 + 30"]}}, "r
 FORCED = {"name": "calculator", "strict": True}
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnedVLLM]:
-    root = tmp_path_factory.mktemp("vllm")
-    model = make_tiny_model(root / "model")
-    server = OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=root / "vllm.log")
-    asyncio.run(server.start())
-    yield server
-    asyncio.run(server.close())
+@pytest.fixture
+def vllm(served) -> OwnedVLLM:
+    return served.vllm
 
 
 @pytest.fixture
@@ -126,7 +118,8 @@ async def test_one_conversation_is_the_same_through_every_dialect(real, vllm):
         message = (await http.post("/v1/messages", json=messages_request(**own))).json()
     assert list(steps[0].prompt_ids) == chat["prompt_token_ids"] == response["input_messages"][0]["tokens"]
     assert list(steps[0].response_ids) == chat["choices"][0]["token_ids"]
-    assert message["usage"]["input_tokens"] == len(steps[0].prompt_ids)
+    counted = [message["usage"].get(f"{part}input_tokens", 0) for part in ("", "cache_read_", "cache_creation_")]
+    assert sum(counted) == len(steps[0].prompt_ids)
 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
-from lightning.config.models import PolicyServerConfig
 from lightning.gateway import Upstream
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.testing.tiny_models import make_tiny_model
 from lightning.types import CallStatus, VersionRun
 
 pytestmark = pytest.mark.slow
@@ -32,14 +29,9 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnedVLLM]:
-    root = tmp_path_factory.mktemp("vllm")
-    model = make_tiny_model(root / "model")
-    server = OwnedVLLM(model, PolicyServerConfig(device="cpu"), log=root / "vllm.log")
-    asyncio.run(server.start())
-    yield server
-    asyncio.run(server.close())
+@pytest.fixture
+def vllm(served) -> OwnedVLLM:
+    return served.vllm
 
 
 @pytest.fixture
@@ -94,7 +86,7 @@ async def test_the_agent_sees_what_vllm_would_have_said(real, vllm, asked):
     ours = (await http.post("/chat/completions", json=body)).json()
     direct = (await http.post(f"{vllm.url}/v1/chat/completions", json=body)).json()
     for answer in (ours, direct):
-        del answer["id"], answer["created"]
+        del answer["id"], answer["created"], answer["usage"]["prompt_tokens_details"]  # the second's prompt is cached
         for choice in answer["choices"]:
             assert choice.pop("logprobs") is None or "logprobs" in asked
             for call in choice["message"].get("tool_calls", ()):
@@ -169,23 +161,30 @@ async def test_vllms_own_refusals_come_through(real):
     assert await real.transitions() == []
 
 
-async def test_an_update_inside_a_call_splits_its_tokens(real, vllm, tmp_path):
+async def test_an_update_inside_a_call_splits_its_tokens(real, served):
     """The real thing: hold, pause, load, resume, account; the call goes on and knows which token was whose."""
-    other = make_tiny_model(tmp_path / "other", seed=1)
+    vllm, length = served.vllm, 600
     http = await real.http()
-    asked = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "n": 2}
-    asking = asyncio.create_task(http.post("/chat/completions", json=asked))
-    await asyncio.sleep(0.7)
-    old = vllm.version
-    async with real.gateway.hold():
-        update = await vllm.update(other / "model.safetensors", old + 1)
-        real.gateway.policy_updated(update)
-    assert (await asking).status_code == 200
+    asked = {"messages": HI, "max_tokens": length, "ignore_eos": True, "n": 2, "stream": True}
+    old, begun, update = vllm.version, set(), None
+    async with http.stream("POST", "/chat/completions", json=asked) as answer:
+        assert answer.status_code == 200
+        cutter = EventCutter()
+        async for payload in answer.aiter_bytes():
+            for event in cutter.feed(payload):
+                data = data_of(event)
+                chunk = {"choices": []} if data in (None, b"[DONE]") else json.loads(data)
+                begun |= {choice["index"] for choice in chunk["choices"] if choice["delta"].get("content")}
+            if begun == {0, 1} and update is None:
+                async with real.gateway.hold():
+                    update = await vllm.update(served.second / "model.safetensors", old + 1)
+                    real.gateway.policy_updated(update)
+    assert update is not None
     steps = await real.transitions()
     request_id = steps[0].id.removeprefix("chatcmpl-")
     frozen = [update.in_flight[f"{choice}_{request_id}"] for choice in range(2)]
     assert [step.versions for step in steps] == [(VersionRun(0, old), VersionRun(n, old + 1)) for n in frozen]
-    assert all(0 < tokens < 400 for tokens in frozen)
+    assert all(0 < tokens < length for tokens in frozen)
 
 
 async def test_a_client_that_leaves_ends_vllms_work(real, vllm):
