@@ -257,7 +257,10 @@ def assembly(shape: Shape, trl: Path | None, folder: Path) -> dict[str, float]:
         "packed": packed,
         "linear": lambda: build_samples(trajectories, [[1.0] * shape.turns] * shape.rollouts),
     })  # fmt: skip
-    found = {"recorded_tokens": recorded, "unique_tokens": len(build_tree([row.ids for row in single]).ids)}
+    found: dict[str, float] = {
+        "recorded_tokens": recorded,
+        "unique_tokens": len(build_tree([row.ids for row in single]).ids),
+    }
     found |= {f"{name}_tokens_per_cpu_second": recorded / seconds for name, seconds in cost.items()}
     if trl is not None:
         seconds, tokens = by_trl(trl, single, folder)

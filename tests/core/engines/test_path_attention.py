@@ -49,9 +49,9 @@ class Case:
         own = [tensor.clone().requires_grad_() for tensor in self.own]
         path = None
         if self.pack.depth:
-            path = PathLayer.like(*self.before, self.pack.depth + 3)
+            path = PathLayer.like(self.before[0], self.before[1], self.pack.depth + 3)
             path.keys[:, :, : self.pack.depth], path.values[:, :, : self.pack.depth] = self.before
-        result = kernel(self.pack, CPU)(*own, path, 0.3)
+        result = kernel(self.pack, CPU)(own[0], own[1], own[2], path, 0.3)
         result.backward(self.upstream)  # type: ignore[no-untyped-call]
         gradients = [tensor.grad for tensor in own]
         if path is None:

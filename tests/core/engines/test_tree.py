@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -83,8 +84,12 @@ def steps(draw: st.DrawFn) -> list[Trajectory]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 12, 30, 10_000]))
 def test_tree_linear_and_per_call_steps_have_one_gradient(
-    exact_norm, open_engine, trajectories, random, budget
-) -> None:  # type: ignore[no-untyped-def]
+    exact_norm: None,
+    open_engine: OpenEngine,
+    trajectories: list[Trajectory],
+    random: Random,
+    budget: int,
+) -> None:
     engine = open_engine(dtype="float64")
     advantages = [[random.uniform(-2, 2) for _ in trajectory.transitions] for trajectory in trajectories]
     merged = build_samples(trajectories, advantages)
@@ -271,7 +276,7 @@ def test_memory_that_runs_out_on_siblings_makes_smaller_batches(
 ) -> None:
     engine = open_engine(step="tree", tokens_per_microbatch=10_000)
     want = open_engine(step="tree").step(group(), LOSS).metrics["grad_norm"]
-    original = passes.token_logprobs
+    original = passes.token_logprobs  # type: ignore[attr-defined]
     sizes = []
 
     def limited(hidden: torch.Tensor, *arguments: Any) -> object:

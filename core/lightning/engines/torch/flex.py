@@ -13,12 +13,13 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 from torch.nn.functional import pad
 
-from lightning.engines.torch.packing import Ints, Pack
+from lightning.engines.torch.packing import Pack
 from lightning.engines.torch.path_attention import PathLayer, with_path
 
 BLOCK = 128
@@ -26,9 +27,11 @@ BLOCK = 128
 
 
 @cache
-def _compiled() -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(torch_flex_attention)
-    return compiled
+def _kernel(*, compiled: bool) -> Callable[..., torch.Tensor]:
+    if compiled:
+        made: Callable[..., torch.Tensor] = torch.compile(torch_flex_attention)
+        return made
+    return torch_flex_attention
 
 
 class FlexAttention:
@@ -37,7 +40,7 @@ class FlexAttention:
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self._pack = pack
         self._mask = block_mask(pack, device)
-        self._run = _compiled() if device.type == "cuda" else torch_flex_attention
+        self._run = _kernel(compiled=device.type == "cuda")
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
@@ -70,8 +73,8 @@ def block_mask(pack: Pack, device: torch.device) -> BlockMask:
     starts = np.arange(0, queries, BLOCK)[:, None]
     some = (first < starts + BLOCK) & (last > starts)
     whole = (first <= starts) & (last >= starts + BLOCK)
-    full = whole.reshape(len(starts), -1, BLOCK).all(-1)
-    partial = some.reshape(len(starts), -1, BLOCK).any(-1) & ~full
+    full: npt.NDArray[np.bool_] = np.all(whole.reshape(len(starts), -1, BLOCK), axis=-1)
+    partial: npt.NDArray[np.bool_] = np.logical_and(some.reshape(len(starts), -1, BLOCK).any(-1), ~full)
     from_, to = torch.from_numpy(first).to(device), torch.from_numpy(last).to(device)
 
     def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -82,7 +85,7 @@ def block_mask(pack: Pack, device: torch.device) -> BlockMask:
     )
 
 
-def _ordered(blocks: Ints, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordered(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(1, 1, Q) how many and (1, 1, Q, K) which blocks of keys each block of queries has, these first."""
     count = torch.from_numpy(blocks.sum(-1).astype(np.int32)).to(device)
     which = torch.from_numpy(np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)).to(device)
