@@ -6,6 +6,7 @@ engine computed on; any single change to them is found and named.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
 from lightning.trainer.critic import recorded_values
 from lightning.trainer.plan import TRAIN
+from lightning.trainer.runs import type_name
 from lightning.types import Json, Rollout, Run, StepRecord
 
 
@@ -105,13 +107,30 @@ def rebuild_algorithm(run: Run) -> Algorithm | None:
     if not isinstance(name, str) or not isinstance(arguments, Mapping) or name not in plugins().names("algorithms"):
         return None
     try:
-        algorithm = plugins().algorithm(name)(**arguments)
-    except TypeError as error:
+        algorithm = plugins().algorithm(name)(**{key: _made_again(value) for key, value in arguments.items()})
+    except LookupError:
+        return None
+    except (TypeError, ConfigError) as error:
         raise ConfigError(f"the algorithm {name!r} no longer takes the arguments of run {run.id!r}: {error}") from error
     if isinstance(algorithm, PromptAlgorithm):
         return None  # it trained nothing
     # A user's subclass may bear the name of what it extends.
     return algorithm if type(algorithm).__qualname__ == described.get("type") else None
+
+
+def _made_again(value: Json) -> object:
+    """An argument from a run's record: a registered credit with the recorded settings, or the value itself.
+
+    Raises `LookupError` for an object of a type that no registered credit has.
+    """
+    if not isinstance(value, Mapping) or "type" not in value:
+        return value
+    for name in plugins().names("credits"):
+        credit = plugins().credit(name)
+        if dataclasses.is_dataclass(credit) and not isinstance(credit, type) and type_name(credit) == value["type"]:
+            fields = {key: _made_again(item) for key, item in value.items() if key != "type"}
+            return dataclasses.replace(credit, **fields)
+    raise LookupError(f"no registered credit is a {value['type']}")
 
 
 def _compare(

@@ -88,6 +88,8 @@ class LightningRL:
         for name in ("credit", "clip_low", "clip_high", "normalization", "dynamic_sampling"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(PRESETS[self.low_level], name))
+        if not (isinstance(self.credit, str) or callable(self.credit)):
+            raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
         _one_of("normalization", self.normalization, get_args(Normalization))
         _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:

@@ -68,17 +68,32 @@ def claim_folder(folder: Path) -> Iterator[None]:
 def describe_algorithm(algorithm: Algorithm | PromptAlgorithm) -> dict[str, Json]:
     """An algorithm in JSON: its plugin name and, for a dataclass of plain values, its arguments.
 
-    `arguments` is null when they are not plain (a user's own credit function): then only Python code that has the object
-    can derive its batches again.
+    An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields. `arguments` is
+    null when they are not plain (a user's own credit function): then only Python code that has the object can derive its
+    batches again.
     """
     arguments: Json = None
     if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
         values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
         try:
-            arguments = json.loads(json.dumps(values, default=dataclasses.asdict))
+            arguments = json.loads(json.dumps(values, default=_with_type))
         except TypeError:
             arguments = None
     return {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": arguments}
+
+
+def type_name(value: object) -> str:
+    """The type of an argument as a run's record says it."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _with_type(value: object) -> dict[str, object]:
+    """A dataclass as a mapping. Raises `TypeError`, as `json.dumps` wants it, for anything else."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise TypeError(f"{value!r} is not plain")
+    return {"type": type_name(value)} | {
+        item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init
+    }
 
 
 def run_id_of(folder: Path) -> str:

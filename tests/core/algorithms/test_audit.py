@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.algorithms.sft import SFT
-from lightning.audit import audit
+from lightning.audit import audit, rebuild_algorithm
+from lightning.credit import Critic, GiGPO
+from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
 from lightning.trainer.collect import all_rollouts, load_groups, record_step
 from lightning.trainer.critic import fresh_values
@@ -23,6 +25,8 @@ from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transitio
 ALGORITHMS: dict[str, Algorithm] = {
     **{name: LightningRL(name, group_size=3) for name in PRESETS},
     "shaped": LightningRL("dapo", group_size=3, overlong_tokens=6, overlong_buffer=4, tool_reward={"error": -0.25}),
+    "credit-object": LightningRL("rloo", group_size=3, credit=GiGPO(gamma=0.9, omega=0.5)),
+    "critic-object": LightningRL("ppo", group_size=3, credit=Critic(gamma=0.9, lam=0.5)),
     "dpo": DPO(group_size=3, pairs="all", tool_reward={"error": -0.25}),
     "sft": SFT(group_size=3, best=2, threshold=0.1),
 }
@@ -72,3 +76,28 @@ async def test_a_step_is_derived_again_and_other_rows_are_found(name: str) -> No
 
     store.list_steps = changed  # type: ignore[method-assign]
     assert any("its training rows are not" in finding.problem for finding in (await audit(store, "run")).findings)
+
+
+@dataclass(frozen=True)
+class OnesOwn:
+    """A credit that is registered nowhere."""
+
+    factor: float = 2.0
+
+    def __call__(self, group, advantage):
+        return [np.full(len(member.transitions), self.factor) for member in group.trajectories]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [LightningRL(credit=OnesOwn()), LightningRL(credit="gigpo", tool_reward=OnesOwn())]
+)
+def test_an_object_that_only_its_author_can_make_is_recorded_but_not_made_again(algorithm: LightningRL) -> None:
+    described = describe_algorithm(algorithm)
+    assert "OnesOwn" in str(described["arguments"])
+    assert rebuild_algorithm(Run("run", "run", {"algorithm": described})) is None
+
+
+def test_arguments_that_no_algorithm_takes_are_an_error_that_names_the_run() -> None:
+    described = describe_algorithm(LightningRL()) | {"arguments": {"credit": {"gamma": 0.9}}}
+    with pytest.raises(ConfigError, match=r"no longer takes the arguments of run 'run': credit=\{'gamma': 0.9\}"):
+        rebuild_algorithm(Run("run", "run", {"algorithm": described}))
