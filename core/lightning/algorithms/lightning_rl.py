@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,9 @@ class LightningRL:
     overlong_tokens: int | None = None
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0
+
+    zero_advantage_teaches: ClassVar[bool] = False
+    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows."""
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
@@ -157,6 +160,7 @@ class LightningRL:
         give one advantage for each call."""
         preset, intake, least = PRESETS[self.low_level], Intake(), self._least()
         credit, critic = self._credit(), self.critic
+        every = critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches
         estimator = estimator_of(preset, self.advantage_eps)
         trajectories: list[Trajectory] = []
         advantages: list[npt.NDArray[np.float64]] = []
@@ -188,7 +192,7 @@ class LightningRL:
             advantages,
             normalization=self.normalization,
             constant_tokens=self.constant_tokens,
-            drop_zero_advantages=not (critic or self.entropy_coefficient or self.kl_coefficient),
+            drop_zero_advantages=not every,
             value_targets=targets if critic else None,
             value_coefficient=self.value_coefficient,
         )

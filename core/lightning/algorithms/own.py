@@ -30,7 +30,8 @@ def from_loss(function: OwnLoss) -> type[LightningRL]:
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
     them up, or the loss would depend on how rows are split. Everything else stays LightningRL's: the result is called with
     its arguments (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus,
-    a KL penalty and `tis_cap` compose. To use it by name, register it under the function's own name.
+    a KL penalty and `tis_cap` compose. Calls whose advantage is 0 keep their rows: what the function makes of them is its own
+    affair. To use it by name, register it under the function's own name.
     """
     name = function.__name__
 
@@ -44,6 +45,7 @@ def from_loss(function: OwnLoss) -> type[LightningRL]:
         "__doc__": function.__doc__,
         "name": property(lambda self: name),
         "loss": property(loss),
+        "zero_advantage_teaches": True,
     }
     return type(name, (LightningRL,), members)
 

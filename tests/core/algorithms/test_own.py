@@ -61,6 +61,13 @@ def test_a_loss_is_lightning_rl_with_that_loss() -> None:
     assert algorithm.loss.needs_reference  # type: ignore[attr-defined]
 
 
+def test_a_loss_of_ones_own_sees_calls_without_an_advantage() -> None:
+    """It may have a term that does not vanish there, as a penalty on the ratio has."""
+    group = make_group([1.0, 0.5, 0.0])
+    assert [rollout.index for rollout in LightningRL("rloo").batch([group]).used] == [0, 2]
+    assert [rollout.index for rollout in reinforce("rloo").batch([group]).used] == [0, 1, 2]
+
+
 def test_a_loss_of_ones_own_works_with_a_low_level_of_whole_calls() -> None:
     assert type(reinforce("gspo").loss) is ClippedPolicyGradient
 
