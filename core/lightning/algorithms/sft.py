@@ -32,7 +32,8 @@ class SFT:
     the first ones count. Returns and `tool_reward` are as of `LightningRL`, as is `normalization`, but for `constant`.
 
     Dropped and skipped are the same as with `LightningRL`; a group is also skipped when no rollout of it reaches the threshold
-    (`below_threshold`). With a threshold returns need not differ; without one the best of equals is no choice.
+    (`below_threshold`). With a threshold returns need not differ; without one the best of equals is no choice, and the worst
+    return of a group is never imitated, however few of its rollouts succeeded.
     """
 
     group_size: int = 8
@@ -96,6 +97,8 @@ class SFT:
             return reason
         returns = group_returns(whole)
         ranking = [int(place) for place in np.argsort(-returns, kind="stable") if trains(whole.trajectories[place])]
-        if self.threshold is not None:
+        if self.threshold is None:
+            ranking = [place for place in ranking if returns[place] > returns.min()]
+        else:
             ranking = [place for place in ranking if returns[place] >= self.threshold]
         return [whole.trajectories[place] for place in sorted(ranking[: self.best])] or "below_threshold"

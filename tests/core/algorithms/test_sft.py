@@ -59,6 +59,13 @@ def test_a_rollout_without_tokens_takes_nobodys_place() -> None:
     assert [rollout.id for rollout in SFT().batch([Group("a", tuple(members))]).used] == ["a/3"]
 
 
+def test_without_a_threshold_the_worst_of_a_few_survivors_is_not_imitated() -> None:
+    """Two of eight rollouts succeeded, and the four best were asked for."""
+    assert [rollout.id for rollout in SFT(best=4).batch([make_group([0.0, 1.0], group="a")]).used] == ["a/1"]
+    only_the_worst = [replace(member, trainable=(member.reward == 0.0,)) for member in GROUP.trajectories]
+    assert SFT().batch([Group("a", tuple(only_the_worst))]).skipped == {"below_threshold": 1}
+
+
 def test_tools_count() -> None:
     members = list(GROUP.trajectories)
     members[1] = replace(members[1], tool_events=(ToolEvent("search", "error"),))
