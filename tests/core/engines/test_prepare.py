@@ -108,12 +108,12 @@ def test_memory_that_runs_out_before_or_after_prepare_halves_the_microbatch_and_
     kind: str,
     when: str,
 ) -> None:
-    rows = [make_row(16, [(4, 16, 1.0, 0.1)], seed=seed, name=f"r{seed}") for seed in range(8)]
+    rows = [make_row(64, [(4, 64, 1.0, 0.1)], seed=seed, name=f"r{seed}") for seed in range(8)]
     expected = open_engine(step=kind).step(rows, Watching())
-    engine, loss, original = open_engine(step=kind, tokens_per_microbatch=128), Watching(), passes.token_logprobs
+    engine, loss, original = open_engine(step=kind, tokens_per_microbatch=512), Watching(), passes.token_logprobs
 
     def limited(hidden: torch.Tensor, *arguments: object) -> object:
-        if len(hidden) > 2 * 12 and (bool(loss.steps) == (when == "after")):
+        if len(hidden) > 2 * 60 and (bool(loss.steps) == (when == "after")):
             raise torch.OutOfMemoryError("out of memory")
         return original(hidden, *arguments)  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def test_memory_that_runs_out_before_or_after_prepare_halves_the_microbatch_and_
     assert caplog.text.count("out of memory: going on with") == 2
     assert len(loss.steps) == 1
     assert result.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-4)
-    assert result.metrics["tokens"] == 8 * 12
+    assert result.metrics["tokens"] == 8 * 60
     assert result.seen == expected.seen
 
 
