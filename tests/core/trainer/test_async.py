@@ -225,7 +225,7 @@ async def test_dynamic_sampling_takes_groups_that_teach_nothing_without_counting
         return 1.0 if str(task.input).endswith(("0", "1", "2")) else float(reward + random.Random(llm.api_key).random())
 
     dapo = LightningRL("dapo", group_size=2)
-    async with bench(tmp_path, agent, trainer__max_waves=50, **ASYNC | {"algorithm": dapo}) as made:
+    async with bench(tmp_path, agent, trainer__max_waves=5000, **ASYNC | {"algorithm": dapo}) as made:
         await made.loop.run({})
         records = await assert_whole(made)
     dropped = [record.metrics["pipeline/groups_dropped"] for record in records]
