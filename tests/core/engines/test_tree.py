@@ -81,7 +81,7 @@ def steps(draw: st.DrawFn) -> list[Trajectory]:
     return made
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 12, 30, 10_000]))
 def test_tree_linear_and_per_call_steps_have_one_gradient(
     exact_norm: None,
@@ -143,6 +143,7 @@ def test_lora_and_gradient_checkpointing_over_a_tree(
     assert engine._no_tree == "", engine._no_tree
 
 
+@pytest.mark.slow
 def test_branches_without_end(exact_norm: None, open_engine: OpenEngine) -> None:
     """More sub-agents on one path than Python's stack is deep; here their answers differ from each other by a token."""
     count = sys.getrecursionlimit() + 100
