@@ -16,7 +16,15 @@ CASES = [
     ("Write on {topic}.", 'Answer {topic} as {"rhyme": 1}', "not_a_template"),
     ("Write on {topic}.", 'Answer {topic} as {{"rhyme": 1}}', ""),
     ("Write on {topic}.", "Write on {topic", "not_a_template"),
-    ("Write on {topic.name!r:>{width}}.", "On {topic} ({width})", ""),
+    ("Write on {topic.name!r:>{width}}.", "On {topic.name!r:>{width}}", ""),
+    ("Write on {topic.name!r:>{width}}.", "On {topic} ({width})", "invented_placeholder"),
+    ("Write on {topic}.", "Rhyme on {topic.__class__.__init__.__globals__}!", "invented_placeholder"),
+    ("Write on {topic}.", "Rhyme on {topic[0]}, {topic}!", "invented_placeholder"),
+    ("Write on {topic}.", "Rhyme on {topic:>999999999}!", "invented_placeholder"),
+    ("Write on {task.input}.", "Write {task.expected}.", "invented_placeholder"),
+    ("Write on {topic}, {topic!r}.", "Rhyme on {topic!r}!", ""),
+    ("Write on {:>3}.", "Rhyme on {}!", "lost_placeholder"),
+    ('As {"a": 1} on {topic}', 'As {"b": 2}, {topic.x}', "invented_placeholder"),
     ("Write on {}.", "Rhyme on {}!", ""),
     ("Write on {}.", "Rhyme on {} and {}!", "invented_placeholder"),
     ("Write on {} and {}.", "Rhyme on {}!", "lost_placeholder"),
@@ -54,7 +62,7 @@ def test_what_is_let_through_can_be_filled_in_wherever_the_original_could(origin
     if fields(original) and not refusal(original, edited, longest=1000):
         fill(original)
         fill(edited)
-        assert set(fields(edited) or ()) == set(fields(original) or ())
+        assert set(fields(edited) or ()) <= set(fields(original) or ())
 
 
 @pytest.mark.parametrize(
