@@ -59,7 +59,7 @@ class OptimizerClient:
 
     async def _once(self, messages: Messages) -> str:
         model = self._model
-        key = os.environ.get(model.api_key_env, "") if model.api_key_env else ""
+        key = os.environ.get(model.api_key_env, "").strip() if model.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         body = {"model": model.model, "messages": list(messages), "temperature": model.temperature}
         url = f"{model.base_url.rstrip('/')}/chat/completions"
@@ -82,9 +82,10 @@ class OptimizerClient:
         except ValueError as error:
             raise _PassingError(f"an answer that is not JSON: {error}") from error
         try:
-            return str(answer["choices"][0]["message"]["content"] or "")
+            said = str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
             raise OptimizerError(f"{url} answered with something that is no chat completion") from error
+        return said.encode("utf-8", "replace").decode()  # half a character, which no file and no request takes
 
     def _refused(self, status: int, text: str, retry_after: str) -> Exception:
         if status in PASSING or status >= 500:

@@ -131,6 +131,16 @@ class OptimizerModel:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url={self.base_url!r} of the optimiser model is no URL: write https://.../v1")
+        if "@" in self.base_url.split("/", 3)[2] or "?" in self.base_url:
+            raise ConfigError(
+                "base_url of the optimiser model has a user, a password or a query in it, and settings are kept with the run: "
+                "write https://.../v1 alone, with the key in the environment variable that api_key_env names"
+            )
+        if self.api_key_env and not self.api_key_env.isidentifier():
+            raise ConfigError(
+                "api_key_env of the optimiser model cannot name an environment variable: give the name of the variable that "
+                "holds the key, not the key"
+            )
         if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or self.temperature < 0:
             raise ConfigError(
                 "an optimiser model has attempts and concurrency of at least 1, a positive timeout, no negative temperature"

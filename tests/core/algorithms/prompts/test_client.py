@@ -118,6 +118,17 @@ async def test_a_question_that_is_refused_costs_only_itself(endpoint: Endpoint, 
     assert len(endpoint.asked) == 1
 
 
+async def test_half_a_character_is_no_text(endpoint: Endpoint) -> None:
+    endpoint.answers = [b'{"choices": [{"message": {"content": "so \\ud83d"}}]}']
+    assert await asker(endpoint).ask(ASK) == "so ?"
+
+
+async def test_a_key_with_the_end_of_its_line_is_the_key(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "the-key\n")
+    await asker(endpoint).ask(ASK)
+    assert endpoint.keys == ["Bearer the-key"]
+
+
 async def test_silence_is_an_empty_answer(endpoint: Endpoint) -> None:
     endpoint.answers = [None]
     assert await asker(endpoint).ask(ASK) == ""
@@ -142,6 +153,9 @@ async def test_no_more_questions_at_once_than_allowed(endpoint: Endpoint) -> Non
         {"model": "m", "base_url": "api.openai.com"},
         {"model": "m", "base_url": "http://x/v1", "attempts": 0},
         {"model": "m", "base_url": "http://x/v1", "api_key": "sk-123"},
+        {"model": "m", "base_url": "http://x/v1", "api_key_env": "sk-123"},
+        {"model": "m", "base_url": "http://me:sk-123@x/v1"},
+        {"model": "m", "base_url": "http://x/v1?key=sk-123"},
     ],
 )
 def test_an_optimiser_model_that_cannot_be_meant_is_refused(wrong: dict[str, Any]) -> None:
