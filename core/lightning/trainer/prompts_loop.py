@@ -27,6 +27,7 @@ from lightning.tracking import Trackers
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL
 from lightning.trainer.progress import Reporter
+from lightning.trainer.sampling import last_line
 from lightning.trainer.stack import Stack
 from lightning.trainer.transcripts import Transcripts
 from lightning.types import Fault, Json, Resource, Rollout, Status, Task
@@ -191,7 +192,7 @@ class PromptBench:
         ended = [rollout for rollouts in found for rollout in rollouts]
         if ended and all(rollout.fault is Fault.INFRASTRUCTURE for rollout in ended):
             raise RunnerError(
-                f"all {len(ended)} rollouts were lost to the infrastructure; the first: {_last_line(ended[0].error)} "
+                f"all {len(ended)} rollouts were lost to the infrastructure; the first: {last_line(ended[0].error)} "
                 f"(resume the run when it is repaired; lightning runs show {self._stack.run.id} --failed)"
             )
         return found
@@ -274,7 +275,11 @@ class PromptBench:
     async def measure(self, best: Resource) -> None:
         """Run the chosen prompt on the held-out tasks once more: what it was chosen by was the luckiest of several."""
         trial = Trial(best.version, self._val, FINAL, VAL, max(self._last_step, 1))
-        ((*rollouts,),) = await self._run([trial], reserved=0)
+        try:
+            ((*rollouts,),) = await self._run([trial], reserved=0)
+        except BudgetSpentError as spent:  # what was kept aside for it went to rollouts that the infrastructure lost
+            self._reporter.say(f"version {best.version} is not measured again: {spent}")
+            return
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         reward = sum(rewards) / len(rewards) if rewards else None
         values = {"eval/failed": float(len(rollouts) - len(rewards))} | (
@@ -282,7 +287,3 @@ class PromptBench:
         )
         shown = "-" if reward is None else f"{reward:.3f}"
         await self.report(trial.step, values, f"held-out reward of version {best.version}, measured again: {shown}")
-
-
-def _last_line(error: str) -> str:
-    return (error.strip().splitlines() or ["no reason was given"])[-1]

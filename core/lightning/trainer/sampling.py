@@ -122,7 +122,7 @@ class Sampler(ABC):
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
         if not failed:
             return
-        first = _last_line(failed[0].error)
+        first = last_line(failed[0].error)
         logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
         if is_lost(rollouts):
             raise RunnerError(
@@ -175,6 +175,7 @@ class TurnSampler(Sampler):
         return Sampled(rollouts, groups, time.monotonic() - began, metrics)
 
 
-def _last_line(error: str) -> str:
+def last_line(error: str) -> str:
+    """What a traceback says in its end."""
     lines = error.strip().splitlines()
     return lines[-1] if lines else "no reason was given"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,8 +42,12 @@ def agent(task: Task, llm: LLM) -> float:
     headers = {"authorization": f"Bearer {llm.api_key}", "content-type": "application/json"}
     with greeter:
         request = urllib.request.Request(f"{llm.base_url}/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as reply:
-            said = json.load(reply)["choices"][0]["message"]["content"]
+        try:
+            with urllib.request.urlopen(request) as reply:
+                said = json.load(reply)["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise
     return 0.5 * ("please" in said) + 0.5 * ("bonjour" in said)
 
 
@@ -325,6 +330,43 @@ def test_the_budget_is_never_exceeded_and_what_it_bought_is_used(tmp_path: Path,
     assert len(rollouts) <= 24
     assert (summary.after, aliases["production"]) == (0.5, 2)
     assert sum(rollout.id.startswith("run/final/") for rollout in rollouts) == len(VAL)
+
+
+def refusing(body: Any) -> Reply:
+    return Reply(status=500)
+
+
+def test_a_last_measurement_that_was_lost_and_cannot_be_paid_again_keeps_nothing_from_going_live(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, settings = PromptBench.measure, {"runner.max_attempts": 1}
+
+    async def measured(self: PromptBench, best: Resource) -> None:
+        house.fake.script = refusing
+        await measure(self, best)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptBench, "measure", measured)
+        with pytest.raises(RunnerError, match="all 4 rollouts were lost"):
+            trainer(tmp_path, apo(writer, max_rollouts=24), settings=settings).fit(agent, TRAIN, VAL)
+    house.fake.script = policy
+    made = trainer(tmp_path, apo(writer, max_rollouts=24), settings=settings, resume=True)
+    assert made.fit(agent, TRAIN, VAL).after is None
+    _, aliases, rollouts = everything(made.out)
+    assert (len(rollouts) <= 24, aliases["production"]) == (True, 2)
+    assert (made.out / "prompts" / "greeter.txt").read_text() == BETTER
+
+
+def test_a_start_that_was_lost_and_cannot_be_paid_again_says_so(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy
+) -> None:
+    house.fake.script = refusing
+    with pytest.raises(RunnerError, match="all 4 rollouts were lost"):
+        trainer(tmp_path, apo(writer, max_rollouts=9)).fit(agent, TRAIN, VAL)
+    house.fake.script = policy
+    with pytest.raises(RunnerError, match=r"cannot be measured: .*max_rollouts=9.* with a larger max_rollouts"):
+        trainer(tmp_path, apo(writer, max_rollouts=9), resume=True).fit(agent, TRAIN, VAL)
+    assert trainer(tmp_path, apo(writer, max_rollouts=40), resume=True).fit(agent, TRAIN, VAL).before == 0.0
 
 
 def test_the_policy_writes_its_own_prompts_where_no_optimiser_is_named(tmp_path: Path, house: FakePolicy) -> None:

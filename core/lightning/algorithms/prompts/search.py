@@ -53,7 +53,12 @@ class Search:
     async def execute(self) -> Resource:
         """See `APO.tune`."""
         start = self._bench.start.version
-        await self._evaluate([start], 0)
+        spent = await self._evaluate([start], 0)
+        if spent is not None:
+            raise RunnerError(
+                f"version {start} of the prompt, from which the search starts, cannot be measured: {spent}, since the "
+                "infrastructure has lost what was run. Resume the run with a larger max_rollouts"
+            )
         if not self._held_out.rewards.get(start):
             raise RunnerError(
                 f"version {start} of the prompt, from which the search starts, earned no reward on any held-out task: the "
