@@ -21,15 +21,20 @@ logger = logging.getLogger(__name__)
 
 LONGEST_PART = 2000
 """Characters of one call's prompt, of its response, and of one tool's output; the middle of what is longer is left out."""
+LONGEST = 16_000
+"""Characters of a whole transcript, whose middle is left out too: several of them must fit into one question."""
 SECONDS = 30.0
+NO_SUCH_PATH = frozenset({404, 405, 501})
+"""Statuses of a server that will not turn tokens into text later either."""
 
 
 class Transcripts:
-    """Texts of rollouts. A policy server that cannot turn tokens into text leaves the tools, and a line in the log."""
+    """Texts of rollouts. A policy server that cannot turn tokens into text, now or ever, leaves the tools, and a line in the
+    log."""
 
     def __init__(self, store: Store, policy: PolicyServer) -> None:
         self._store, self._policy = store, policy
-        self._silent = False
+        self._silent = self._warned = False
 
     async def of(self, rollout: Rollout) -> str:
         """The transcript of a finished rollout."""
@@ -37,7 +42,7 @@ class Transcripts:
         events = await self._store.tool_events(rollout.id)
         said = await self._calls(calls)
         told = [*said, *(_tool(event) for event in events)]
-        return "\n".join(told)
+        return _clipped("\n".join(told), LONGEST)
 
     async def _calls(self, calls: Sequence[Transition]) -> list[str]:
         told: list[str] = []
@@ -68,9 +73,10 @@ class Transcripts:
                 reply.raise_for_status()
                 return str((await reply.json())["prompt"])
         except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError) as error:
-            if not self._silent:
+            if not self._warned:
                 logger.warning("transcripts have no model calls: %s/detokenize failed (%s)", self._policy.url, error)
-            self._silent = True
+            self._warned = True
+            self._silent |= isinstance(error, aiohttp.ClientResponseError) and error.status in NO_SUCH_PATH
             return None
 
 
@@ -85,6 +91,6 @@ def _tool(event: ToolEvent) -> str:
     return f"[tool {event.name}({_clipped(arguments)}): {event.status}] {_clipped(event.error or event.output)}"
 
 
-def _clipped(text: str) -> str:
-    half = LONGEST_PART // 2
-    return text if len(text) <= LONGEST_PART else f"{text[:half]} [...] {text[-half:]}"
+def _clipped(text: str, longest: int = LONGEST_PART) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} [...] {text[-half:]}"

@@ -10,7 +10,7 @@ import pytest
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.vllm_replies import tokenize
-from lightning.trainer.transcripts import LONGEST_PART, Transcripts
+from lightning.trainer.transcripts import LONGEST, LONGEST_PART, Transcripts
 from lightning.types import Caller, CallStatus, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
 
 
@@ -21,6 +21,12 @@ class Server:
 
 
 async def told(server: Any, *calls: tuple[str, str], events: tuple[ToolEvent, ...] = ()) -> str:
+    (text,) = await told_by([server], *calls, events=events)
+    return text
+
+
+async def told_by(servers: list[Any], *calls: tuple[str, str], events: tuple[ToolEvent, ...] = ()) -> list[str]:
+    """The transcript, once for each state that the policy server is in."""
     store = MemoryStore()
     await store.open()
     await store.put_run(Run("run", "run"))
@@ -33,9 +39,13 @@ async def told(server: Any, *calls: tuple[str, str], events: tuple[ToolEvent, ..
     failed = Transition("r", 1, 9, "c9", token_ids([1]), token_ids(), logprobs(), status=CallStatus.ERROR)
     await store.append([*made, failed])
     rollout = await store.complete("r", 1, Outcome(reward=1.0, tool_events=events))
-    text = await Transcripts(store, server).of(rollout)
+    server = Server("")
+    made, texts = Transcripts(store, server), []
+    for now in servers:
+        server.url = now.url
+        texts.append(await made.of(rollout))
     await store.close()
-    return text
+    return texts
 
 
 async def test_each_call_tells_what_is_new() -> None:
@@ -68,3 +78,24 @@ async def test_a_server_that_makes_no_texts_leaves_the_tools(caplog: pytest.LogC
         text = await told(Server("http://127.0.0.1:9"), ("a", "b"), ("c", "d"), events=(event,))
     assert text == "[tool look_up(): ok] found"
     assert caplog.text.count("detokenize failed") == 1
+
+
+async def test_a_server_that_was_away_for_a_while_is_asked_again() -> None:
+    async with FakeVLLM() as fake:
+        texts = await told_by([Server("http://127.0.0.1:9"), Server(fake.url)], ("a", "b"))
+    assert texts == ["", "[model call 1, by agent]\na\n[response]\nb".replace("agent", "writer")]
+
+
+async def test_a_server_without_the_path_is_asked_once() -> None:
+    async with FakeVLLM() as fake:
+        texts = await told_by([Server(f"{fake.url}/nowhere"), Server(fake.url)], ("a", "b"))
+    assert texts == ["", ""]
+
+
+async def test_a_long_transcript_loses_its_middle() -> None:
+    events = tuple(ToolEvent(f"tool{number}", "ok", output="x" * 1500) for number in range(20))
+    async with FakeVLLM() as fake:
+        text = await told(Server(fake.url), ("begin", "ok"), events=events)
+    assert LONGEST < len(text) < LONGEST + 100
+    assert "begin" in text
+    assert "[tool tool19()" in text
