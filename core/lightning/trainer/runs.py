@@ -13,7 +13,8 @@ from pathlib import Path
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, LightningError
+from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.types import Json, Run
 
@@ -143,6 +144,7 @@ async def check_run(store: Store, run: str, described: Mapping[str, Json], *, re
 
 def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[str]:
     """The settings that are not the stored run's. One that its release did not have yet was at its default then."""
+    stored = _as_described_now(stored)
     defaults = _flatten({"config": Config().model_dump(mode="json")})
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
     for key in old.keys() | new.keys():
@@ -150,6 +152,24 @@ def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterato
         free = any(name == other or name.startswith(f"{other}.") for other in MAY_CHANGE)
         if not free and old.get(key, defaults.get(key)) != new.get(key):
             yield name
+
+
+def _as_described_now(stored: Mapping[str, Json]) -> Mapping[str, Json]:
+    """With the stored algorithm as this release describes it: made again from its arguments, the newer ones at their defaults.
+
+    A step that it would take otherwise is found by its digest when it is replayed.
+    """
+    algorithm = stored.get("algorithm")
+    if not isinstance(algorithm, Mapping) or algorithm.get("name") not in plugins().names("algorithms"):
+        return stored
+    arguments = algorithm.get("arguments")
+    if not isinstance(arguments, Mapping):
+        return stored
+    try:
+        now = describe_algorithm(plugins().algorithm(str(algorithm["name"]))(**arguments))
+    except (TypeError, LightningError):  # this release does not take them: the difference is told
+        return stored
+    return {**stored, "algorithm": now} if now["type"] == algorithm.get("type") else stored
 
 
 def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

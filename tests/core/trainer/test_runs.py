@@ -76,6 +76,19 @@ async def test_a_run_of_a_release_that_had_fewer_settings_goes_on_with_their_def
         await check_run(store, "run", _described(trainer__max_staleness=2), resume=True)
 
 
+async def test_an_algorithm_of_a_release_that_had_fewer_arguments_goes_on_with_their_defaults_only() -> None:
+    store = MemoryStore()
+    await store.open()
+    older = {"low_level": "grpo", "group_size": 4, "credit": "identical", "normalization": None}
+    described = {"name": "grpo", "type": "LightningRL", "arguments": older}
+    await store.put_run(await check_run(store, "run", {**_described(), "algorithm": described}, resume=False))
+    same = describe_algorithm(LightningRL("grpo", group_size=4))
+    await check_run(store, "run", {**_described(), "algorithm": same}, resume=True)
+    other = describe_algorithm(LightningRL("grpo", group_size=4, kl_coefficient=0.1))
+    with pytest.raises(ConfigError, match=r"\(algorithm\.arguments\.kl_coefficient\)"):
+        await check_run(store, "run", {**_described(), "algorithm": other}, resume=True)
+
+
 async def test_a_resume_with_other_tasks_is_refused() -> None:
     store = MemoryStore()
     await store.open()
