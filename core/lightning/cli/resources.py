@@ -21,7 +21,7 @@ import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.cli.runs import databases, with_store
 from lightning.errors import ConfigError, DataError
-from lightning.store.protocol import Alias, ResourceUse, Store
+from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.reference import Reference, existing_store, find, parse_reference
 from lightning.trainer.weights import weights_content
 from lightning.types import Json, Resource, ResourceKind
@@ -194,6 +194,10 @@ def put(
     if not reference.place:
         raise ConfigError(
             f"{name!r} does not say in which store: write PLACE#{reference.name}, for example runs/a#{name}"
+        )
+    if reference.which != LATEST:
+        raise ConfigError(
+            f"{name!r} names a version that is there, and versions never change: leave @{reference.which} out"
         )
     resource = Resource(reference.name, read_content(source, kind), kind, {"made_by": "hand", "source": str(source)})
     stored = asyncio.run(with_store(existing_store(reference.place), lambda store: store.put_resource(resource)))

@@ -222,8 +222,11 @@ class Pipeline(Sampler):
         """Wait for news. Raises what ended the worker."""
         assert self._worker is not None
         news = asyncio.create_task(self._news.wait())
-        done, _ = await asyncio.wait({self._worker, news}, timeout=RESYNC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        news.cancel()
+        waiting = {self._worker, news}
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=RESYNC_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
         if self._worker in done:
             self._worker.result()
         if not done:

@@ -113,6 +113,8 @@ def test_put(lightning: Command, tuned: Path, tmp_path: Path) -> None:
     assert (ran.code, "does not say in which store" in ran.err) == (2, True)
     ran = lightning("resources", "put", f"{place}limits", str(tmp_path / "p.txt"), "--kind", "config")
     assert (ran.code, "p.txt cannot be read as a config" in ran.err) == (2, True)
+    ran = lightning("resources", "put", f"{place}writer@1", str(tmp_path / "p.txt"))
+    assert (ran.code, "versions never change: leave @1 out" in ran.err) == (2, True)
     ran = lightning("resources", "put", f"{tmp_path / 'nowhere'}#writer", str(tmp_path / "p.txt"))
     assert (ran.code, "there is no database at" in ran.err) == (2, True)
     assert not (tmp_path / "nowhere").exists()
