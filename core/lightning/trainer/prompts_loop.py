@@ -20,7 +20,7 @@ from lightning.algorithms.prompts.protocol import (
     PromptAlgorithm,
     Trial,
 )
-from lightning.errors import ConfigError, DataError, RunnerError
+from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking import Trackers
@@ -60,8 +60,14 @@ async def tune(
 ) -> Resource:
     """Run the algorithm to its end (again, from where it stopped) and make its best prompt live; returns that.
 
-    `began` is when the run's start began, by `time.monotonic`.
+    `began` is when the run's start began, by `time.monotonic`. Raises `PolicyServerError` for an attached server that serves
+    nothing, `ConfigError` when the budget ends before the algorithm has a prompt.
     """
+    if stack.policy.version < 0:  # no update will come that lets its calls go on
+        raise PolicyServerError(
+            f"the policy server at {stack.policy.url} was left in the middle of an update and serves nothing: start it anew,"
+            " or resume the training that was updating it"
+        )
     component = component_of(algorithm)
     start = await _starting_prompt(stack, algorithm, component)
     stack.prompts.bind(component, start)
@@ -69,7 +75,13 @@ async def tune(
     made = len(await all_rollouts(stack.store, stack.run.id))
     bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made)
     await stack.store.log_metrics(stack.run.id, 0, {"seconds/start": time.monotonic() - began})
-    best = await algorithm.tune(bench)
+    try:
+        best = await algorithm.tune(bench)
+    except BudgetSpentError as spent:
+        raise ConfigError(
+            f"{algorithm.name} ended without a prompt: {spent}. Resume with a larger max_rollouts, or catch BudgetSpentError"
+            " in tune() and return the best so far"
+        ) from spent
     await bench.measure(best)
     if (
         await bench.recall("live") != best.version

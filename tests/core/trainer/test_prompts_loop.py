@@ -13,10 +13,10 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.algorithms.prompts import Bench, client
+from lightning.algorithms.prompts import Bench, Trial, client
 from lightning.algorithms.prompts.apo import APO
 from lightning.config import Config, with_settings
-from lightning.errors import ConfigError, DataError, OptimizerError, RunnerError
+from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning.store import Store
@@ -438,6 +438,26 @@ def test_a_prompt_algorithm_of_ones_own(tmp_path: Path) -> None:
     made = trainer(tmp_path, Shout())
     made.fit(agent, TRAIN, VAL)
     assert everything(made.out)[1] == {"latest": 2, "loud": 2}
+
+
+def test_a_search_of_ones_own_that_forgets_its_budget_is_told(tmp_path: Path) -> None:
+    class Spend:
+        name, component, prompt, alias, max_rollouts, optimizer_model = "spend", "greeter", None, "loud", 9, None
+
+        async def tune(self, bench: Bench) -> Resource:
+            await bench.run([Trial(1, bench.train, "all", "train", 1)])
+            return bench.start
+
+    with pytest.raises(ConfigError, match=r"spend ended without a prompt: 6 more rollouts .* catch BudgetSpentError"):
+        trainer(tmp_path, Spend()).fit(agent, TRAIN, VAL)
+
+
+def test_a_server_left_in_the_middle_of_an_update_is_named(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(house, "version", -1)
+    with pytest.raises(PolicyServerError, match="left in the middle of an update"):
+        trainer(tmp_path, apo(writer)).fit(agent, TRAIN, VAL)
 
 
 def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
