@@ -128,6 +128,7 @@ def rows(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]) 
     return [encode(tokenizer, conversation) for conversation in conversations]
 
 
+@pytest.mark.slow
 def test_a_few_steps_lower_the_loss_and_a_seed_gives_the_same_weights(
     tokenizer: PreTrainedTokenizerFast, rows: list[Row]
 ) -> None:

@@ -23,6 +23,7 @@ def test_training_questions_are_never_held_out(seed: int) -> None:
     assert not any(is_held_out(question) for question in train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_never_trains_on_what_it_is_evaluated_on(seed: int) -> None:
     train = {task.input for task in tasks(4000, seed)}

@@ -200,18 +200,27 @@ class Pipeline(Sampler):
         """Take finished groups that teach nothing without counting them, as long as `trainer.max_waves` allows it."""
         left = (self.config.max_waves - 1) * self.config.tasks_per_step if samples_dynamically(self.algorithm) else 0
         left -= sum(not members.hopeless for members in self._dropped)
-        for group in self._pacer.open_groups:
-            members = self._members[group.id]
-            if not group.finished or members.teaches or not (left or members.hopeless):
-                continue
+        while (group := self._unasked(left)) is not None:
+            members = self._members[group]
             if not members.hopeless:
                 members.teaches = await self._teaches(members)
                 if members.teaches:
                     continue
                 left -= 1
-            self._pacer.drop(group.id)
-            self._dropped.append(self._members.pop(group.id))
+            self._pacer.drop(group)
+            self._dropped.append(self._members.pop(group))
             self.changed.set()
+
+    def _unasked(self, left: int) -> str | None:
+        """A finished group of which it is not known whether it counts, while `left` more may be dropped.
+
+        Looked up anew each time: while an algorithm is asked about one group, others end, and none may be picked unasked.
+        """
+        for group in self._pacer.open_groups:
+            members = self._members[group.id]
+            if group.finished and not members.teaches and (left > 0 or members.hopeless):
+                return group.id
+        return None
 
     async def _teaches(self, members: _Members) -> bool:
         assert samples_dynamically(self.algorithm)

@@ -79,6 +79,7 @@ def lead(engine: TorchEngine, groups: list[Group]) -> float:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_few_steps_prefer_the_better_rollouts(name: str, folder: Path, engine: TorchEngine) -> None:
     algorithm = ALGORITHMS[name]

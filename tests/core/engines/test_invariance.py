@@ -183,6 +183,7 @@ VARIANTS: dict[str, tuple[Loss, dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rollouts(), st.integers(0, 2**16).map(Random), st.sampled_from([1, 40, 10_000]))

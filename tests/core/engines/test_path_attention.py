@@ -133,6 +133,7 @@ def test_blocks_that_flex_attention_skips_are_those_the_mask_forbids(budget: int
         assert not dense[: len(pack), pack.depth + len(pack) :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor"
 )

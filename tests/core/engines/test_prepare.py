@@ -98,6 +98,7 @@ def test_a_loss_of_single_tokens_costs_no_further_pass(
     assert sorted(seen[0].versions.tolist()) == [0] * 7 + [3] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "tree"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_memory_that_runs_out_before_or_after_prepare_halves_the_microbatch_and_goes_on(
@@ -174,6 +175,7 @@ class ToReference:
         return LossOutput((batch.weights * gap.square()).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"dtype": "bfloat16"}, {"step": "tree"}, {"lora": LoraConfig(rank=4)}, {"gradient_checkpointing": True}],

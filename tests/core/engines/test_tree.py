@@ -131,6 +131,7 @@ def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: 
         assert metrics["tree"][name] == pytest.approx(metrics["linear"][name], rel=1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [10_000, 16])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -258,6 +259,7 @@ def test_auto_takes_the_tree_when_it_pays(open_engine: OpenEngine) -> None:
     assert isinstance(engine._step_layout(group(16)), Forest)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor"
 )

@@ -116,6 +116,7 @@ async def ask(path: str, llm, timeout: float) -> object:
         return await client.chat.completions.create(model="policy", **BODIES[path])
 
 
+@pytest.mark.slow
 @every
 async def test_a_client_that_times_out_and_retries_is_answered_once(house, path):
     house.fake.queue(Reply(delay=30), Reply("four is it"))

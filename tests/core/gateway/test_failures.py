@@ -145,6 +145,7 @@ async def test_a_dead_server_is_left_for_a_living_one(build):
         assert [len(await house.transitions(number)) for number in range(8)] == [1] * 8
 
 
+@pytest.mark.slow
 async def test_rollouts_stick_to_a_server_and_spread_over_all(build):
     async with FakeVLLM() as a, FakeVLLM() as b, FakeVLLM() as c:
         fakes = [a, b, c]
@@ -348,6 +349,7 @@ async def test_nothing_is_kept_for_finished_calls(house):
     assert not house.gateway._book._live
 
 
+@pytest.mark.slow
 async def test_a_thousand_calls_at_once(build):
     """No cap anywhere: a thousand wait out a hold, a thousand are at vLLM together, a thousand are recorded."""
     house = await build()

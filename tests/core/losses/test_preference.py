@@ -94,6 +94,7 @@ def test_calls_that_are_not_trained_are_no_part_of_a_pair(tiny) -> None:
     torch.testing.assert_close(mine.gradient, tiny.gradient(expected), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
 def test_pairs_may_be_cut_anywhere_and_in_any_order(tiny, random, size: int) -> None:
@@ -110,6 +111,7 @@ def test_pairs_may_be_cut_anywhere_and_in_any_order(tiny, random, size: int) -> 
     assert pieces.metrics == pytest.approx(whole.metrics, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_steps_down_the_gradient_prefer_the_better_rollouts(tiny) -> None:
     own = type(tiny)(seed=3)
     algorithm = DPO(pairs="all", beta=0.5)

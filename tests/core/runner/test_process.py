@@ -34,6 +34,8 @@ from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.types import LLM, Fault, Lease, Outcome, StepReward, Task, ToolEvent
 
+pytestmark = pytest.mark.slow  # processes start, hang and die here, each in its own time
+
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]
 

@@ -86,6 +86,7 @@ def test_a_script_without_a_main_guard_is_executed_once(tmp_path: Path) -> None:
     assert lines[-1] == "[0.0, 2.0, 4.0] ['', '', '']"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_the_trainer(how: signal.Signals, gone: Callable[[int], bool], tmp_path: Path) -> None:
     (tmp_path / "victim.py").write_text(textwrap.dedent(VICTIM))

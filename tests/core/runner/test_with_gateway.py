@@ -69,6 +69,7 @@ async def with_aiohttp(task: Task, llm: LLM) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [with_urllib, with_aiohttp])
 async def test_a_client_that_the_tap_does_not_see_labels_its_calls(agent: Callable[[Task, LLM], float]) -> None:
     config = RunnerConfig(concurrency=2, timeout=60)
@@ -96,6 +97,7 @@ async def test_a_client_that_the_tap_does_not_see_labels_its_calls(agent: Callab
     await store.close()
 
 
+@pytest.mark.slow
 async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
     config = RunnerConfig(concurrency=8, timeout=60, preload=("openai.resources.chat",))  # else each worker does it
     store = MemoryStore()

@@ -440,6 +440,7 @@ DISK = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 def test_a_disk_that_refuses_to_write_loses_nothing(tmp_path: Path) -> None:
     """The limit on file size stands in for a full disk: the write itself fails, in the middle of a commit."""

@@ -310,6 +310,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.runner.run(self.store.list_steps("run")) == self.steps
 
 
+@pytest.mark.slow
 def test_any_order_of_operations(make_store: Callable[[], Store]) -> None:
     machine = type("Machine", (StoreMachine,), {"make_store": staticmethod(make_store)})
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

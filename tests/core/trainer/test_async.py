@@ -79,6 +79,7 @@ async def test_rollouts_go_on_while_the_engine_trains(bench: Any, slow: Any, tmp
 CUTS = ("begin:3", "begun:6", "ended:9", "step:1", "committed:3", "update:2", "evaluate:2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", CUTS)
 async def test_wherever_it_is_killed_a_resume_keeps_the_bound_and_loses_nothing(
     bench: Any, slow: Any, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -231,7 +232,8 @@ async def test_dynamic_sampling_takes_groups_that_teach_nothing_without_counting
     dropped = [record.metrics["pipeline/groups_dropped"] for record in records]
     assert sum(dropped) > 0
     assert [len(record.groups) - 2 for record in records] == dropped
-    assert all(record.metrics["groups_used"] == 2 for record in records), "each step has as many groups as it asks for"
+    used = [record.metrics["groups_used"] for record in records]
+    assert used == [2] * STEPS, "each step has as many groups as it asks for"
 
 
 async def test_new_weights_do_not_wait_for_calls_in_flight(bench: Any, answering: Any, tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ async def test_an_untouched_run_is_clean() -> None:
     assert (report.steps, report.rollouts) == (STEPS, STEPS * TASKS * GROUP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MUTATIONS)
 async def test_each_of_100_changes_is_found(kind: str) -> None:
     store = await _trained_store()

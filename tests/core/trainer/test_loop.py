@@ -40,6 +40,7 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path) -> None:
     assert summary.time["rollout"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
 @pytest.mark.parametrize(
     "where", ["step:1", "save:2", "commit:1", "committed:1", "weights:2", "update:2", "evaluate:1", "weights:3"]

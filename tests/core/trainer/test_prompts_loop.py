@@ -214,6 +214,7 @@ def lethal(name: str, number: int, patch: pytest.MonkeyPatch, *, after: bool) ->
     patch.setattr(PromptBench, name, dies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "after"),
     [

@@ -16,6 +16,7 @@ from lightning.trainer import Trainer
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 
 
+@pytest.mark.slow
 def test_a_second_trainer_on_a_folder_is_refused(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\nfrom lightning.trainer.runs import claim_folder\n"

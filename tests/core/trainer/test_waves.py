@@ -56,6 +56,7 @@ async def outcome(made: Any) -> tuple[list[str], list[str], list[tuple[str, ...]
     return [record.digest for record in records], made.engine.ledger, [record.groups for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [LightningRL("grpo", group_size=4), DAPO], ids=["grpo", "dapo"])
 async def test_two_runs_of_one_seed_are_equal(
     bench: Any, deterministic: Any, tmp_path: Path, algorithm: LightningRL
@@ -98,6 +99,7 @@ async def test_waves_end_at_their_limit(bench: Any, answering: Any, tmp_path: Pa
     assert [len(record.groups) for record in records] == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "durable"), [(2, False), (4, True)])
 async def test_a_crash_between_waves_changes_nothing(
     bench: Any, deterministic: Any, tmp_path: Path, place: int, durable: bool, monkeypatch: pytest.MonkeyPatch
