@@ -260,8 +260,14 @@ async def test_new_weights_do_not_wait_for_calls_in_flight(bench: Any, answering
 
 
 async def _group_left_out(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that says it looked at fewer groups than it did."""
-    await _change_record(made, monkeypatch, lambda record: replace(record, groups=record.groups[1:]))
+    """A step that says it did not look at a group that it trained on."""
+    trained = {rollout.id: rollout.group for rollout in await all_rollouts(made.store, "run", split="train")}
+
+    def without_first(record: StepRecord) -> StepRecord:
+        first = trained[record.rollouts[0][0]] if record.rollouts else ""
+        return replace(record, groups=tuple(group for group in record.groups if group != first))
+
+    await _change_record(made, monkeypatch, without_first)
 
 
 async def _group_twice(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
