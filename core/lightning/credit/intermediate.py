@@ -23,6 +23,9 @@ ToolReward: TypeAlias = "Callable[[ToolEvent], float] | Mapping[str, float]"
 """Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
 a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
 
+_NUMBER = (int, float, np.integer, np.floating)
+"""What a reward may be: graders often compute with numpy."""
+
 STATUSES = ("ok", "error", "unknown")
 
 
@@ -31,6 +34,11 @@ class ToolStepReward(StepReward):
     """What a tool run earned. `seq` is the transition that it belongs to, which `response_id` leaves open with n > 1."""
 
     seq: int = -1
+
+
+def _is_finite(value: object) -> bool:
+    """Whether something is a number that a reward can be."""
+    return isinstance(value, _NUMBER) and bool(np.isfinite(value))
 
 
 def check_tool_reward(rule: ToolReward) -> None:
@@ -54,7 +62,7 @@ def with_tool_rewards(trajectory: Trajectory, rule: ToolReward) -> Trajectory:
     given = []
     for event in trajectory.tool_events:
         value = rule.get(event.status, 0.0) if isinstance(rule, Mapping) else rule(event)
-        if not isinstance(value, int | float) or not np.isfinite(value):
+        if not _is_finite(value):
             raise DataError(
                 f"tool_reward gave {value!r} for the tool {event.name!r} ({event.status}) of rollout "
                 f"{trajectory.rollout.id}: it has to return a finite number"

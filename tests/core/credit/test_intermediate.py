@@ -135,6 +135,13 @@ def test_a_rule_that_is_none_is_refused(rule: object, named: str) -> None:
         LightningRL(tool_reward=rule)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.int64(2)])
+def test_a_function_may_compute_with_numpy(value: float) -> None:
+    (earned,) = with_tool_rewards(three_calls(ToolEvent("search", "ok")), lambda _: value).step_rewards
+    assert type(earned.value) is float
+    assert earned.value == value
+
+
 def test_a_function_that_gives_no_number_is_named_with_its_tool() -> None:
     trajectory = three_calls(ToolEvent("search", "ok"))
     with pytest.raises(DataError, match="gave None for the tool 'search'"):

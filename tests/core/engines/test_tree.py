@@ -211,6 +211,16 @@ def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_eng
     assert passes == [kept, *[light] * 4, last, *[again] * 4]
 
 
+def test_a_bfloat16_tree_computes_in_bfloat16_as_the_linear_step_does(open_engine: OpenEngine) -> None:
+    kinds: dict[str, set[torch.dtype]] = {"linear": set(), "tree": set()}
+    for kind, seen in kinds.items():
+        engine = open_engine(dtype="bfloat16", step=kind)
+        layer = next(module for module in engine._opened().model.modules() if isinstance(module, torch.nn.Linear))
+        layer.register_forward_hook(lambda _, __, output, seen=seen: seen.add(output.dtype))
+        engine.step(group(), LOSS)
+    assert kinds == {"linear": {torch.bfloat16}, "tree": {torch.bfloat16}}
+
+
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
