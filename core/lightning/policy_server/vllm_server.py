@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ REFUSALS = 5
 """So many refused connections in a row, one a second, and a server counts as dead although its process lives."""
 
 
-class _VLLMServer:
+class _VLLMServer(ABC):
     """What owned and attached servers have in common: the update."""
 
     def __init__(self, model: Path, version: int) -> None:
@@ -125,9 +126,9 @@ class _VLLMServer:
                 f"{cause}; then version {self._version} could not be put back either ({error}). {outcome}"
             ) from cause
 
+    @abstractmethod
     def _give_up(self) -> str:
         """Its weights are undefined: keep it from sampling, and say what to do."""
-        raise NotImplementedError
 
     def _running(self) -> VLLMControl:
         if self._control is None:

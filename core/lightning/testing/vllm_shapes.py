@@ -7,40 +7,41 @@ what was not set).
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.testing.vllm_replies import Generation, Job, Reply, Token, ToolCall, tokenize
 
 
-class Shape:
+class Shape(ABC):
     """What differs between chat and completions."""
 
     prefix = ""
 
+    @abstractmethod
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         """The token ids of every prompt in a request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, job: Job, model: str) -> dict[str, Any]:
         """A whole answer, nulls included (vLLM dumps its model with them)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opening(self, job: Job, model: str) -> list[dict[str, Any]]:
         """Chunks before the first token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
         """Chunks for one token (vLLM dumps these without fields that were not set)."""
-        raise NotImplementedError
 
     def usage_chunk(self, job: Job, model: str) -> dict[str, Any]:
         """The last chunk when usage was asked for."""
         return {**self.frame(job, model), "choices": [], "usage": usage(job)}
 
+    @abstractmethod
     def frame(self, job: Job, model: str) -> dict[str, Any]:
         """The fields every chunk has."""
-        raise NotImplementedError
 
 
 class ChatShape(Shape):

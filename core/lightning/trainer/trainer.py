@@ -311,6 +311,7 @@ async def _interruptible(main: Coroutine[object, object, T]) -> T:
         if task is not None:
             task.cancel()
 
+    # Windows has no such handlers, and a thread that is not the main one may set none: there SIGTERM stays what it was.
     with contextlib.suppress(NotImplementedError, RuntimeError):
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
     try:

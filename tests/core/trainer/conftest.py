@@ -53,6 +53,7 @@ class LedgerEngine:
     ledger: list[str] = field(default_factory=list)
     crash_at: str = ""
     valued: int = 0
+    losses: list[Loss] = field(default_factory=list)
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         self.ledger = []
@@ -67,6 +68,7 @@ class LedgerEngine:
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         self._point(f"step:{len(self.ledger)}")
+        self.losses.append(loss)
         text = hashlib.sha256()
         seen = {}
         for sample in samples:

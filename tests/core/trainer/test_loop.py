@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.algorithms.dpo import DPO
 from lightning.audit import audit
 from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
 from lightning.testing.fake_vllm import Reply
@@ -247,3 +248,23 @@ async def test_only_the_named_agents_are_trained(bench: Any, tmp_path: Path) -> 
         await made.loop.run({})
         records = await made.store.list_steps("run")
         assert [record.rollouts for record in records] == [()] * STEPS
+
+
+async def test_a_loss_of_the_batch_itself_trains_it_also_when_it_is_replayed(
+    bench: Any, answering: Any, tmp_path: Path
+) -> None:
+    async def agent(task: Any, llm: Any) -> float:
+        return float(await answering(task, llm)) + random.Random(llm.api_key).random()
+
+    settings = {"algorithm": DPO(group_size=2), "trainer__steps": 3, "trainer__checkpoint_every": 10}
+    async with bench(tmp_path, agent, **settings) as made:
+        made.policy.crash_at = 2
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+        trained = [loss.pairs for loss in made.engine.losses]
+    async with bench(tmp_path, agent, **settings) as made:
+        await made.loop.run({})
+        again = [loss.pairs for loss in made.engine.losses]
+    assert all(trained)
+    assert len(again) == 3
+    assert again[: len(trained)] == trained
