@@ -7,7 +7,8 @@ reaches another agent or the trainer.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from lightning.types import LLM, Lease, Outcome, Task
 
@@ -15,7 +16,7 @@ Reward: TypeAlias = "float | dict[str, float]"
 Agent: TypeAlias = Callable[[Any, LLM], "Reward | Awaitable[Reward]"]
 """`agent(task, llm) -> reward`: sync or async, a function or any object with `__call__`. `task` is a `lightning.Task`."""
 
-__all__ = ["Agent", "Reward", "Runner", "Task"]
+__all__ = ["Agent", "ClientRunner", "Reward", "Runner", "Site", "Task"]
 
 
 class Runner(Protocol):
@@ -33,3 +34,28 @@ class Runner(Protocol):
 
     async def close(self) -> None:
         """End every agent that still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a client (`lightning runner`) needs to work for a run.
+
+    `server` is what goes after `--server`: one URL or several with commas, as clients reach them. `token` has the scope
+    `runner`. `pending` counts the run's rollouts that wait to be leased.
+    """
+
+    server: str
+    token: str = field(repr=False)
+    run: str
+    pending: Callable[[], Awaitable[int]]
+
+
+@runtime_checkable
+class ClientRunner(Runner, Protocol):
+    """A runner whose agents run in clients of the run's server, which it starts and replaces where machines are plenty.
+
+    Its `concurrency` is 0: nothing is leased in this process, and `run` is never called.
+    """
+
+    async def attend(self, site: Site) -> None:
+        """Keep clients going until this is cancelled, then end them. Raises `RunnerError` when there can be none."""
