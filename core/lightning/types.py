@@ -25,6 +25,9 @@ LogProbs: TypeAlias = "array[float]"
 """`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
 
 
+DEFAULT_PROJECT = "default"
+"""The project of runs and tokens for which none was named."""
+
 MAX_TASK_DEPTH = 100
 """Lists and mappings inside one another in a task."""
 
@@ -70,6 +73,15 @@ class ResourceKind(StrEnum):
     PROMPT = "prompt"
     WEIGHTS = "weights"
     CONFIG = "config"
+
+
+class Scope(StrEnum):
+    """What the holder of a token may do: all of it; train; run agents; look."""
+
+    ADMIN = "admin"
+    TRAINER = "trainer"
+    RUNNER = "runner"
+    VIEWER = "viewer"
 
 
 class CallStatus(StrEnum):
@@ -356,12 +368,34 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training or evaluation run; `config` is the resolved configuration it was started with."""
+    """One training or evaluation run; `config` is the resolved configuration it was started with.
+
+    Whoever may see one `project` sees its runs and nothing of the others.
+    """
 
     id: str
     name: str
     config: Mapping[str, Json] = field(default_factory=dict)
     created_at: float = 0.0
+    project: str = DEFAULT_PROJECT
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The right of a person or a program to use the control API in one project. The secret itself is kept nowhere.
+
+    `digest` is the SHA-256 (hexadecimal) of the secret. Times are Unix seconds; one without `expires_at` lives until it is
+    revoked. A `project` of `*` means all of them.
+    """
+
+    id: str
+    scope: Scope
+    digest: str
+    project: str = DEFAULT_PROJECT
+    name: str = ""
+    created_at: float = 0.0
+    expires_at: float | None = None
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from any event loop of the process.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from lightning.types import (
     Status,
     StepRecord,
     StepReward,
+    Token,
     ToolEvent,
     Transition,
 )
@@ -74,6 +76,15 @@ class ResourceUse:
     reward: float | None
 
 
+class Watch(Protocol):
+    """Hears of the changes of a run: rollouts created, ended or given back, steps, state. A lease is none, nor are the calls
+    of an attempt: whoever waits for work or for outcomes would wake for nothing."""
+
+    async def wait(self, timeout: float) -> bool:
+        """Return True as soon as something may have changed since the last call (the first time: since the watch began),
+        False after `timeout` seconds without a change. It may be mistaken about a change, never miss one."""
+
+
 class Store(Protocol):
     """The one source of truth. Every method raises `StoreError` (or a subclass) when the database refuses."""
 
@@ -90,12 +101,21 @@ class Store(Protocol):
     async def get_run(self, run: str) -> Run | None:
         """The run, or None when nobody created it."""
 
-    async def list_runs(self) -> list[Run]:
-        """All runs, newest first."""
+    async def list_runs(self, project: str | None = None) -> list[Run]:
+        """All runs, or those of a project, newest first."""
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+        """Hear of what other processes and other tasks change in a run; `run=""` hears of the state that belongs to none.
+
+        Enter it, look at what is to be known, then wait: no change between the look and the wait is lost.
+        """
 
     # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """Insert those whose id is new; return how many were. Calling again with the same ids changes nothing."""
+        """Insert those whose id is new; return how many were. Calling again with the same ids changes nothing.
+
+        Raises `ConflictError`, and inserts none, when another run has a rollout with one of the ids.
+        """
 
     async def get_rollout(self, rollout: str) -> Rollout | None:
         """The rollout as it stands, or None when nobody created it."""
@@ -196,8 +216,24 @@ class Store(Protocol):
     async def put_state(self, run: str, key: str, value: Json) -> None:
         """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one."""
 
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """Keep a value unless the key has one; return the one that is kept. So several processes agree on one."""
+
     async def get_state(self, run: str, key: str) -> Json:
         """The value kept under a key, or None."""
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    async def put_token(self, token: Token) -> Token:
+        """Keep a token and return it as it is stored. Raises `ConflictError` when its id is taken."""
+
+    async def get_token(self, token: str) -> Token | None:
+        """The token with this id, revoked and expired ones too; None when there never was one."""
+
+    async def list_tokens(self) -> list[Token]:
+        """All tokens, oldest first."""
+
+    async def revoke_token(self, token: str) -> Token:
+        """Take the right away, now and for good; again changes nothing. Raises `StoreError` for an unknown id."""
 
     # resources --------------------------------------------------------------------------------------------------
     async def put_resource(self, resource: Resource) -> Resource:

@@ -23,11 +23,13 @@ from lightning.types import (
     ResourceKind,
     Rollout,
     Run,
+    Scope,
     Span,
     Status,
     StepRecord,
     StepReward,
     Task,
+    Token,
     TokenIds,
     ToolEvent,
     Transition,
@@ -226,8 +228,19 @@ def span_from_row(rollout: str, attempt: int, row: Row) -> Span:
 
 def run_from_row(row: Row) -> Run:
     """From `sql.RUN_COLUMNS`."""
-    run, name, config, created_at = row
-    return Run(run, name, _mapping(config, f"the configuration of run {run!r}"), created_at)
+    run, name, config, created_at, project = row
+    return Run(run, name, _mapping(config, f"the configuration of run {run!r}"), created_at, project)
+
+
+def token_values(token: Token) -> tuple[Value, ...]:
+    """In the order of `sql.TOKEN_COLUMNS`, but for the times."""
+    return token.id, token.scope.value, token.digest, token.project, plain_text(token.name)
+
+
+def token_from_row(row: Row) -> Token:
+    """From `sql.TOKEN_COLUMNS`."""
+    token, scope, *rest = row
+    return Token(token, Scope(scope), *rest)
 
 
 def task_to_text(task: Task) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-RUN_COLUMNS: Final = "id, name, config, created_at"
-INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
+RUN_COLUMNS: Final = "id, name, config, created_at, project"
+INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
 SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
 SELECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs ORDER BY created_at DESC, n DESC"  # noqa: S608
+SELECT_PROJECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE project = ? ORDER BY created_at DESC, n DESC"  # noqa: S608
 
 # rollouts -------------------------------------------------------------------------------------------------------
 ROLLOUT_COLUMNS: Final = (
@@ -30,6 +31,7 @@ ORDER_PAGE: Final = " ORDER BY n LIMIT ?"
 SELECT_POSITION: Final = (
     "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker FROM rollouts WHERE id = ?"
 )
+SELECT_OWNER: Final = "SELECT run FROM rollouts WHERE id = ?"
 SELECT_LEASABLE: Final = (
     f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE n IN ("  # noqa: S608
     "SELECT n FROM (SELECT n FROM rollouts WHERE run = ? AND status = 'pending' ORDER BY n LIMIT ?) AS pending "
@@ -55,7 +57,7 @@ END_ROLLOUT: Final = (
     "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
     "worker = '' WHERE n = ?"
 )
-SELECT_HELD: Final = "SELECT n, id, attempt FROM rollouts WHERE worker = ? AND status = 'running'"
+SELECT_HELD: Final = "SELECT n, id, attempt, run FROM rollouts WHERE worker = ? AND status = 'running'"
 GIVE_BACK: Final = (
     "UPDATE rollouts SET status = 'pending', spent = spent - 1, worker = '', lease_until = NULL WHERE n = ?"
 )
@@ -141,6 +143,19 @@ UPSERT_STATE: Final = (
     "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET value = excluded.value"
 )
 SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"
+
+MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
+SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
+KEEP_STATE: Final = "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING"
+
+# tokens ---------------------------------------------------------------------------------------------------------
+TOKEN_COLUMNS: Final = "id, scope, digest, project, name, created_at, expires_at, revoked_at"  # noqa: S105 — columns
+INSERT_TOKEN: Final = (
+    f"INSERT INTO tokens ({TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
+)
+SELECT_TOKEN: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens WHERE id = ?"  # noqa: S608
+SELECT_TOKENS: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens ORDER BY n"  # noqa: S608
+REVOKE_TOKEN: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"  # noqa: S105 — a statement
 
 # resources ------------------------------------------------------------------------------------------------------
 RESOURCE_COLUMNS: Final = "name, kind, content, metadata, version, created_at, digest"

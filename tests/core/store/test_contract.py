@@ -18,10 +18,12 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
+    Scope,
     Status,
     StepRecord,
     StepReward,
     Task,
+    Token,
     ToolEvent,
     Transition,
     VersionRun,
@@ -677,3 +679,64 @@ async def test_state_is_replaced(store: Store) -> None:
     assert await store.get_state("other", "secret") is False
     with pytest.raises(DataError, match="'secret' is not JSON"):
         await store.put_state("run", "secret", b"bytes")  # type: ignore[arg-type]
+
+
+async def test_a_watch_hears_every_change_and_no_lease(store: Store, rollout: Callable[..., Rollout]) -> None:
+    async with store.watch("run") as watch:
+        assert not await watch.wait(0)
+        await store.create_rollouts([rollout("a")])
+        assert await watch.wait(1)
+        assert not await watch.wait(0)
+        (lease,) = await store.lease("run", "w")
+        await store.append([])
+        assert not await watch.wait(0)
+        await store.complete("a", lease.attempt, Outcome(reward=1.0))
+        assert await watch.wait(1)
+        await store.put_state("run", "key", 1)
+        assert await watch.wait(1)
+        await store.put_state("another", "key", 1)
+        assert not await watch.wait(0)
+
+
+async def test_a_change_between_the_look_and_the_wait_is_heard_at_once(store: Store) -> None:
+    async with store.watch("run") as watch:
+        waiting = asyncio.create_task(watch.wait(30))
+        await asyncio.sleep(0)
+        await store.put_state("run", "key", 1)
+        assert await asyncio.wait_for(waiting, 5)
+
+
+async def test_one_of_several_values_is_kept(store: Store) -> None:
+    kept = await asyncio.gather(*(store.keep_state("", "secret", number) for number in range(8)))
+    assert len(set(kept)) == 1
+    assert await store.get_state("", "secret") == kept[0]
+
+
+async def test_an_id_of_another_run_is_refused_and_nothing_is_created(
+    store: Store, rollout: Callable[..., Rollout]
+) -> None:
+    await store.put_run(Run("other", "other"))
+    await store.create_rollouts([rollout("a")])
+    with pytest.raises(ConflictError, match="another run"):
+        await store.create_rollouts([rollout("b", run="other"), rollout("a", run="other")])
+    assert await store.get_rollout("b") is None
+
+
+async def test_tokens_are_kept_and_revoked_for_good(store: Store) -> None:
+    made = await store.put_token(Token("t1", Scope.RUNNER, "ab" * 32, name="laptop", expires_at=5e9))
+    assert made.created_at > 0
+    assert await store.get_token("t1") == made
+    with pytest.raises(ConflictError):
+        await store.put_token(Token("t1", Scope.ADMIN, "cd" * 32))
+    revoked = await store.revoke_token("t1")
+    assert revoked.revoked_at is not None
+    assert await store.revoke_token("t1") == revoked
+    assert await store.list_tokens() == [revoked]
+    with pytest.raises(StoreError, match="no token"):
+        await store.revoke_token("t2")
+
+
+async def test_runs_are_listed_by_project(store: Store) -> None:
+    made = await store.put_run(Run("elsewhere", "elsewhere", project="theirs"))
+    assert await store.list_runs("theirs") == [made]
+    assert {run.id for run in await store.list_runs()} == {"run", "elsewhere"}

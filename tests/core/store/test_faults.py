@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.store.sqlite.migrations import MIGRATIONS
-from lightning.types import Caller, Outcome, Resource, Rollout, Run, Span, StepReward, Task, ToolEvent, Transition
+from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition
 
 CallOf = Callable[..., Transition]
 
@@ -184,65 +183,6 @@ async def test_migrations_run_once_when_processes_open_a_new_file_together(tmp_p
     connection = sqlite3.connect(tmp_path / "store.db")
     assert connection.execute("SELECT version FROM schema_version").fetchall() == [(len(MIGRATIONS),)]
     connection.close()
-
-
-def frozen(path: Path, version: int) -> Path:
-    """A database as the release that had this schema version wrote it."""
-    connection = sqlite3.connect(path)
-    connection.executescript((Path(__file__).parent / "frozen" / f"version-{version}.sql").read_text())
-    connection.close()
-    return path
-
-
-def test_every_schema_that_was_is_kept() -> None:
-    assert {file.name for file in (Path(__file__).parent / "frozen").glob("*.sql")} == {
-        f"version-{version}.sql" for version in range(1, len(MIGRATIONS))
-    }
-
-
-@pytest.mark.parametrize("version", range(1, len(MIGRATIONS)))
-async def test_a_file_of_an_older_schema_is_brought_forward(tmp_path: Path, call: CallOf, version: int) -> None:
-    store = SqliteStore(frozen(tmp_path / "store.db", version))
-    await store.open()
-    (found,) = await store.transitions("b")
-    assert (found.id, list(found.prompt_ids), list(found.response_ids)) == ("call-b0", [1, 2, 3], [8])
-    assert (found.caller, found.tool_calls) == (Caller("writer", ("root", "writer"), "span"), ())
-    assert await store.append([found]) == 0  # its digest is still what the older release wrote
-    new = call(1, rollout="b", prompt=(1, 2, 3, 8, 9), tool_calls=("t-1",))
-    assert await store.append([new]) == 1
-    assert await store.append_spans([Span("b", 1, "0" * 32, "1" * 16)]) == 1
-    await store.complete("b", 1, Outcome(reward=1.0, labels={"call-b0": Caller("x")}))
-    assert await store.transitions("b") == [replace(found, caller=Caller("x")), new]
-    assert (await store.get_rollout("b")).resources == {}  # type: ignore[union-attr]
-    assert (await store.put_resource(Resource("writer", "text"))).version == 1
-    await store.close()
-
-
-async def test_what_the_second_schema_recorded_is_still_there(tmp_path: Path) -> None:
-    store = SqliteStore(frozen(tmp_path / "store.db", 2))
-    await store.open()
-    assert [(call.id, call.caller.agent) for call in await store.transitions("a")] == [
-        ("call-a0", "writer"),
-        ("call-a1", "judge"),
-    ]
-    assert await store.tool_events("a") == [ToolEvent("t", "ok", "c1", {"x": 1}, "out", at=2.0)]
-    assert await store.step_rewards("a") == [StepReward(0.25, "fmt", "call-a0", 2.0)]
-    (step,) = await store.list_steps("run")
-    assert (step.rollouts, step.digest, step.metrics) == ((("a", 1),), "digest", {"loss": 0.5})
-    assert await store.spans("a") == []
-    assert (await store.get_state("run", "gateway_secret"), (await store.get_rollout("a")).reward) == ("00ff", 0.5)  # type: ignore[union-attr]
-    await store.close()
-
-
-async def test_what_the_third_schema_recorded_is_still_there(tmp_path: Path) -> None:
-    store = SqliteStore(frozen(tmp_path / "store.db", 3))
-    await store.open()
-    assert [call.tool_calls for call in await store.transitions("a")] == [("t-0",), ()]
-    (span,) = await store.spans("a")
-    assert (span.name, span.service, span.attributes) == ("step", "app", {"k": [1]})
-    (step,) = await store.list_steps("run")
-    assert (step.digest, step.groups) == ("digest", ())
-    await store.close()
 
 
 # rows that were damaged or edited -------------------------------------------------------------------------------

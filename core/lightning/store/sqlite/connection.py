@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError
+from lightning.store import sql
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
@@ -58,6 +59,19 @@ class Transaction:
         self._connection = connection
         self._now: float | None = None
         self._parents = parents
+        self.changed_runs: set[str] = set()
+        self._marked: set[str] = set()
+
+    def changed(self, run: str) -> None:
+        """Whoever watches the run is to hear of this transaction."""
+        if run not in self._marked:
+            self._marked.add(run)
+            self.changed_runs.add(run)
+            self.run(sql.MARK_CHANGE, (run,))
+
+    def forget_changes(self) -> None:
+        """A part of the transaction was undone, and perhaps the marks of its changes with it: mark anew from here on."""
+        self._marked.clear()
 
     @property
     def now(self) -> float:

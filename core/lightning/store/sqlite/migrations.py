@@ -168,7 +168,25 @@ _RESOURCES: Final = (
     "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES)
+_PROJECTS: Final = (
+    "ALTER TABLE runs ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
+    "CREATE INDEX runs_by_project ON runs (project, created_at)",
+    # How often a run has changed: what other processes watch.
+    "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)",
+    """CREATE TABLE tokens (
+        n INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        scope TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        project TEXT NOT NULL,
+        name TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        expires_at REAL,
+        revoked_at REAL
+    )""",
+)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES, _PROJECTS)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 

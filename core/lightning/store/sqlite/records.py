@@ -19,7 +19,7 @@ from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
 def put_run(transaction: Transaction, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
     config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
-    transaction.run(sql.INSERT_RUN, (run.id, run.name, config, run.created_at or transaction.now))
+    transaction.run(sql.INSERT_RUN, (run.id, run.name, config, run.created_at or transaction.now, run.project))
     stored = get_run(transaction, run.id)
     assert stored is not None, "the run was inserted in this transaction or before"
     return stored
@@ -31,9 +31,12 @@ def get_run(transaction: Transaction, run: str) -> Run | None:
     return None if row is None else rows.run_from_row(row)
 
 
-def list_runs(transaction: Transaction) -> list[Run]:
+def list_runs(transaction: Transaction, project: str | None) -> list[Run]:
     """See `Store.list_runs`."""
-    return [rows.run_from_row(row) for row in transaction.all(sql.SELECT_RUNS)]
+    found = (
+        transaction.all(sql.SELECT_RUNS) if project is None else transaction.all(sql.SELECT_PROJECT_RUNS, (project,))
+    )
+    return [rows.run_from_row(row) for row in found]
 
 
 def tool_events(transaction: Transaction, rollout: str, attempt: int | None) -> list[ToolEvent]:
@@ -68,6 +71,7 @@ def commit_step(transaction: Transaction, record: StepRecord) -> None:
         _check_trainable(transaction, record, rollout, attempt)
         transaction.run(sql.MARK_TRAINED, (record.step, rollout))
     transaction.run(sql.INSERT_STEP, (*rows.step_values(record), record.at or transaction.now))
+    transaction.changed(record.run)
 
 
 def _check_trainable(transaction: Transaction, record: StepRecord, rollout: str, attempt: int) -> None:
@@ -108,6 +112,20 @@ def metrics(transaction: Transaction, run: str) -> list[MetricPoint]:
 def put_state(transaction: Transaction, run: str, key: str, text: str) -> None:
     """See `Store.put_state`; `text` is the value as JSON."""
     transaction.run(sql.UPSERT_STATE, (run, key, text))
+    transaction.changed(run)
+
+
+def keep_state(transaction: Transaction, run: str, key: str, text: str) -> Json:
+    """See `Store.keep_state`; `text` is the value as JSON."""
+    if transaction.run(sql.KEEP_STATE, (run, key, text)):
+        transaction.changed(run)
+    return get_state(transaction, run, key)
+
+
+def revision(transaction: Transaction, run: str) -> int:
+    """How often the run has changed."""
+    row = transaction.one(sql.SELECT_REVISION, (run,))
+    return int(row[0]) if row else 0
 
 
 def get_state(transaction: Transaction, run: str, key: str) -> Json:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning.errors import DataError, StaleAttemptError
+from lightning.errors import ConflictError, DataError, StaleAttemptError
 from lightning.store import rows, rules, sql
 from lightning.store.protocol import Page
 from lightning.store.rules import Position
@@ -41,7 +41,24 @@ def standing(transaction: Transaction, rollout: str) -> Standing:
 
 def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
     """See `Store.create_rollouts`."""
-    return transaction.many(sql.INSERT_ROLLOUT, [rows.rollout_values(rollout) for rollout in rollouts])
+    values = [rows.rollout_values(rollout) for rollout in rollouts]
+    new = transaction.many(sql.INSERT_ROLLOUT, values)
+    if new < len(rollouts):
+        for rollout in rollouts:
+            _check_owner(transaction, rollout)
+    if new:
+        for run in {rollout.run for rollout in rollouts}:
+            transaction.changed(run)
+    return new
+
+
+def _check_owner(transaction: Transaction, rollout: Rollout) -> None:
+    row = transaction.one(sql.SELECT_OWNER, (rollout.id,))
+    if row is not None and row[0] != rollout.run:
+        raise ConflictError(
+            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+            "Begin the ids of rollouts with the id of their run"
+        )
 
 
 def get(transaction: Transaction, rollout: str) -> Rollout | None:
@@ -103,6 +120,7 @@ def _fail_exhausted(transaction: Transaction, run: str) -> None:
     for n, rollout, worker, attempt in transaction.all(sql.SELECT_EXHAUSTED, (run, transaction.now)):
         transaction.run(sql.CLOSE_ATTEMPT, (transaction.now, "expired", rollout, attempt))
         transaction.run(sql.FAIL_EXHAUSTED, (rules.expired_error(worker, attempt), n))
+        transaction.changed(run)
 
 
 def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
@@ -135,6 +153,7 @@ def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.En
             (transaction.now, ending, end.digest, end.tool_events, end.step_rewards, end.labels, rollout, attempt),
         )
         name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
+        transaction.changed(where.run)
     stored = get(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"
     return stored
@@ -144,8 +163,10 @@ def release(transaction: Transaction, worker: str) -> int:
     """See `Store.release`."""
     held = transaction.all(sql.SELECT_HELD, (worker,))
     now = transaction.now
-    transaction.many(sql.CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt in held])
-    transaction.many(sql.GIVE_BACK, [(n,) for n, _, _ in held])
+    transaction.many(sql.CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt, _ in held])
+    transaction.many(sql.GIVE_BACK, [(n,) for n, *_ in held])
+    for run in {run for *_, run in held}:
+        transaction.changed(run)
     return len(held)
 
 

@@ -12,18 +12,21 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, StoreError
 from lightning.store import rows, rules
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
+from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
 from lightning.store.sqlite import records
 from lightning.store.sqlite import resources as resource_ops
 from lightning.store.sqlite import rollouts as rollout_ops
 from lightning.store.sqlite import spans as span_ops
+from lightning.store.sqlite import tokens as token_ops
 from lightning.store.sqlite import transitions as transition_ops
 from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
+from lightning.store.sqlite.watching import Bell, watching
 from lightning.store.sqlite.writer import Writer, closed_error
 from lightning.store.url import StoreURL, parse
 from lightning.types import (
@@ -37,6 +40,7 @@ from lightning.types import (
     Status,
     StepRecord,
     StepReward,
+    Token,
     ToolEvent,
     Transition,
 )
@@ -99,6 +103,7 @@ class SqliteStore:
         self._lock = threading.Lock()
         self._writer: Writer | None = None
         self._readers: _Readers | None = None
+        self._bell = Bell()
         self._process = 0
 
     @classmethod
@@ -124,7 +129,7 @@ class SqliteStore:
         """See `Store.open`."""
         with self._lock:
             if self._writer is None:
-                self._writer = Writer(self._settings)
+                self._writer = Writer(self._settings, self._bell)
                 self._readers = None if self._settings.in_memory else _Readers(self._settings)
                 self._process = os.getpid()
             writer = self._writer
@@ -178,9 +183,13 @@ class SqliteStore:
         """See `Store.get_run`."""
         return await self._read(lambda tx: records.get_run(tx, run))
 
-    async def list_runs(self) -> list[Run]:
+    async def list_runs(self, project: str | None = None) -> list[Run]:
         """See `Store.list_runs`."""
-        return await self._read(records.list_runs)
+        return await self._read(lambda tx: records.list_runs(tx, project))
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+        """See `Store.watch`."""
+        return watching(self._bell, run, lambda: self._read(lambda tx: records.revision(tx, run)))
 
     # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
@@ -277,9 +286,31 @@ class SqliteStore:
         text = rows.dump(value, f"the state {key!r}")
         await self._write(lambda tx: records.put_state(tx, run, key, text))
 
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """See `Store.keep_state`."""
+        text = rows.dump(value, f"the state {key!r}")
+        return await self._write(lambda tx: records.keep_state(tx, run, key, text))
+
     async def get_state(self, run: str, key: str) -> Json:
         """See `Store.get_state`."""
         return await self._read(lambda tx: records.get_state(tx, run, key))
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    async def put_token(self, token: Token) -> Token:
+        """See `Store.put_token`."""
+        return await self._write(lambda tx: token_ops.put(tx, token))
+
+    async def get_token(self, token: str) -> Token | None:
+        """See `Store.get_token`."""
+        return await self._read(lambda tx: token_ops.get(tx, token))
+
+    async def list_tokens(self) -> list[Token]:
+        """See `Store.list_tokens`."""
+        return await self._read(token_ops.all_tokens)
+
+    async def revoke_token(self, token: str) -> Token:
+        """See `Store.revoke_token`."""
+        return await self._write(lambda tx: token_ops.revoke(tx, token))
 
     # resources --------------------------------------------------------------------------------------------------
     async def put_resource(self, resource: Resource) -> Resource:

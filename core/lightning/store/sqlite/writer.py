@@ -19,6 +19,7 @@ from lightning.errors import StoreError
 from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign
 from lightning.store.sqlite.parents import ParentCache
+from lightning.store.sqlite.watching import Bell
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512
@@ -72,8 +73,10 @@ def _deliver_here(jobs: Sequence[_Job[object]]) -> None:
 class Writer:
     """Owns the writing connection. `ready` resolves when the file is open and migrated, or fails with the reason."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, bell: Bell) -> None:
         self._settings = settings
+        self._bell = bell
+        self._transaction: Transaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -166,6 +169,7 @@ class Writer:
             if not self._connection.in_transaction:
                 raise  # SQLite rolled back everything by itself, as it may when the disk is full
             self._connection.execute("ROLLBACK TO job")
+            self._transaction.forget_changes()
             self._parents.forget()
             job.failed(translate(error, self._settings))
         self._connection.execute("RELEASE job")
@@ -184,11 +188,14 @@ class Writer:
             self._connection = connect(self._settings)
             self._broken = False
         self._connection.execute("BEGIN IMMEDIATE")
-        return Transaction(self._connection, self._parents)
+        self._transaction = Transaction(self._connection, self._parents)
+        return self._transaction
 
     def _commit(self) -> None:
         self._connection.execute("COMMIT")
         self._parents.keep()
+        if self._transaction.changed_runs:
+            self._bell.ring(self._transaction.changed_runs)
 
     def _roll_back(self) -> None:
         self._parents.forget()

@@ -1,0 +1,78 @@
+"""Hearing of changes: at once from this process, within a poll from others on the same file.
+
+The invariant: a change is counted in the transaction that makes it, and a watch remembers the count it has told: so none is
+missed, whatever is lost on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+POLL: Final = 0.05
+"""Seconds between looks for what another process changed; a look is one indexed read."""
+
+
+class Bell:
+    """Wakes the watches of this process. Rung from the writer's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+
+    def ring(self, runs: Iterable[str]) -> None:
+        """Wake whoever watches one of the runs."""
+        with self._lock:
+            woken = [waiter for run in runs for waiter in self._waiting.get(run, ())]
+        for loop, event in woken:
+            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
+                loop.call_soon_threadsafe(event.set)
+
+    @contextlib.contextmanager
+    def listening(self, run: str, event: asyncio.Event) -> Iterator[None]:
+        """For the length of the block `event`, of the running loop, is set by each ring for the run."""
+        waiter = (asyncio.get_running_loop(), event)
+        with self._lock:
+            self._waiting.setdefault(run, set()).add(waiter)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting[run].discard(waiter)
+                if not self._waiting[run]:
+                    del self._waiting[run]
+
+
+class RevisionWatch:
+    """A `Watch` that compares how often a run has changed with what it knew."""
+
+    def __init__(self, revision: Callable[[], Awaitable[int]], event: asyncio.Event, known: int) -> None:
+        self._revision, self._event, self._known = revision, event, known
+
+    async def wait(self, timeout: float) -> bool:
+        """See `Watch.wait`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            self._event.clear()
+            revision = await self._revision()
+            if revision != self._known:
+                self._known = revision
+                return True
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), min(POLL, left))
+
+
+@asynccontextmanager
+async def watching(bell: Bell, run: str, revision: Callable[[], Awaitable[int]]) -> AsyncIterator[RevisionWatch]:
+    """A watch from now on."""
+    event = asyncio.Event()
+    with bell.listening(run, event):
+        yield RevisionWatch(revision, event, await revision())
