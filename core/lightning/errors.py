@@ -7,6 +7,7 @@
     ├── DataError (ValueError)               tasks, rewards or tokens that cannot be trained on
     ├── StoreError (RuntimeError)            the database refused
     │   ├── SchemaError                      it is corrupt, or newer than this program
+    │   ├── UnavailableError                 it cannot be reached now; asking again may help
     │   ├── StaleAttemptError                a late writer was fenced off
     │   └── ConflictError                    one idempotency key, two contents
     ├── GatewayError (RuntimeError)          the gateway could not start or serve
@@ -56,6 +57,10 @@ class StoreError(LightningError, RuntimeError):
 
 class SchemaError(StoreError):
     """The database is corrupt, or was written by a newer release."""
+
+
+class UnavailableError(StoreError):
+    """The database, or every server in front of it, cannot be reached now. Nothing is wrong with what was asked."""
 
 
 class StaleAttemptError(StoreError):
