@@ -11,16 +11,19 @@ from lightning.config.models import (
     LoraConfig,
     PolicyServerConfig,
     RunnerConfig,
-    Section,
     TrainerConfig,
 )
+from lightning.config.runners import KubernetesConfig, RayConfig
+from lightning.config.section import Section
 
 __all__ = [
     "Config",
     "EngineConfig",
     "GatewayConfig",
+    "KubernetesConfig",
     "LoraConfig",
     "PolicyServerConfig",
+    "RayConfig",
     "RunnerConfig",
     "Section",
     "Setting",

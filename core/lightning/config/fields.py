@@ -101,14 +101,17 @@ def _words(annotation: object) -> str:
     if origin is tuple:
         return f"a list of {len(parts)} {_plural(parts[0])}"
     if origin is dict:
-        return "a table of names and numbers"
+        values = _plural(parts[1]) if len(parts) == 2 else "values"
+        return f"a table of names and {values}"
     return "a table"
 
 
 def _plural(annotation: object) -> str:
     if annotation is str:
         return "strings"
-    return "integers" if annotation is int else "numbers" if annotation is float else "values"
+    if annotation is int:
+        return "integers"
+    return "numbers" if annotation is float or set(get_args(annotation)) == {int, float} else "values"
 
 
 def _toml(field: FieldInfo) -> str:

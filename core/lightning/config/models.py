@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class Section(BaseModel):
-    """Frozen, and strict about its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+from lightning.config.runners import KubernetesConfig, RayConfig
+from lightning.config.section import Section
 
 
 class TrainerConfig(Section):
@@ -161,6 +158,8 @@ class RunnerConfig(Section):
     """Modules the fork server imports once, so that a new process starts at once."""
     rollouts_per_process: int = Field(default=1000, ge=1)
     """A worker process is replaced after so many rollouts."""
+    ray: RayConfig = RayConfig()
+    k8s: KubernetesConfig = KubernetesConfig()
 
 
 class Config(Section):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from lightning.store.protocol import Store
 from lightning.types import LLM, Lease, Outcome, Task
 
 Reward: TypeAlias = "float | dict[str, float]"
@@ -41,13 +42,13 @@ class Site:
     """What a client (`lightning runner`) needs to work for a run.
 
     `server` is what goes after `--server`: one URL or several with commas, as clients reach them. `token` has the scope
-    `runner`. `pending` counts the run's rollouts that wait to be leased.
+    `runner`. `store` is the run's, open.
     """
 
     server: str
     token: str = field(repr=False)
     run: str
-    pending: Callable[[], Awaitable[int]]
+    store: Store
 
 
 @runtime_checkable

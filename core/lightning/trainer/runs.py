@@ -40,6 +40,8 @@ MAY_CHANGE = (
     "runner.lease_ttl",
     "runner.preload",
     "runner.rollouts_per_process",
+    "runner.ray",
+    "runner.k8s",
     "algorithm.arguments.optimizer",
     "algorithm.arguments.rounds",
     "algorithm.arguments.max_rollouts",
