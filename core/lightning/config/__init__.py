@@ -26,6 +26,7 @@ __all__ = [
     "RayConfig",
     "RunnerConfig",
     "Section",
+    "ServerConfig",
     "Setting",
     "TrainerConfig",
     "load_config",

@@ -147,6 +147,8 @@ class RunnerConfig(Section):
     """Attempts per rollout; only infrastructure failures are retried."""
     lease_ttl: float = Field(default=60.0, gt=0)
     """Seconds until a silent runner's work is given to another."""
+    drain: float = Field(default=30.0, ge=0)
+    """Seconds that the agents of a `lightning runner` get to end when it is told to; then their work is given back."""
     adapters: tuple[str, ...] | None = None
     """Adapters to install in the agents' processes; null installs every one that is found."""
     prompts: dict[str, str] = Field(default_factory=dict)
@@ -162,6 +164,17 @@ class RunnerConfig(Section):
     k8s: KubernetesConfig = KubernetesConfig()
 
 
+class ServerConfig(Section):
+    """Lightning Server: the control API and the gateway on one port, for clients that run elsewhere."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to bind; 0 takes a free one."""
+    public_url: str = ""
+    """Where clients reach this server, when that is not the address it binds (behind a proxy, in a container)."""
+
+
 class Config(Section):
     """Everything that can be set. Precedence: arguments and `--set`, then `LIGHTNING_*`, then the TOML file."""
 
@@ -169,4 +182,5 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     policy_server: PolicyServerConfig = PolicyServerConfig()
     gateway: GatewayConfig = GatewayConfig()
+    server: ServerConfig = ServerConfig()
     runner: RunnerConfig = RunnerConfig()
