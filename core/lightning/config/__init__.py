@@ -11,6 +11,7 @@ from lightning.config.models import (
     LoraConfig,
     PolicyServerConfig,
     RunnerConfig,
+    ServerConfig,
     TrainerConfig,
 )
 from lightning.config.runners import KubernetesConfig, RayConfig
