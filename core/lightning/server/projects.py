@@ -1,0 +1,389 @@
+"""The store as one project sees it: the one place that keeps projects apart.
+
+The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
+in a run's state is told to nobody. Only an id that one asks to *create* can be found to be taken elsewhere, since the ids of
+runs and rollouts are one name space.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+
+from lightning.errors import ConflictError, DataError, StoreError
+from lightning.server.names import Names
+from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store, Watch
+from lightning.store.rules import unknown_rollout
+from lightning.types import (
+    DEFAULT_PROJECT,
+    Json,
+    Lease,
+    Outcome,
+    Resource,
+    Rollout,
+    Run,
+    Span,
+    Status,
+    StepRecord,
+    StepReward,
+    Token,
+    ToolEvent,
+    Transition,
+)
+
+REMEMBERED = 16_384
+"""Ids known to be of the project; beyond, they are looked up again."""
+FORGET_AFTER = 60.0
+"""Seconds until they are looked up again anyway: a run may be pruned, and its id given to another."""
+VIEWS = 1024
+WHOLE_STORE = ""
+"""The `run` of state that belongs to no run."""
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key of a run's state holds what no token may read or change, such as `gateway_secret`."""
+    return "secret" in key.lower()
+
+
+class Projects:
+    """The views of one store, kept so that each remembers what it has looked up."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._views: OrderedDict[str | None, ProjectStore] = OrderedDict()
+
+    def of(self, project: str | None) -> ProjectStore:
+        """The store as `project` sees it; None sees all projects, and no secret either."""
+        view = self._views.get(project)
+        if view is None:
+            view = self._views[project] = ProjectStore(self._store, project)
+            if len(self._views) > VIEWS:
+                self._views.popitem(last=False)
+        self._views.move_to_end(project)
+        return view
+
+
+class ProjectStore:
+    """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair."""
+
+    def __init__(self, store: Store, project: str | None) -> None:
+        self._store, self._project = store, project
+        self._names = Names(project)
+        self._runs: OrderedDict[str, None] = OrderedDict()
+        self._rollouts: OrderedDict[str, None] = OrderedDict()
+        self._since = time.monotonic()
+
+    async def open(self) -> None:
+        """Nothing: the store under it is open as long as its owner wants."""
+
+    async def close(self) -> None:
+        """Nothing: others look at the store under it too."""
+
+    # what is seen -----------------------------------------------------------------------------------------------
+    async def _sees_run(self, run: str) -> bool:
+        if self._project is None:
+            return True
+        self._forget()
+        if run in self._runs:
+            return True
+        found = await self._store.get_run(run) if run != WHOLE_STORE else None
+        if found is None or found.project != self._project:
+            return False
+        _remember(self._runs, run)
+        return True
+
+    async def _sees(self, rollout: str) -> bool:
+        if self._project is None:
+            return True
+        self._forget()
+        if rollout in self._rollouts:
+            return True
+        found = await self._store.get_rollout(rollout)
+        if found is None or not await self._sees_run(found.run):
+            return False
+        _remember(self._rollouts, rollout)
+        return True
+
+    async def _check_run(self, run: str) -> None:
+        if not await self._sees_run(run):
+            raise StoreError(f"run {run!r} is unknown: create it with put_run() first")
+
+    async def _check(self, *rollouts: str) -> None:
+        for rollout in dict.fromkeys(rollouts):
+            if not await self._sees(rollout):
+                raise unknown_rollout(rollout)
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        if now - self._since > FORGET_AFTER:
+            self._runs.clear()
+            self._rollouts.clear()
+            self._since = now
+
+    # runs -------------------------------------------------------------------------------------------------------
+    async def put_run(self, run: Run) -> Run:
+        """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
+        `ConflictError` when another project has the id."""
+        if self._project is None:
+            return await self._store.put_run(run)
+        if run.project not in (DEFAULT_PROJECT, self._project):
+            raise DataError(f"run {run.id!r} is of project {run.project!r}, and the token of {self._project!r}")
+        if run.id == WHOLE_STORE:
+            raise DataError("a run needs an id: lightning.types.new_id('run') makes one")
+        stored = await self._store.put_run(replace(run, project=self._project))
+        if stored.project != self._project:
+            raise ConflictError(f"the id {run.id!r} of a run is taken: choose another one")
+        return stored
+
+    async def get_run(self, run: str) -> Run | None:
+        """See `Store.get_run`."""
+        found = await self._store.get_run(run)
+        return found if found is None or self._project in (None, found.project) else None
+
+    async def list_runs(self, project: str | None = None) -> list[Run]:
+        """See `Store.list_runs`."""
+        if self._project is None:
+            return await self._store.list_runs(project)
+        return await self._store.list_runs(self._project) if project in (None, self._project) else []
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+        """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
+        return self._watch(run)
+
+    @asynccontextmanager
+    async def _watch(self, run: str) -> AsyncIterator[Watch]:
+        await self._check_run(run)
+        async with self._store.watch(run) as watch:
+            yield watch
+
+    # rollouts ---------------------------------------------------------------------------------------------------
+    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """See `Store.create_rollouts`. Raises `StoreError` for a run that is not there."""
+        for run in dict.fromkeys(rollout.run for rollout in rollouts):
+            await self._check_run(run)
+        try:
+            return await self._store.create_rollouts([self._names.rollout_in(rollout) for rollout in rollouts])
+        except ConflictError as error:
+            raise ConflictError(
+                "no rollout was created: another run has one with an id of these. Begin the ids of rollouts with the id "
+                "of their run"
+            ) from error
+
+    async def get_rollout(self, rollout: str) -> Rollout | None:
+        """See `Store.get_rollout`."""
+        found = await self._store.get_rollout(rollout)
+        if found is None or not await self._sees_run(found.run):
+            return None
+        return self._names.rollout_out(found)
+
+    async def list_rollouts(
+        self,
+        run: str,
+        *,
+        split: str | None = None,
+        step: int | None = None,
+        status: Status | None = None,
+        cursor: str = "",
+        limit: int = 1000,
+    ) -> Page:
+        """See `Store.list_rollouts`."""
+        if not await self._sees_run(run):
+            return Page(())
+        page = await self._store.list_rollouts(run, split=split, step=step, status=status, cursor=cursor, limit=limit)
+        return replace(page, rollouts=tuple(self._names.rollout_out(rollout) for rollout in page.rollouts))
+
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+        """See `Store.lease`. Workers of two projects may have one name and stay two."""
+        if not await self._sees_run(run):
+            return []
+        leases = await self._store.lease(run, self._names.worker_in(worker), limit=limit, ttl=ttl)
+        return [self._names.lease_out(lease) for lease in leases]
+
+    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
+        """See `Store.renew`."""
+        await self._check(lease.rollout.id)
+        held = await self._store.renew(self._names.lease_in(lease), ttl=ttl)
+        return self._names.lease_out(held)
+
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+        """See `Store.complete`."""
+        await self._check(rollout)
+        return self._names.rollout_out(await self._store.complete(rollout, attempt, outcome))
+
+    async def release(self, worker: str) -> int:
+        """See `Store.release`: of this project's workers the one with the name."""
+        return await self._store.release(self._names.worker_in(worker))
+
+    # transitions ------------------------------------------------------------------------------------------------
+    async def append(self, transitions: Sequence[Transition]) -> int:
+        """See `Store.append`."""
+        await self._check(*(transition.rollout for transition in transitions))
+        return await self._store.append(transitions)
+
+    async def next_seq(self, rollout: str, attempt: int) -> int:
+        """See `Store.next_seq`."""
+        return await self._store.next_seq(rollout, attempt) if await self._sees(rollout) else 0
+
+    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
+        """See `Store.transitions`."""
+        await self._check(rollout)
+        return await self._store.transitions(rollout, attempt)
+
+    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
+        """See `Store.transitions_of`."""
+        await self._check(*(rollout for rollout, _ in attempts))
+        return await self._store.transitions_of(attempts)
+
+    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
+        """See `Store.tool_events`."""
+        await self._check(rollout)
+        return await self._store.tool_events(rollout, attempt)
+
+    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
+        """See `Store.step_rewards`."""
+        await self._check(rollout)
+        return await self._store.step_rewards(rollout, attempt)
+
+    # spans ------------------------------------------------------------------------------------------------------
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """See `Store.append_spans`: those of other projects are refused as those of unknown rollouts are."""
+        seen = {rollout: await self._sees(rollout) for rollout in dict.fromkeys(span.rollout for span in spans)}
+        return await self._store.append_spans([span for span in spans if seen[span.rollout]])
+
+    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
+        """See `Store.spans`."""
+        await self._check(rollout)
+        return await self._store.spans(rollout, attempt)
+
+    # steps and metrics ------------------------------------------------------------------------------------------
+    async def commit_step(self, record: StepRecord) -> None:
+        """See `Store.commit_step`."""
+        await self._check_run(record.run)
+        await self._check(*(rollout for rollout, _ in record.rollouts))
+        await self._store.commit_step(record)
+
+    async def list_steps(self, run: str) -> list[StepRecord]:
+        """See `Store.list_steps`."""
+        return await self._store.list_steps(run) if await self._sees_run(run) else []
+
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """See `Store.log_metrics`. Raises `StoreError` for a run that is not there."""
+        await self._check_run(run)
+        await self._store.log_metrics(run, step, values)
+
+    async def metrics(self, run: str) -> list[MetricPoint]:
+        """See `Store.metrics`."""
+        return await self._store.metrics(run) if await self._sees_run(run) else []
+
+    # small state ------------------------------------------------------------------------------------------------
+    async def put_state(self, run: str, key: str, value: Json) -> None:
+        """See `Store.put_state`. Raises `StoreError` for a run that is not there and for a secret."""
+        await self._check_state(run, key)
+        await self._store.put_state(run, key, value)
+
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """See `Store.keep_state`. Raises as `put_state` does."""
+        await self._check_state(run, key)
+        return await self._store.keep_state(run, key, value)
+
+    async def get_state(self, run: str, key: str) -> Json:
+        """See `Store.get_state`. A secret is not there."""
+        if is_secret(key) or not await self._sees_run(run):
+            return None
+        return await self._store.get_state(run, key)
+
+    async def _check_state(self, run: str, key: str) -> None:
+        await self._check_run(run)
+        if is_secret(key):
+            raise StoreError(f"the state {key!r} is a secret of the servers: use a key without the word secret")
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    async def put_token(self, token: Token) -> Token:
+        """See `Store.put_token`. Raises `DataError` for a token of another project."""
+        if self._project not in (None, token.project):
+            raise DataError(f"a token of project {self._project!r} makes no tokens for {token.project!r}")
+        return await self._store.put_token(token)
+
+    async def get_token(self, token: str) -> Token | None:
+        """See `Store.get_token`."""
+        found = await self._store.get_token(token)
+        return found if found is None or self._project in (None, found.project) else None
+
+    async def list_tokens(self) -> list[Token]:
+        """See `Store.list_tokens`."""
+        return [token for token in await self._store.list_tokens() if self._project in (None, token.project)]
+
+    async def revoke_token(self, token: str) -> Token:
+        """See `Store.revoke_token`."""
+        if await self.get_token(token) is None:
+            raise StoreError(f"there is no token {token!r}: list_tokens() says which there are")
+        return await self._store.revoke_token(token)
+
+    # resources --------------------------------------------------------------------------------------------------
+    async def put_resource(self, resource: Resource) -> Resource:
+        """See `Store.put_resource`. Raises `DataError` for a name that is reserved."""
+        stored = await self._store.put_resource(replace(resource, name=self._names.resource_in(resource.name)))
+        return self._names.resource_out(stored)
+
+    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
+        """See `Store.get_resource`."""
+        if not self._names.may_have(name):
+            return None
+        found = await self._store.get_resource(self._names.resource_in(name), which)
+        return None if found is None else self._names.resource_out(found)
+
+    async def list_resources(self, name: str | None = None) -> list[Resource]:
+        """See `Store.list_resources`."""
+        if name is not None:
+            named = self._names.may_have(name)
+            found = await self._store.list_resources(self._names.resource_in(name)) if named else []
+        else:
+            found = [item for item in await self._store.list_resources() if self._names.owns(item.name)]
+        return [self._names.resource_out(resource) for resource in found]
+
+    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+        """See `Store.set_alias`."""
+        await self._check_version(name, version)
+        return self._names.alias_out(await self._store.set_alias(self._names.resource_in(name), alias, version))
+
+    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+        """See `Store.roll_back_alias`."""
+        if not await self.alias_history(name, alias):
+            raise StoreError(f"the resource {name!r} has no alias {alias!r}: list_aliases() says which there are")
+        return self._names.alias_out(await self._store.roll_back_alias(self._names.resource_in(name), alias))
+
+    async def list_aliases(self, name: str | None = None) -> list[Alias]:
+        """See `Store.list_aliases`."""
+        if name is not None:
+            named = self._names.may_have(name)
+            found = await self._store.list_aliases(self._names.resource_in(name)) if named else []
+        else:
+            found = [alias for alias in await self._store.list_aliases() if self._names.owns(alias.name)]
+        return [self._names.alias_out(alias) for alias in found]
+
+    async def alias_history(self, name: str, alias: str) -> list[Alias]:
+        """See `Store.alias_history`."""
+        if not self._names.may_have(name):
+            return []
+        moves = await self._store.alias_history(self._names.resource_in(name), alias)
+        return [self._names.alias_out(move) for move in moves]
+
+    async def resource_uses(self, name: str) -> list[ResourceUse]:
+        """See `Store.resource_uses`: by runs of this project."""
+        if not self._names.may_have(name):
+            return []
+        uses = await self._store.resource_uses(self._names.resource_in(name))
+        return [use for use in uses if await self._sees_run(use.run)]
+
+    async def _check_version(self, name: str, version: int) -> None:
+        if await self.get_resource(name, version) is None:
+            raise StoreError(f"the resource {name!r} has no version {version}: list_resources() says which there are")
+
+
+def _remember(known: OrderedDict[str, None], identity: str) -> None:
+    known[identity] = None
+    if len(known) > REMEMBERED:
+        known.popitem(last=False)
