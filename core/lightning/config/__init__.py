@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning.config.fields import Setting, settings
+from lightning.config.limits import LimitsConfig
 from lightning.config.load import load_config, with_settings
 from lightning.config.models import (
     Config,
@@ -22,6 +23,7 @@ __all__ = [
     "EngineConfig",
     "GatewayConfig",
     "KubernetesConfig",
+    "LimitsConfig",
     "LoraConfig",
     "PolicyServerConfig",
     "RayConfig",

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from lightning.config.limits import LimitsConfig
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
 
@@ -134,6 +135,8 @@ class GatewayConfig(Section):
     """Seconds without a byte from vLLM until the call counts as failed."""
     override_sampling: dict[str, float | int] = Field(default_factory=dict)
     """Sampling parameters forced on every request; empty keeps the agents' own."""
+    limits: LimitsConfig = LimitsConfig()
+    """What one client may take of the port."""
 
 
 class RunnerConfig(Section):

@@ -20,8 +20,12 @@ TYPES = {
     404: "not_found_error",
     405: "not_found_error",
     409: "conflict_error",
+    408: "invalid_request_error",
     413: "request_too_large",
+    421: "invalid_request_error",
     422: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "request_too_large",
     502: "upstream_error",
     503: "unavailable_error",
 }

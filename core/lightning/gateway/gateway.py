@@ -68,7 +68,7 @@ class Gateway:
         if self._serving is not None:
             return
         listener = bind(self._config.host, self._config.port)
-        self._serving = Serving(self._front, listener)
+        self._serving = Serving(self._front, listener, self._config.limits)
         await self._serving.start()
         self.url = self._serving.url
 

@@ -16,7 +16,10 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
+from lightning.gateway.guard import Guard, is_loopback
+from lightning.gateway.patience import patient
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +46,15 @@ class _Server(uvicorn.Server):
 
 
 class Serving:
-    """One application on one socket."""
+    """One application on one socket. Every port of lightning is one of these, so that all have the same limits."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, limits: LimitsConfig) -> None:
         self._listener = listener
         host, port = listener.getsockname()[:2]
         self.url = f"http://{reachable(host)}:{port}"
         config = uvicorn.Config(
-            app,
-            http="auto",
+            Guard(app, limits, loopback=is_loopback(host)),
+            http=patient(limits),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,0 +1,167 @@
+"""Who may ask this port at all, and how often: what stands before every route.
+
+The invariant: no token can take more than its share of requests, and nobody learns anything by trying tokens quickly; what is
+remembered of clients is bounded, and holds none of their secrets. A request costs two look-ups in dictionaries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightning.config import LimitsConfig
+from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.identity import ROLLOUT_HEADER
+
+CLIENTS = 32_768
+"""Tokens and addresses that are remembered at most."""
+CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", ROLLOUT_HEADER)
+OPEN = ("/health", "/version", "/openapi.json")
+"""Ends of the paths that need no token, so that an answer there says nothing of one."""
+LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
+
+
+@dataclass(slots=True)
+class Share:
+    """What is left to one client: `allowance` of `most` requests at the time `at` (the monotonic clock). `good` tokens were
+    let in before."""
+
+    most: float
+    allowance: float
+    at: float
+    in_flight: int = 0
+    good: bool = False
+
+    def wait(self, rate: float, now: float) -> float:
+        """The seconds until a request is left, of `rate` (not 0) per second and at most `most` at once; 0 for now."""
+        self.allowance = min(self.most, self.allowance + (now - self.at) * rate)
+        self.at = now
+        return 0.0 if self.allowance >= 1.0 else (1.0 - self.allowance) / rate
+
+
+class Shares:
+    """The shares of those who asked lately. The one that asked longest ago is forgotten first, unless it still waits."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._known: OrderedDict[bytes, Share] = OrderedDict()
+
+    def of(self, client: bytes) -> Share:
+        """The share of a client."""
+        share = self._known.get(client)
+        if share is None:
+            share = self._known[client] = Share(self._most, self._most, time.monotonic())
+            if len(self._known) > CLIENTS:
+                oldest = next(iter(self._known))
+                if self._known[oldest].in_flight:
+                    self._known.move_to_end(oldest)
+                else:
+                    del self._known[oldest]
+        self._known.move_to_end(client)
+        return share
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+class Guard:
+    """An ASGI application before another one. `loopback` says that the port is bound to this machine alone."""
+
+    def __init__(self, app: ASGIApp, limits: LimitsConfig, *, loopback: bool) -> None:
+        self._app, self._limits = app, limits
+        self._hosts = frozenset(host.lower() for host in limits.hosts)
+        self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
+        self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
+        self._tokens = Shares(2.0 * self._rate)
+        self._strangers = Shares(limits.failures_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or say why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            token, address = self._admit(scope)
+        except RefusalError as refusal:
+            await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
+            return
+        token.in_flight += 1
+        try:
+            if token.good or not self._failures:
+                await self._app(scope, receive, send)
+            else:
+                await self._app(scope, receive, self._judging(scope, send, token, address))
+        finally:
+            token.in_flight -= 1
+
+    def _admit(self, scope: Scope) -> tuple[Share, Share]:
+        """The shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 429 for too much."""
+        host, credential = b"", b""
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name in CREDENTIALS:
+                credential = value
+        if host and self._checks_host and not self._is_ours(host.decode("latin-1")):
+            text = (
+                f"This server is not called {host.decode('latin-1')[:200]!r}; name it in gateway.limits.hosts if it is."
+            )
+            raise RefusalError(421, "wrong_host", text)
+        path = scope["path"]
+        if not credential and path.startswith("/r/"):
+            credential = path.split("/", 3)[2].encode("utf-8", "surrogatepass")
+        where = (scope["client"] or ("",))[0].encode()
+        client = hashlib.blake2b(credential, digest_size=16).digest() if credential else where
+        now = time.monotonic()
+        token, address = self._tokens.of(client), self._strangers.of(where)
+        if not token.good and self._failures and (wait := address.wait(self._failures, now)):
+            raise _too_many("Too many requests with wrong tokens came from this address", wait)
+        limit = self._limits.concurrent_requests
+        if limit and token.in_flight >= limit:
+            raise _too_many(f"This token has {limit} requests in progress (gateway.limits.concurrent_requests)", 1.0)
+        if self._rate and (wait := token.wait(self._rate, now)):
+            rate = f"{self._rate:g} requests per second (gateway.limits.requests_per_second)"
+            raise _too_many(f"This token asks more often than {rate}", wait)
+        token.allowance -= 1.0
+        return token, address
+
+    def _judging(self, scope: Scope, send: Send, token: Share, address: Share) -> Send:
+        """`send`, with an eye on the answer: a token that opens something is good, one that does not costs its address."""
+
+        async def judge(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] == 401:
+                    address.allowance -= 1.0
+                elif message["status"] < 400 and not scope["path"].endswith(OPEN):
+                    token.good = True
+            await send(message)
+
+        return judge
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a request may be for this name: one of loopback's, or one that was given. Pages of other sites, whose names
+        were pointed here, are not (DNS rebinding)."""
+        name = host.lower()
+        if not name.endswith("]"):
+            before, colon, port = name.rpartition(":")
+            name = before if colon and port.isdecimal() else name
+        return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() in LOOPBACK_NAMES
+
+
+def _too_many(what: str, seconds: float) -> RefusalError:
+    wait = str(max(1, math.ceil(seconds))).encode()
+    return RefusalError(429, "too_many_requests", f"{what}. Wait and send it again.", [(b"retry-after", wait)])
