@@ -1,8 +1,8 @@
 """Every SQL text of the store, in the dialect that SQLite and Postgres share.
 
 The invariant: nothing here is particular to one database. Parameters are `?` (a driver that counts them, `$1`, rewrites them:
-no literal contains one); upserts are ON CONFLICT; the clock, the locking of leased rows and the types of the
-schema (`migrations` of each store) are the caller's. "group" and "index" are reserved words, hence `group_id` and `idx`.
+no literal contains one); upserts are ON CONFLICT; the clock, the locking of rows (`relational.transaction`) and the types of
+the schema (`migrations` of each store) are the store's. "group" and "index" are reserved words, hence `group_id` and `idx`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ SELECT_POSITION: Final = (
     "SELECT n, run, group_id, status, attempt, spent, max_attempts, worker FROM rollouts WHERE id = ?"
 )
 SELECT_OWNER: Final = "SELECT run FROM rollouts WHERE id = ?"
-SELECT_LEASABLE: Final = (
-    f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE n IN ("  # noqa: S608
-    "SELECT n FROM (SELECT n FROM rollouts WHERE run = ? AND status = 'pending' ORDER BY n LIMIT ?) AS pending "
-    "UNION ALL "
-    "SELECT n FROM (SELECT n FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? "
-    "ORDER BY n LIMIT ?) AS expired) ORDER BY n LIMIT ?"
+SELECT_PENDING: Final = (
+    f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE run = ? AND status = 'pending' ORDER BY n LIMIT ?"  # noqa: S608
 )
-"""Parameters: run, limit, run, now, limit, limit. Ask after `SELECT_EXHAUSTED` was dealt with."""
+SELECT_LAPSED: Final = "SELECT 1 FROM rollouts WHERE run = ? AND status = 'running' AND lease_until <= ? LIMIT 1"
+"""Whether any lease of the run has expired: only then the two that follow have anything to find."""
+SELECT_EXPIRED: Final = (
+    f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts "  # noqa: S608
+    "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent < max_attempts ORDER BY n LIMIT ?"
+)
 SELECT_EXHAUSTED: Final = (
     "SELECT n, id, worker, attempt FROM rollouts "
     "WHERE run = ? AND status = 'running' AND lease_until <= ? AND spent >= max_attempts"
@@ -52,6 +53,7 @@ TAKE_LEASE: Final = (
     "UPDATE rollouts SET status = 'running', attempt = ?, spent = spent + 1, worker = ?, lease_until = ?, fault = '', "
     "error = '', seconds = 0 WHERE n = ?"
 )
+SELECT_TAKEN: Final = "SELECT 1 FROM rollouts WHERE id = ? AND attempt = ? AND worker = ? AND lease_until = ?"
 RENEW_LEASE: Final = "UPDATE rollouts SET lease_until = ? WHERE id = ?"
 END_ROLLOUT: Final = (
     "UPDATE rollouts SET status = ?, reward = ?, rewards = ?, fault = ?, error = ?, seconds = ?, lease_until = NULL, "
@@ -144,8 +146,6 @@ UPSERT_STATE: Final = (
 )
 SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"
 
-MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
-SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
 KEEP_STATE: Final = "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING"
 
 # tokens ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from lightning.errors import DataError, StoreError
 from lightning.store import Store
-from lightning.store.sqlite import spans as span_ops
+from lightning.store.relational import spans as span_ops
 from lightning.types import Fault, Outcome, Rollout, Span
 
 RolloutOf = Callable[..., Rollout]

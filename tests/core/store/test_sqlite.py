@@ -7,16 +7,16 @@ import os
 import random
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
 import pytest
 from lightning.errors import StoreError
+from lightning.store.relational import transitions as transition_ops
+from lightning.store.relational.parents import Known, ParentCache, choose
+from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite import transitions as transition_ops
-from lightning.store.sqlite.connection import Transaction
-from lightning.store.sqlite.parents import Known, ParentCache, choose
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
 
 CallOf = Callable[..., Transition]
@@ -35,7 +35,7 @@ class Held:
     def __enter__(self) -> Self:
         self.go, started = threading.Event(), threading.Event()
 
-        def wait(_: Transaction) -> None:
+        async def wait(_: Transaction) -> None:
             started.set()
             assert self.go.wait(30)
 
@@ -47,7 +47,7 @@ class Held:
     def __exit__(self, *_: object) -> None:
         self.go.set()
 
-    def submit(self, operation: Callable[[Transaction], object]) -> asyncio.Future[object]:
+    def submit(self, operation: Operation[object]) -> asyncio.Future[object]:
         return self.writer.submit(operation)
 
     @property
@@ -55,12 +55,12 @@ class Held:
         return self.statements.count("COMMIT")
 
 
-def state(name: str) -> Callable[[Transaction], object]:
+def state(name: str) -> Operation[object]:
     return lambda tx: tx.run("INSERT INTO state (run, name, value) VALUES ('run', ?, '1')", (name,))
 
 
-def fail(tx: Transaction) -> object:
-    state("never")(tx)
+async def fail(tx: Transaction) -> object:
+    await state("never")(tx)
     raise KeyError("mine")
 
 
@@ -88,8 +88,8 @@ async def test_one_failing_operation_fails_only_its_caller(sqlite: SqliteStore) 
 
 
 async def test_a_lost_transaction_is_done_again_one_by_one(sqlite: SqliteStore) -> None:
-    def lose(tx: Transaction) -> object:
-        tx.run("ROLLBACK")  # as SQLite itself does when it runs out of space or memory
+    async def lose(tx: Transaction) -> object:
+        await tx.run("ROLLBACK")  # as SQLite itself does when it runs out of space or memory
         raise sqlite3.OperationalError("lost")
 
     with Held(sqlite) as held:
@@ -154,15 +154,16 @@ async def test_a_failed_append_leaves_no_parent_behind(sqlite: SqliteStore, roll
     """A rolled-back call must not become the parent of one that is committed."""
     await sqlite.create_rollouts([rollout()])
     await sqlite.lease("run", "w", ttl=3600)
+
+    async def append_and_fail(tx: Transaction) -> None:
+        await transition_ops.append(tx, [call(0, range(100))])
+        await fail(tx)
+
     with pytest.raises(Exception, match="mine"):
-        await sqlite._write(lambda tx: (_append(tx, call(0, range(100))), fail(tx)))
+        await sqlite._write(append_and_fail)
     later = call(1, range(200))
     await sqlite.append([later])
     assert await sqlite.transitions("a") == [later]
-
-
-def _append(tx: Transaction, transition: Transition) -> int:
-    return transition_ops.append(tx, [transition])
 
 
 async def test_readers_do_not_wait_for_the_writer(sqlite: SqliteStore) -> None:
@@ -267,26 +268,33 @@ def test_the_longest_prefix_is_chosen_if_it_is_worth_it() -> None:
     assert choose(prompt, []) is None
 
 
-def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None:
+def loading(*found: Known) -> Callable[[], Awaitable[list[Known]]]:
+    async def load() -> list[Known]:
+        return list(found)
+
+    return load
+
+
+async def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None:
     cache = ParentCache(limit=1000)
     cache.add("new", known(1, [1]))  # nobody asked for it: it will be loaded when somebody does
-    assert cache.get("new", lambda: [known(2, [1, 2])]) == [known(2, [1, 2])]
+    assert await cache.get("new", loading(known(2, [1, 2]))) == [known(2, [1, 2])]
     cache.add("new", known(3, [1, 2, 3]))
     cache.add("new", known(4, [1, 9]))
-    assert [k.n for k in cache.get("new", list)] == [3, 4]
+    assert [k.n for k in await cache.get("new", loading())] == [3, 4]
     cache.keep()
     cache.add("new", known(5, [1, 9, 9]))
     cache.forget()
-    assert [k.n for k in cache.get("new", lambda: [known(6, [])])] == [6]
+    assert [k.n for k in await cache.get("new", loading(known(6, [])))] == [6]
 
 
-def test_the_cache_drops_what_was_not_used_for_longest() -> None:
+async def test_the_cache_drops_what_was_not_used_for_longest() -> None:
     cache = ParentCache(limit=1000)
     for key in "abc":
-        cache.get(key, lambda: [known(1, range(100))])
-    cache.get("a", list)
+        await cache.get(key, loading(known(1, range(100))))
+    await cache.get("a", loading())
     cache.keep()
-    assert [k.n for k in cache.get("a", list)] == [1]
-    assert cache.get("b", list) == []
+    assert [k.n for k in await cache.get("a", loading())] == [1]
+    assert await cache.get("b", loading()) == []
     cache.forget()
     assert cache._bytes <= 1000

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError
-from lightning.store import sql
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
-    from lightning.store.sqlite.parents import ParentCache
+    from lightning.store.relational.parents import ParentCache
 
+T = TypeVar("T")
 MEMORY: Final = ":memory:"
 PAGE_BYTES: Final = 16384
 """A transition is about 2 KB: pages this large waste little behind the last one that fits."""
 WAL_LIMIT_BYTES: Final = 64 << 20
+MARK_CHANGE: Final = "INSERT INTO revisions (run, n) VALUES (?, 1) ON CONFLICT (run) DO UPDATE SET n = revisions.n + 1"
 _NOW: Final = "SELECT (julianday('now') - 2440587.5) * 86400.0"
 _SYNC: Final = {"normal": "NORMAL", "full": "FULL"}
 
@@ -52,8 +53,11 @@ class Settings:
         return self.path == MEMORY
 
 
-class Transaction:
-    """What an operation sees of the database while its transaction is open. Belongs to one thread."""
+class SqliteTransaction:
+    """A `Transaction` whose coroutines never suspend, see `drive`. Belongs to one thread.
+
+    A write begins with the one lock that SQLite has, so whatever it finds stays as it is.
+    """
 
     def __init__(self, connection: sqlite3.Connection, parents: ParentCache | None = None) -> None:
         self._connection = connection
@@ -62,52 +66,78 @@ class Transaction:
         self.changed_runs: set[str] = set()
         self._marked: set[str] = set()
 
-    def changed(self, run: str) -> None:
-        """Whoever watches the run is to hear of this transaction."""
+    async def changed(self, run: str) -> None:
+        """See `Transaction.changed`."""
         if run not in self._marked:
             self._marked.add(run)
             self.changed_runs.add(run)
-            self.run(sql.MARK_CHANGE, (run,))
+            self._connection.execute(MARK_CHANGE, (run,))
 
     def forget_changes(self) -> None:
         """A part of the transaction was undone, and perhaps the marks of its changes with it: mark anew from here on."""
         self._marked.clear()
 
-    @property
-    def now(self) -> float:
-        """Unix time by the database's clock, the same for the whole transaction."""
+    async def now(self) -> float:
+        """See `Transaction.now`."""
         if self._now is None:
             self._now = float(self._connection.execute(_NOW).fetchone()[0])
         return self._now
 
     @property
     def parents(self) -> ParentCache:
-        """Recently written tokens. Only writing transactions have them."""
+        """See `Transaction.parents`."""
         assert self._parents is not None, "a reading transaction does not append"
         return self._parents
 
-    def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
-        """The first row, or None."""
+    async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
+        """See `Transaction.one`."""
         rows = self._connection.execute(sql, values).fetchall()
         return rows[0] if rows else None
 
-    def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """Every row."""
+    async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.all`."""
         return self._connection.execute(sql, values).fetchall()
 
-    def run(self, sql: str, values: Sequence[Value] = ()) -> int:
-        """Execute; return how many rows changed."""
+    async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.locked`."""
+        return self._connection.execute(sql, values).fetchall()
+
+    async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """See `Transaction.free`."""
+        return self._connection.execute(sql, values).fetchall()
+
+    async def alone(self, *names: str) -> None:
+        """See `Transaction.alone`: every write is."""
+
+    async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """See `Transaction.run`."""
         return self._connection.execute(sql, values).rowcount
 
-    def many(self, sql: str, rows: Iterable[Sequence[Value]]) -> int:
-        """Execute for each row; return how many rows changed in all."""
-        return max(self._connection.executemany(sql, rows).rowcount, 0)
+    async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """See `Transaction.many`."""
+        if rows:
+            self._connection.executemany(sql, rows)
 
-    def insert(self, sql: str, values: Sequence[Value]) -> int:
-        """Insert one row; return its `n`."""
+    async def insert(self, sql: str, values: Sequence[Value]) -> int:
+        """See `Transaction.insert`."""
         number = self._connection.execute(sql, values).lastrowid
         assert number is not None, "an INSERT that succeeded has a row id"
         return number
+
+    async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """See `Transaction.insert_new`."""
+        return max(self._connection.executemany(sql, rows).rowcount, 0)
+
+
+def drive(operation: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine over a `SqliteTransaction` to its end, here and now."""
+    try:
+        operation.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    operation.close()
+    raise AssertionError("an operation of a store awaits nothing but its transaction")
 
 
 def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connection:

@@ -10,40 +10,19 @@ import asyncio
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, StoreError
-from lightning.store import rows, rules
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
-from lightning.store.sqlite import records
-from lightning.store.sqlite import resources as resource_ops
-from lightning.store.sqlite import rollouts as rollout_ops
-from lightning.store.sqlite import spans as span_ops
-from lightning.store.sqlite import tokens as token_ops
-from lightning.store.sqlite import transitions as transition_ops
-from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
-from lightning.store.sqlite.watching import Bell, watching
+from lightning.store.protocol import Watch
+from lightning.store.relational.store import RelationalStore
+from lightning.store.relational.transaction import Again, Operation
+from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
+from lightning.store.sqlite.watching import Bell, revision, watching
 from lightning.store.sqlite.writer import Writer, closed_error
 from lightning.store.url import StoreURL, parse
-from lightning.types import (
-    Json,
-    Lease,
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Span,
-    Status,
-    StepRecord,
-    StepReward,
-    Token,
-    ToolEvent,
-    Transition,
-)
 
 T = TypeVar("T")
 READERS: Final = 2
@@ -59,15 +38,15 @@ class _Readers:
         self._connections: list[sqlite3.Connection] = []
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="lightning-store-reader")
 
-    def submit(self, operation: Callable[[Transaction], T]) -> Future[T]:
+    def submit(self, operation: Operation[T]) -> Future[T]:
         return self._pool.submit(self._read, operation)
 
-    def _read(self, operation: Callable[[Transaction], T]) -> T:
+    def _read(self, operation: Operation[T]) -> T:
         connection = self._connection()
         try:
             connection.execute("BEGIN")
             try:
-                return operation(Transaction(connection))
+                return drive(operation(SqliteTransaction(connection)))
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
@@ -91,7 +70,7 @@ class _Readers:
             connection.close()
 
 
-class SqliteStore:
+class SqliteStore(RelationalStore):
     """A store in the SQLite file `path`, which is created with its folder if it is missing.
 
     `sync="full"` makes acknowledged writes survive a power cut as well as the death of every process; `busy_timeout` is how
@@ -153,10 +132,10 @@ class SqliteStore:
         if self._process == os.getpid():
             await asyncio.to_thread(_close, writer, readers)
 
-    async def _write(self, operation: Callable[[Transaction], T]) -> T:
+    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
         return await self._open_writer().submit(operation)
 
-    async def _read(self, operation: Callable[[Transaction], T]) -> T:
+    async def _read(self, operation: Operation[T]) -> T:
         writer, readers = self._open_writer(), self._readers
         # A private in-memory database has one connection: there, reads queue with the writes.
         if readers is None:
@@ -174,176 +153,9 @@ class SqliteStore:
             )
         return writer
 
-    # runs -------------------------------------------------------------------------------------------------------
-    async def put_run(self, run: Run) -> Run:
-        """See `Store.put_run`."""
-        return await self._write(lambda tx: records.put_run(tx, run))
-
-    async def get_run(self, run: str) -> Run | None:
-        """See `Store.get_run`."""
-        return await self._read(lambda tx: records.get_run(tx, run))
-
-    async def list_runs(self, project: str | None = None) -> list[Run]:
-        """See `Store.list_runs`."""
-        return await self._read(lambda tx: records.list_runs(tx, project))
-
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""
-        return watching(self._bell, run, lambda: self._read(lambda tx: records.revision(tx, run)))
-
-    # rollouts ---------------------------------------------------------------------------------------------------
-    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """See `Store.create_rollouts`."""
-        return await self._write(lambda tx: rollout_ops.create(tx, rollouts))
-
-    async def get_rollout(self, rollout: str) -> Rollout | None:
-        """See `Store.get_rollout`."""
-        return await self._read(lambda tx: rollout_ops.get(tx, rollout))
-
-    async def list_rollouts(
-        self,
-        run: str,
-        *,
-        split: str | None = None,
-        step: int | None = None,
-        status: Status | None = None,
-        cursor: str = "",
-        limit: int = 1000,
-    ) -> Page:
-        """See `Store.list_rollouts`."""
-        return await self._read(lambda tx: rollout_ops.page(tx, run, split, step, status, cursor, limit))
-
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
-        """See `Store.lease`."""
-        return await self._write(lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl))
-
-    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
-        """See `Store.renew`."""
-        return await self._write(lambda tx: rollout_ops.renew(tx, lease, ttl))
-
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
-        """See `Store.complete`."""
-        end = rules.ending(rollout, outcome)
-        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end))
-
-    async def release(self, worker: str) -> int:
-        """See `Store.release`."""
-        return await self._write(lambda tx: rollout_ops.release(tx, worker))
-
-    # transitions ------------------------------------------------------------------------------------------------
-    async def append(self, transitions: Sequence[Transition]) -> int:
-        """See `Store.append`."""
-        return await self._write(lambda tx: transition_ops.append(tx, transitions))
-
-    async def next_seq(self, rollout: str, attempt: int) -> int:
-        """See `Store.next_seq`."""
-        return await self._read(lambda tx: transition_ops.next_seq(tx, rollout, attempt))
-
-    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
-        """See `Store.transitions`."""
-        return await self._read(lambda tx: transition_ops.read(tx, rollout, attempt))
-
-    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
-        """See `Store.transitions_of`."""
-        return await self._read(lambda tx: transition_ops.read_many(tx, attempts))
-
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """See `Store.tool_events`."""
-        return await self._read(lambda tx: records.tool_events(tx, rollout, attempt))
-
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """See `Store.step_rewards`."""
-        return await self._read(lambda tx: records.step_rewards(tx, rollout, attempt))
-
-    # spans ------------------------------------------------------------------------------------------------------
-    async def append_spans(self, spans: Sequence[Span]) -> int:
-        """See `Store.append_spans`."""
-        return await self._write(lambda tx: span_ops.append(tx, spans))
-
-    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
-        """See `Store.spans`."""
-        return await self._read(lambda tx: span_ops.read(tx, rollout, attempt))
-
-    # steps, metrics, small state --------------------------------------------------------------------------------
-    async def commit_step(self, record: StepRecord) -> None:
-        """See `Store.commit_step`."""
-        await self._write(lambda tx: records.commit_step(tx, record))
-
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """See `Store.list_steps`."""
-        return await self._read(lambda tx: records.list_steps(tx, run))
-
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Store.log_metrics`."""
-        await self._write(lambda tx: records.log_metrics(tx, run, step, values))
-
-    async def metrics(self, run: str) -> list[MetricPoint]:
-        """See `Store.metrics`."""
-        return await self._read(lambda tx: records.metrics(tx, run))
-
-    async def put_state(self, run: str, key: str, value: Json) -> None:
-        """See `Store.put_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        await self._write(lambda tx: records.put_state(tx, run, key, text))
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """See `Store.keep_state`."""
-        text = rows.dump(value, f"the state {key!r}")
-        return await self._write(lambda tx: records.keep_state(tx, run, key, text))
-
-    async def get_state(self, run: str, key: str) -> Json:
-        """See `Store.get_state`."""
-        return await self._read(lambda tx: records.get_state(tx, run, key))
-
-    # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
-        """See `Store.put_token`."""
-        return await self._write(lambda tx: token_ops.put(tx, token))
-
-    async def get_token(self, token: str) -> Token | None:
-        """See `Store.get_token`."""
-        return await self._read(lambda tx: token_ops.get(tx, token))
-
-    async def list_tokens(self) -> list[Token]:
-        """See `Store.list_tokens`."""
-        return await self._read(token_ops.all_tokens)
-
-    async def revoke_token(self, token: str) -> Token:
-        """See `Store.revoke_token`."""
-        return await self._write(lambda tx: token_ops.revoke(tx, token))
-
-    # resources --------------------------------------------------------------------------------------------------
-    async def put_resource(self, resource: Resource) -> Resource:
-        """See `Store.put_resource`."""
-        return await self._write(lambda tx: resource_ops.put(tx, resource))
-
-    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
-        """See `Store.get_resource`."""
-        return await self._read(lambda tx: resource_ops.get(tx, name, which))
-
-    async def list_resources(self, name: str | None = None) -> list[Resource]:
-        """See `Store.list_resources`."""
-        return await self._read(lambda tx: resource_ops.versions(tx, name))
-
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
-        """See `Store.set_alias`."""
-        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version))
-
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
-        """See `Store.roll_back_alias`."""
-        return await self._write(lambda tx: resource_ops.roll_back(tx, name, alias))
-
-    async def list_aliases(self, name: str | None = None) -> list[Alias]:
-        """See `Store.list_aliases`."""
-        return await self._read(lambda tx: resource_ops.aliases(tx, name))
-
-    async def alias_history(self, name: str, alias: str) -> list[Alias]:
-        """See `Store.alias_history`."""
-        return await self._read(lambda tx: resource_ops.history(tx, name, alias))
-
-    async def resource_uses(self, name: str) -> list[ResourceUse]:
-        """See `Store.resource_uses`."""
-        return await self._read(lambda tx: resource_ops.uses(tx, name))
+        return watching(self._bell, run, lambda: self._read(lambda tx: revision(tx, run)))
 
 
 def _close(writer: Writer, readers: _Readers | None) -> None:

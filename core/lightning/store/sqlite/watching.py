@@ -13,8 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager
 from typing import Final
 
+from lightning.store.relational.transaction import Transaction
+
+SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
 POLL: Final = 0.05
 """Seconds between looks for what another process changed; a look is one indexed read."""
+
+
+async def revision(transaction: Transaction, run: str) -> int:
+    """How often the run has changed."""
+    row = await transaction.one(SELECT_REVISION, (run,))
+    return int(row[0]) if row else 0
 
 
 class Bell:

@@ -11,14 +11,15 @@ import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.sqlite.connection import Settings, Transaction, connect, translate
+from lightning.store.relational.parents import ParentCache
+from lightning.store.relational.transaction import Operation
+from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign
-from lightning.store.sqlite.parents import ParentCache
 from lightning.store.sqlite.watching import Bell
 
 T = TypeVar("T")
@@ -29,17 +30,17 @@ MAX_GROUP: Final = 512
 class _Job(Generic[T]):
     """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once."""
 
-    def __init__(self, operation: Callable[[Transaction], T], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> None:
         self._operation = operation
         self._result: T | None = None
         self._error: Exception | None = None
         self.loop = loop
         self.waiter: asyncio.Future[T] = loop.create_future()
 
-    def run(self, transaction: Transaction) -> None:
+    def run(self, transaction: SqliteTransaction) -> None:
         """Run the operation; raise what it raises."""
         self._error = None
-        self._result = self._operation(transaction)
+        self._result = drive(self._operation(transaction))
 
     def failed(self, error: Exception) -> None:
         self._error = error
@@ -76,7 +77,7 @@ class Writer:
     def __init__(self, settings: Settings, bell: Bell) -> None:
         self._settings = settings
         self._bell = bell
-        self._transaction: Transaction
+        self._transaction: SqliteTransaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -89,7 +90,7 @@ class Writer:
         self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
+    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
         """Queue an operation for the running loop to wait for. Raises `StoreError` after `close`."""
         job = _Job(operation, asyncio.get_running_loop())
         with self._lock:
@@ -161,7 +162,7 @@ class Writer:
                     self._commit_alone(job)
         _deliver(group)
 
-    def _run_in_savepoint(self, job: _Job[object], transaction: Transaction) -> None:
+    def _run_in_savepoint(self, job: _Job[object], transaction: SqliteTransaction) -> None:
         self._connection.execute("SAVEPOINT job")
         try:
             job.run(transaction)
@@ -182,13 +183,13 @@ class Writer:
             self._roll_back()
             job.failed(translate(error, self._settings))
 
-    def _begin(self) -> Transaction:
+    def _begin(self) -> SqliteTransaction:
         if self._broken:
             self._connection.close()
             self._connection = connect(self._settings)
             self._broken = False
         self._connection.execute("BEGIN IMMEDIATE")
-        self._transaction = Transaction(self._connection, self._parents)
+        self._transaction = SqliteTransaction(self._connection, self._parents)
         return self._transaction
 
     def _commit(self) -> None:

@@ -11,29 +11,31 @@ from dataclasses import replace
 
 from lightning.errors import StoreError
 from lightning.store import codec, rows, rules, sql
+from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
-from lightning.store.sqlite.connection import Transaction
 from lightning.types import Caller, Transition, logprobs, token_ids
 
 
-def name_callers(transaction: Transaction, n: int, rollout: str, attempt: int, labels: Mapping[str, Caller]) -> None:
+async def name_callers(
+    transaction: Transaction, n: int, rollout: str, attempt: int, labels: Mapping[str, Caller]
+) -> None:
     """Make `labels` the callers of the calls with these response ids. `n` is the row of the rollout."""
     if not labels:
         return
     changes: list[tuple[str, bytes, int]] = []
-    for call, digest, head, *described in transaction.all(sql.SELECT_HEADS, (codec.HEAD_BYTES, n, attempt)):
+    for call, digest, head, *described in await transaction.all(sql.SELECT_HEADS, (codec.HEAD_BYTES, n, attempt)):
         transition = _intact(rollout, attempt, tuple(described), head, digest)
         caller = labels.get(transition.id) if transition is not None else None
         if transition is None or caller is None:
             continue
         labelled = rules.transition_digest(replace(transition, caller=caller), codec.stored_digest(head))
         changes.append((rows.dump(rows.caller_to_json(caller)), labelled, call))
-    transaction.many(sql.NAME_CALLER, changes)
+    await transaction.many(sql.NAME_CALLER, changes)
 
 
-def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
+async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
     """The labels an attempt was completed with."""
-    row = transaction.one(sql.SELECT_LABELS, (rollout, attempt))
+    row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
     return {} if row is None else rows.labels_from_text(row[0])
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import rows, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
-from lightning.store.sqlite.connection import Transaction
+from lightning.store.relational.transaction import Transaction
 from lightning.types import Resource
 
 
-def put(transaction: Transaction, resource: Resource) -> Resource:
+async def put(transaction: Transaction, resource: Resource) -> Resource:
     """See `Store.put_resource`."""
-    same = transaction.one(sql.SELECT_SAME_RESOURCE, (resource.name, resource.digest))
-    newest = get(transaction, resource.name, LATEST)
+    await transaction.alone(f"resource {resource.name}")
+    same = await transaction.one(sql.SELECT_SAME_RESOURCE, (resource.name, resource.digest))
+    newest = await get(transaction, resource.name, LATEST)
     if newest is not None and newest.kind is not resource.kind:
         raise ConflictError(
             f"the resource {resource.name!r} is a {newest.kind.value}, not a {resource.kind.value}: give it another name"
@@ -25,7 +26,7 @@ def put(transaction: Transaction, resource: Resource) -> Resource:
         return rows.resource_from_row(same)
     what = f"the resource {resource.name!r}"
     version = 1 if newest is None else newest.version + 1
-    transaction.insert(
+    await transaction.insert(
         sql.INSERT_RESOURCE,
         (
             resource.name,
@@ -33,70 +34,85 @@ def put(transaction: Transaction, resource: Resource) -> Resource:
             rows.dump(resource.content, what),
             rows.dump(dict(resource.metadata), f"the metadata of {what}"),
             version,
-            transaction.now,
+            await transaction.now(),
             resource.digest,
         ),
     )
-    stored = get(transaction, resource.name, version)
+    stored = await get(transaction, resource.name, version)
     assert stored is not None, "the version was inserted in this transaction"
     return stored
 
 
-def get(transaction: Transaction, name: str, which: int | str) -> Resource | None:
+async def get(transaction: Transaction, name: str, which: int | str) -> Resource | None:
     """See `Store.get_resource`."""
     if which == LATEST:
-        row = transaction.one(sql.SELECT_LATEST, (name,))
+        row = await transaction.one(sql.SELECT_LATEST, (name,))
     else:
-        version = which if isinstance(which, int) else _target(transaction, name, which)
-        row = None if version is None else transaction.one(sql.SELECT_RESOURCE, (name, version))
+        version = which if isinstance(which, int) else await _target(transaction, name, which)
+        row = None if version is None else await transaction.one(sql.SELECT_RESOURCE, (name, version))
     return None if row is None else rows.resource_from_row(row)
 
 
-def versions(transaction: Transaction, name: str | None) -> list[Resource]:
+async def versions(transaction: Transaction, name: str | None) -> list[Resource]:
     """See `Store.list_resources`."""
-    found = transaction.all(sql.SELECT_RESOURCES) if name is None else transaction.all(sql.SELECT_VERSIONS, (name,))
+    found = (
+        await transaction.all(sql.SELECT_RESOURCES)
+        if name is None
+        else await transaction.all(sql.SELECT_VERSIONS, (name,))
+    )
     return [rows.resource_from_row(row) for row in found]
 
 
-def set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
+async def set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
     """See `Store.set_alias`."""
     _check_alias(alias)
-    if get(transaction, name, version) is None:
-        raise _unknown(transaction, name, version)
-    current = transaction.one(sql.SELECT_ALIAS, (name, alias))
+    await transaction.alone(f"resource {name}")
+    if await get(transaction, name, version) is None:
+        raise await _unknown(transaction, name, version)
+    current = await transaction.one(sql.SELECT_ALIAS, (name, alias))
     if current is not None and current[4] == version:
         return Alias(*current[2:])
-    return _move(transaction, name, alias, version, None if current is None else current[0])
+    return await _move(transaction, name, alias, version, None if current is None else current[0])
 
 
-def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
+async def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
     """See `Store.roll_back_alias`. The earlier move's own `earlier` is taken over, so that rolling back again goes on."""
-    current = transaction.one(sql.SELECT_ALIAS, (name, alias))
+    await transaction.alone(f"resource {name}")
+    current = await transaction.one(sql.SELECT_ALIAS, (name, alias))
     if current is None:
         raise StoreError(
             f"the resource {name!r} has no alias {alias!r}: `lightning resources ls` shows those there are"
         )
-    earlier = None if current[1] is None else transaction.one(sql.SELECT_MOVE, (current[1],))
+    earlier = None if current[1] is None else await transaction.one(sql.SELECT_MOVE, (current[1],))
     if earlier is None:
         raise StoreError(f"{name}@{alias} has always been version {current[4]}: there is nothing to return to")
-    return _move(transaction, name, alias, earlier[4], earlier[1])
+    return await _move(transaction, name, alias, earlier[4], earlier[1])
 
 
-def aliases(transaction: Transaction, name: str | None) -> list[Alias]:
+async def roll_back_again(transaction: Transaction, moved: Alias, name: str, alias: str) -> Alias:
+    """`roll_back` after a try that would have moved it so and whose end nobody heard of."""
+    await transaction.alone(f"resource {name}")
+    current = await transaction.one(sql.SELECT_ALIAS, (name, alias))
+    if current is not None and Alias(*current[2:]) == moved:
+        return moved
+    return await roll_back(transaction, name, alias)
+
+
+async def aliases(transaction: Transaction, name: str | None) -> list[Alias]:
     """See `Store.list_aliases`."""
-    found = [Alias(*row) for row in transaction.all(sql.SELECT_ALIASES)]
+    found = [Alias(*row) for row in await transaction.all(sql.SELECT_ALIASES)]
     return [alias for alias in found if name is None or alias.name == name]
 
 
-def history(transaction: Transaction, name: str, alias: str) -> list[Alias]:
+async def history(transaction: Transaction, name: str, alias: str) -> list[Alias]:
     """See `Store.alias_history`."""
-    return [Alias(*row) for row in transaction.all(sql.SELECT_MOVES, (name, alias))]
+    return [Alias(*row) for row in await transaction.all(sql.SELECT_MOVES, (name, alias))]
 
 
-def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
+async def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
     """See `Store.resource_uses`."""
     totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
-    for run, split, text, rollouts, scored, failed, reward in transaction.all(sql.SELECT_USES):
+    for run, split, text, rollouts, scored, failed, reward in await transaction.all(sql.SELECT_USES):
         version = rows.versions_from_resources(text, f"a rollout of run {run!r}").get(name)
         if version is not None:
             before = totals.get((version, run, split), (0, 0, 0, 0.0))
@@ -112,13 +128,13 @@ def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
     ]
 
 
-def _move(transaction: Transaction, name: str, alias: str, version: int, earlier: int | None) -> Alias:
-    transaction.insert(sql.INSERT_ALIAS, (name, alias, version, transaction.now, earlier))
-    return Alias(name, alias, version, transaction.now)
+async def _move(transaction: Transaction, name: str, alias: str, version: int, earlier: int | None) -> Alias:
+    await transaction.insert(sql.INSERT_ALIAS, (name, alias, version, await transaction.now(), earlier))
+    return Alias(name, alias, version, await transaction.now())
 
 
-def _target(transaction: Transaction, name: str, alias: str) -> int | None:
-    row = transaction.one(sql.SELECT_ALIAS, (name, alias))
+async def _target(transaction: Transaction, name: str, alias: str) -> int | None:
+    row = await transaction.one(sql.SELECT_ALIAS, (name, alias))
     return None if row is None else int(row[4])
 
 
@@ -129,6 +145,6 @@ def _check_alias(alias: str) -> None:
         raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
 
 
-def _unknown(transaction: Transaction, name: str, version: int) -> StoreError:
-    known = ", ".join(str(resource.version) for resource in versions(transaction, name)) or "none"
+async def _unknown(transaction: Transaction, name: str, version: int) -> StoreError:
+    known = ", ".join(str(resource.version) for resource in await versions(transaction, name)) or "none"
     return StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")

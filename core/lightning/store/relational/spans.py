@@ -11,40 +11,42 @@ from collections.abc import Sequence
 from lightning.errors import StoreError
 from lightning.store import rows, sql
 from lightning.store.protocol import MAX_SPANS
-from lightning.store.sqlite.connection import Transaction
-from lightning.store.sqlite.rollouts import standing
+from lightning.store.relational.rollouts import held_standing, standing
+from lightning.store.relational.transaction import Transaction
 from lightning.types import Span
 
 
-def append(transaction: Transaction, spans: Sequence[Span]) -> int:
+async def append(transaction: Transaction, spans: Sequence[Span]) -> int:
     """See `Store.append_spans`."""
     attempts: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
         attempts.setdefault((span.rollout, span.attempt), []).append(span)
-    return sum(_append(transaction, rollout, attempt, group) for (rollout, attempt), group in attempts.items())
+    return sum([await _append(transaction, *attempt, attempts[attempt]) for attempt in sorted(attempts)])
 
 
-def _append(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
+async def _append(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
     try:
-        where = standing(transaction, rollout)
+        where = await held_standing(transaction, rollout)
     except StoreError:  # a rollout nobody created must not cost the spans of the others
         return 0
     if attempt < 1 or where.position.attempt != attempt:
         return 0
     key = (where.n, attempt)
-    (count,) = transaction.one(sql.COUNT_SPANS, key) or (0,)
+    (count,) = await transaction.one(sql.COUNT_SPANS, key) or (0,)
     stored = 0
     for span in spans:
         if count < MAX_SPANS:
-            count += transaction.run(sql.INSERT_SPAN, (*key, *rows.span_values(span)))
+            count += await transaction.run(sql.INSERT_SPAN, (*key, *rows.span_values(span)))
             stored += 1
         else:
-            stored += transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
+            stored += await transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
     return stored
 
 
-def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
+async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
     """See `Store.spans`."""
-    where = standing(transaction, rollout)
+    where = await standing(transaction, rollout)
     attempt = where.position.attempt if attempt is None else attempt
-    return [rows.span_from_row(rollout, attempt, row) for row in transaction.all(sql.SELECT_SPANS, (where.n, attempt))]
+    return [
+        rows.span_from_row(rollout, attempt, row) for row in await transaction.all(sql.SELECT_SPANS, (where.n, attempt))
+    ]

@@ -7,7 +7,7 @@ what a rolled-back transaction remembered is forgotten.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,12 +38,13 @@ class ParentCache:
         self._entries: OrderedDict[Hashable, list[Known]] = OrderedDict()
         self._touched: set[Hashable] = set()
 
-    def get(self, key: Hashable, load: Callable[[], Iterable[Known]]) -> list[Known]:
+    async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
         """The candidates under a key, loaded from the database if they are not at hand."""
         entry = self._entries.get(key)
         if entry is None:
+            loaded = await load()
             entry = self._entries[key] = []
-            for known in load():
+            for known in loaded:
                 self._add(key, entry, known)
         self._entries.move_to_end(key)
         return entry
@@ -98,13 +99,13 @@ def choose(prompt: bytes, candidates: Iterable[Known]) -> Known | None:
 class Decoder:
     """Decodes blobs whose parents are decoded first, each once. `fetch(n)` gives the row `(n, parent, tokens)` or None."""
 
-    def __init__(self, fetch: Callable[[int], Row | None]) -> None:
+    def __init__(self, fetch: Callable[[int], Awaitable[Row | None]]) -> None:
         self._fetch = fetch
         self._full: dict[int, bytes] = {}
 
-    def decode(self, n: int, parent: int | None, blob: bytes) -> codec.Tokens:
+    async def decode(self, n: int, parent: int | None, blob: bytes) -> codec.Tokens:
         """The tokens of transition `n`. Raises `StoreError` when it or one of its parents is damaged."""
-        self._resolve(n, parent)
+        await self._resolve(n, parent)
         tokens = codec.decode(blob, self._full[parent] if parent is not None else b"")
         self._full[n] = codec.full_tokens(tokens)
         return tokens
@@ -113,13 +114,13 @@ class Decoder:
         """The packed full tokens of a transition that was decoded before."""
         return self._full[n]
 
-    def _resolve(self, child: int, parent: int | None) -> None:
+    async def _resolve(self, child: int, parent: int | None) -> None:
         """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""
         chain: list[Row] = []
         while parent is not None and parent not in self._full:
             if parent >= child:
                 raise StoreError(f"transition {child} names a later one, {parent}, as its parent: the row is corrupt")
-            row = self._fetch(parent)
+            row = await self._fetch(parent)
             if row is None:
                 raise StoreError(f"transition {parent}, the parent of {child}, is missing")
             chain.append(row)

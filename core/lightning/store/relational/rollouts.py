@@ -1,0 +1,223 @@
+"""Creating, leasing and ending rollouts.
+
+The invariant: of all processes on the database, one holds the running attempt of a rollout; each lease raises the attempt
+number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning.errors import ConflictError, DataError, StaleAttemptError
+from lightning.store import rows, rules, sql
+from lightning.store.protocol import Page
+from lightning.store.relational.labels import name_callers
+from lightning.store.relational.transaction import Transaction
+from lightning.store.rows import Row
+from lightning.store.rules import Position
+from lightning.types import Lease, Rollout, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The row of a rollout, as far as writers need it."""
+
+    n: int
+    run: str
+    group: str
+    position: Position
+    worker: str
+
+
+async def standing(transaction: Transaction, rollout: str) -> Standing:
+    """Find a rollout. Raises `StoreError` when nobody created it."""
+    return _standing(rollout, await transaction.all(sql.SELECT_POSITION, (rollout,)))
+
+
+async def held_standing(transaction: Transaction, rollout: str) -> Standing:
+    """Find a rollout that is to stand so until the transaction ends. Raises `StoreError` when nobody created it."""
+    return _standing(rollout, await transaction.locked(sql.SELECT_POSITION, (rollout,)))
+
+
+def _standing(rollout: str, found: list[Row]) -> Standing:
+    if not found:
+        raise rules.unknown_rollout(rollout)
+    row = found[0]
+    n, run, group, status, attempt, spent, max_attempts, worker = row
+    return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker)
+
+
+async def create(transaction: Transaction, rollouts: Sequence[Rollout]) -> int:
+    """See `Store.create_rollouts`."""
+    values = [rows.rollout_values(rollout) for rollout in rollouts]
+    runs = sorted({rollout.run for rollout in rollouts})
+    # A page ends at an `n`, and what comes after it is read later: nobody may commit a smaller one then.
+    await transaction.alone(*(f"rollouts {run}" for run in runs))
+    new = await transaction.insert_new(sql.INSERT_ROLLOUT, values)
+    if new < len(rollouts):
+        for rollout in rollouts:
+            await _check_owner(transaction, rollout)
+    if new:
+        for run in runs:
+            await transaction.changed(run)
+    return new
+
+
+async def create_again(transaction: Transaction, new: int, rollouts: Sequence[Rollout]) -> int:
+    """`create` after a try that found so many new and whose end nobody heard of: if none is new now, it was committed."""
+    return await create(transaction, rollouts) or new
+
+
+async def _check_owner(transaction: Transaction, rollout: Rollout) -> None:
+    row = await transaction.one(sql.SELECT_OWNER, (rollout.id,))
+    if row is not None and row[0] != rollout.run:
+        raise ConflictError(
+            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+            "Begin the ids of rollouts with the id of their run"
+        )
+
+
+async def get(transaction: Transaction, rollout: str) -> Rollout | None:
+    """See `Store.get_rollout`."""
+    row = await transaction.one(sql.SELECT_ROLLOUT, (rollout,))
+    return None if row is None else rows.rollout_from_row(row)
+
+
+async def page(
+    transaction: Transaction,
+    run: str,
+    split: str | None,
+    step: int | None,
+    status: Status | None,
+    cursor: str,
+    limit: int,
+) -> Page:
+    """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
+    if limit < 1:
+        raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
+    if cursor and not cursor.isdecimal():
+        raise DataError(f"{cursor!r} is not a cursor: pass the `cursor` of the page before, or nothing")
+    asked = [value for value in (split, step, None if status is None else status.value) if value is not None]
+    found = await transaction.all(
+        sql.SELECT_ROLLOUTS
+        + sql.page_conditions(split=split is not None, step=step is not None, status=status is not None)
+        + sql.ORDER_PAGE,
+        (run, int(cursor or 0), *asked, limit + 1),
+    )
+    rollouts = tuple(rows.rollout_from_row(row[1:]) for row in found[:limit])
+    return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
+
+
+async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl: float) -> list[Lease]:
+    """See `Store.lease`."""
+    _check_ttl(ttl)
+    if limit < 0:
+        raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
+    if not worker:
+        raise DataError("a lease needs the name of its worker: release() finds leases by it")
+    now = await transaction.now()
+    found = [] if not await transaction.one(sql.SELECT_LAPSED, (run, now)) else await _lapsed(transaction, run, limit)
+    found += await transaction.free(sql.SELECT_PENDING, (run, limit))
+    leases, taken, begun, expired = [], [], [], []
+    for n, *row in sorted(found, key=lambda row: int(row[0]))[:limit]:
+        before = rows.rollout_from_row(tuple(row))
+        if before.status is Status.RUNNING:
+            expired.append((now, "expired", before.id, before.attempt))
+        leases.append(Lease(rules.leased(before), worker, now + ttl))
+        taken.append((before.attempt + 1, worker, now + ttl, n))
+        begun.append((before.id, before.attempt + 1, worker, now))
+    if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
+        await transaction.changed(run)
+    await transaction.many(sql.CLOSE_ATTEMPT, expired)
+    await transaction.many(sql.TAKE_LEASE, taken)
+    await transaction.many(sql.INSERT_ATTEMPT, begun)
+    return leases
+
+
+async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
+    """Fail those whose last allowed attempt was lost; return `limit` others whose lease expired."""
+    now = await transaction.now()
+    for n, rollout, worker, attempt in await transaction.free(sql.SELECT_EXHAUSTED, (run, now)):
+        await transaction.run(sql.CLOSE_ATTEMPT, (now, "expired", rollout, attempt))
+        await transaction.run(sql.FAIL_EXHAUSTED, (rules.expired_error(worker, attempt), n))
+        await transaction.changed(run)
+    return await transaction.free(sql.SELECT_EXPIRED, (run, now, limit))
+
+
+async def lease_again(
+    transaction: Transaction, leases: list[Lease], run: str, worker: str, limit: int, ttl: float
+) -> list[Lease]:
+    """`lease` after a try that would have given `leases` and whose end nobody heard of: those, if it was committed."""
+    for held in sorted(leases, key=lambda held: held.rollout.id):
+        await held_standing(transaction, held.rollout.id)  # waits for the earlier try, should it still be on its way
+        if await transaction.one(sql.SELECT_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
+            return leases
+    return await lease(transaction, run, worker, limit, ttl)
+
+
+async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
+    """See `Store.renew`."""
+    _check_ttl(ttl)
+    where = await held_standing(transaction, held.rollout.id)
+    rules.check_fence(where.position, held.attempt)
+    if where.worker != held.worker:
+        raise StaleAttemptError(
+            f"attempt {held.attempt} of rollout {held.rollout.id!r} is leased by {where.worker!r}, not by {held.worker!r}"
+        )
+    until = await transaction.now() + ttl
+    await transaction.run(sql.RENEW_LEASE, (until, held.rollout.id))
+    return Lease(held.rollout, held.worker, until)
+
+
+async def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.Ending) -> Rollout:
+    """See `Store.complete`; `end` is the checked outcome."""
+    where = await held_standing(transaction, rollout)
+    earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
+    if earlier is None or earlier[0] != end.digest:
+        rules.check_fence(where.position, attempt)
+        status = rules.after(where.position, end)
+        await transaction.run(
+            sql.END_ROLLOUT, (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n)
+        )
+        ending = end.fault or "reward"
+        await transaction.run(
+            sql.END_ATTEMPT,
+            (
+                await transaction.now(),
+                ending,
+                end.digest,
+                end.tool_events,
+                end.step_rewards,
+                end.labels,
+                rollout,
+                attempt,
+            ),
+        )
+        await name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
+        await transaction.changed(where.run)
+    stored = await get(transaction, rollout)
+    assert stored is not None, "the rollout was found in this transaction"
+    return stored
+
+
+async def release(transaction: Transaction, worker: str) -> int:
+    """See `Store.release`."""
+    held = await transaction.locked(sql.SELECT_HELD, (worker,))
+    now = await transaction.now()
+    await transaction.many(sql.CLOSE_ATTEMPT, [(now, "released", rollout, attempt) for _, rollout, attempt, _ in held])
+    await transaction.many(sql.GIVE_BACK, [(n,) for n, *_ in held])
+    for run in {run for *_, run in held}:
+        await transaction.changed(run)
+    return len(held)
+
+
+async def release_again(transaction: Transaction, released: int, worker: str) -> int:
+    """`release` after a try that gave so many back and whose end nobody heard of."""
+    return await release(transaction, worker) or released
+
+
+def _check_ttl(ttl: float) -> None:
+    if not (math.isfinite(ttl) and ttl >= 0):
+        raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")

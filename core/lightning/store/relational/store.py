@@ -1,0 +1,235 @@
+"""`RelationalStore`: the `Store` protocol as operations, for a database that only has to run them.
+
+The invariant: what may not happen twice has an answer to "was it committed?"; every other operation may simply be repeated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from lightning.store import rows, rules
+from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
+from lightning.store.relational import records
+from lightning.store.relational import resources as resource_ops
+from lightning.store.relational import rollouts as rollout_ops
+from lightning.store.relational import spans as span_ops
+from lightning.store.relational import tokens as token_ops
+from lightning.store.relational import transitions as transition_ops
+from lightning.store.relational.transaction import Again, Operation
+from lightning.types import (
+    Json,
+    Lease,
+    Outcome,
+    Resource,
+    Rollout,
+    Run,
+    Span,
+    Status,
+    StepRecord,
+    StepReward,
+    Token,
+    ToolEvent,
+    Transition,
+)
+
+T = TypeVar("T")
+
+
+class RelationalStore(ABC):
+    """Everything of a store but its life and its `watch`."""
+
+    @abstractmethod
+    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
+        """Run an operation in a transaction of its own and commit it durably.
+
+        Where the answer to a commit may get lost: `again` is run then, with the result that was lost, else the operation.
+        """
+
+    @abstractmethod
+    async def _read(self, operation: Operation[T]) -> T:
+        """Run an operation that changes nothing, on one snapshot that has every write acknowledged before."""
+
+    # runs -------------------------------------------------------------------------------------------------------
+    async def put_run(self, run: Run) -> Run:
+        """See `Store.put_run`."""
+        return await self._write(lambda tx: records.put_run(tx, run))
+
+    async def get_run(self, run: str) -> Run | None:
+        """See `Store.get_run`."""
+        return await self._read(lambda tx: records.get_run(tx, run))
+
+    async def list_runs(self, project: str | None = None) -> list[Run]:
+        """See `Store.list_runs`."""
+        return await self._read(lambda tx: records.list_runs(tx, project))
+
+    # rollouts ---------------------------------------------------------------------------------------------------
+    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """See `Store.create_rollouts`."""
+        return await self._write(
+            lambda tx: rollout_ops.create(tx, rollouts), lambda tx, new: rollout_ops.create_again(tx, new, rollouts)
+        )
+
+    async def get_rollout(self, rollout: str) -> Rollout | None:
+        """See `Store.get_rollout`."""
+        return await self._read(lambda tx: rollout_ops.get(tx, rollout))
+
+    async def list_rollouts(
+        self,
+        run: str,
+        *,
+        split: str | None = None,
+        step: int | None = None,
+        status: Status | None = None,
+        cursor: str = "",
+        limit: int = 1000,
+    ) -> Page:
+        """See `Store.list_rollouts`."""
+        return await self._read(lambda tx: rollout_ops.page(tx, run, split, step, status, cursor, limit))
+
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+        """See `Store.lease`."""
+        return await self._write(
+            lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl),
+            lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl),
+        )
+
+    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
+        """See `Store.renew`."""
+        return await self._write(lambda tx: rollout_ops.renew(tx, lease, ttl))
+
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+        """See `Store.complete`."""
+        end = rules.ending(rollout, outcome)
+        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end))
+
+    async def release(self, worker: str) -> int:
+        """See `Store.release`."""
+        return await self._write(
+            lambda tx: rollout_ops.release(tx, worker),
+            lambda tx, released: rollout_ops.release_again(tx, released, worker),
+        )
+
+    # transitions ------------------------------------------------------------------------------------------------
+    async def append(self, transitions: Sequence[Transition]) -> int:
+        """See `Store.append`."""
+        return await self._write(
+            lambda tx: transition_ops.append(tx, transitions),
+            lambda tx, new: transition_ops.append_again(tx, new, transitions),
+        )
+
+    async def next_seq(self, rollout: str, attempt: int) -> int:
+        """See `Store.next_seq`."""
+        return await self._read(lambda tx: transition_ops.next_seq(tx, rollout, attempt))
+
+    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
+        """See `Store.transitions`."""
+        return await self._read(lambda tx: transition_ops.read(tx, rollout, attempt))
+
+    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
+        """See `Store.transitions_of`."""
+        return await self._read(lambda tx: transition_ops.read_many(tx, attempts))
+
+    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
+        """See `Store.tool_events`."""
+        return await self._read(lambda tx: records.tool_events(tx, rollout, attempt))
+
+    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
+        """See `Store.step_rewards`."""
+        return await self._read(lambda tx: records.step_rewards(tx, rollout, attempt))
+
+    # spans ------------------------------------------------------------------------------------------------------
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """See `Store.append_spans`."""
+        return await self._write(lambda tx: span_ops.append(tx, spans))
+
+    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
+        """See `Store.spans`."""
+        return await self._read(lambda tx: span_ops.read(tx, rollout, attempt))
+
+    # steps, metrics, small state --------------------------------------------------------------------------------
+    async def commit_step(self, record: StepRecord) -> None:
+        """See `Store.commit_step`."""
+        await self._write(lambda tx: records.commit_step(tx, record))
+
+    async def list_steps(self, run: str) -> list[StepRecord]:
+        """See `Store.list_steps`."""
+        return await self._read(lambda tx: records.list_steps(tx, run))
+
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """See `Store.log_metrics`."""
+        await self._write(lambda tx: records.log_metrics(tx, run, step, values))
+
+    async def metrics(self, run: str) -> list[MetricPoint]:
+        """See `Store.metrics`."""
+        return await self._read(lambda tx: records.metrics(tx, run))
+
+    async def put_state(self, run: str, key: str, value: Json) -> None:
+        """See `Store.put_state`."""
+        text = rows.dump(value, f"the state {key!r}")
+        await self._write(lambda tx: records.put_state(tx, run, key, text))
+
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """See `Store.keep_state`."""
+        text = rows.dump(value, f"the state {key!r}")
+        return await self._write(lambda tx: records.keep_state(tx, run, key, text))
+
+    async def get_state(self, run: str, key: str) -> Json:
+        """See `Store.get_state`."""
+        return await self._read(lambda tx: records.get_state(tx, run, key))
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    async def put_token(self, token: Token) -> Token:
+        """See `Store.put_token`."""
+        return await self._write(
+            lambda tx: token_ops.put(tx, token), lambda tx, stored: token_ops.put_again(tx, stored, token)
+        )
+
+    async def get_token(self, token: str) -> Token | None:
+        """See `Store.get_token`."""
+        return await self._read(lambda tx: token_ops.get(tx, token))
+
+    async def list_tokens(self) -> list[Token]:
+        """See `Store.list_tokens`."""
+        return await self._read(token_ops.all_tokens)
+
+    async def revoke_token(self, token: str) -> Token:
+        """See `Store.revoke_token`."""
+        return await self._write(lambda tx: token_ops.revoke(tx, token))
+
+    # resources --------------------------------------------------------------------------------------------------
+    async def put_resource(self, resource: Resource) -> Resource:
+        """See `Store.put_resource`."""
+        return await self._write(lambda tx: resource_ops.put(tx, resource))
+
+    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
+        """See `Store.get_resource`."""
+        return await self._read(lambda tx: resource_ops.get(tx, name, which))
+
+    async def list_resources(self, name: str | None = None) -> list[Resource]:
+        """See `Store.list_resources`."""
+        return await self._read(lambda tx: resource_ops.versions(tx, name))
+
+    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+        """See `Store.set_alias`."""
+        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version))
+
+    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+        """See `Store.roll_back_alias`."""
+        return await self._write(
+            lambda tx: resource_ops.roll_back(tx, name, alias),
+            lambda tx, moved: resource_ops.roll_back_again(tx, moved, name, alias),
+        )
+
+    async def list_aliases(self, name: str | None = None) -> list[Alias]:
+        """See `Store.list_aliases`."""
+        return await self._read(lambda tx: resource_ops.aliases(tx, name))
+
+    async def alias_history(self, name: str, alias: str) -> list[Alias]:
+        """See `Store.alias_history`."""
+        return await self._read(lambda tx: resource_ops.history(tx, name, alias))
+
+    async def resource_uses(self, name: str) -> list[ResourceUse]:
+        """See `Store.resource_uses`."""
+        return await self._read(lambda tx: resource_ops.uses(tx, name))

@@ -1,0 +1,74 @@
+"""What an operation sees of a database while its transaction is open.
+
+The invariant: an operation touches the database through these methods only, and it may be run again from its beginning:
+whatever it did before was rolled back with its transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from lightning.store.rows import Row, Value
+
+if TYPE_CHECKING:
+    from lightning.store.relational.parents import Known
+
+T = TypeVar("T")
+
+
+class Parents(Protocol):
+    """Recently written tokens by attempt and by group: what a new call may be stored against."""
+
+    async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
+        """The candidates under a key, loaded from the database if they are not at hand."""
+
+    def add(self, key: Hashable, known: Known) -> None:
+        """Remember a new transition under a key that was asked for before."""
+
+
+class Transaction(Protocol):
+    """An open transaction. Parameters of a statement are written `?`."""
+
+    @property
+    def parents(self) -> Parents:
+        """Recently written tokens. Only writing transactions have them."""
+
+    async def now(self) -> float:
+        """Unix time by the database's clock, the same for the whole transaction."""
+
+    async def one(self, sql: str, values: Sequence[Value] = ()) -> Row | None:
+        """The first row, or None."""
+
+    async def all(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Every row."""
+
+    async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """Every row as it stands, which nobody else changes before this transaction ends; waits for those who do now."""
+
+    async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
+        """As `locked`, without waiting: rows that another transaction holds are left out."""
+
+    async def alone(self, *names: str) -> None:
+        """Wait until no other transaction has asked for these names, and keep them until this one ends."""
+
+    async def run(self, sql: str, values: Sequence[Value] = ()) -> int:
+        """Execute; return how many rows changed."""
+
+    async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
+        """Execute for each row."""
+
+    async def insert(self, sql: str, values: Sequence[Value]) -> int:
+        """Insert one row; return its `n`."""
+
+    async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
+        """Insert rows by a statement that leaves out those that exist; return how many were new."""
+
+    async def changed(self, run: str) -> None:
+        """Whoever watches the run is to hear of this transaction when it is committed."""
+
+
+Operation: TypeAlias = Callable[[Transaction], Coroutine[Any, Any, T]]
+"""One unit of work."""
+Again: TypeAlias = Callable[[Transaction, T], Coroutine[Any, Any, T]]
+"""What is run when nobody knows whether the operation that would have given this result was committed."""
