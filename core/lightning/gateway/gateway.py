@@ -26,6 +26,8 @@ from lightning.types import LLM, Lease
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from starlette.types import ASGIApp
+
     from lightning.config import GatewayConfig
     from lightning.policy_server.protocol import Update
     from lightning.store.protocol import Store
@@ -62,6 +64,10 @@ class Gateway:
         traces = TraceEndpoint(config, identity, self._signer, store, self._counters)
         self._front = build_front(config, identity, self._forwarder, self._book, self._recorder, self._counters, traces)
         self.app = self._front.app
+
+    def mount(self, control: ASGIApp) -> None:
+        """Let another application answer everything below `/api/` on the gateway's port."""
+        self._front.control = control
 
     async def start(self) -> None:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""

@@ -35,6 +35,7 @@ POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
 LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
+CONTROL = "/api/"
 
 
 class Front:
@@ -42,9 +43,14 @@ class Front:
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
         self.app, self._endpoints = app, endpoints
+        self.control: ASGIApp | None = None
+        """What answers below `/api/`, on the same port; None where nothing does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
+        if self.control is not None and scope["type"] == "http" and scope["path"].startswith(CONTROL):
+            await self.control(scope, receive, send)
+            return
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (endpoint or self.app)(scope, receive, send)
 
