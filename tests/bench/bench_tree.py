@@ -61,7 +61,12 @@ class Shape:
         return f"{self.rollouts}x{self.turns}_prompt{self.prompt}"
 
 
-STEPS = (Shape(8, 4, 256, 24, 40), Shape(8, 8, 512, 24, 40), Shape(16, 2, 1024, 16, 16))
+STEPS = (
+    Shape(8, 4, 256, 24, 40),
+    Shape(8, 8, 512, 24, 40),
+    Shape(16, 2, 1024, 32, 32),
+    Shape(16, 2, 1024, 16, 16),
+)
 LONG = Shape(8, 16, 4096, 256, 256)
 PATHS = (Shape(1, 1, 992, 32, 0), Shape(1, 1, 2016, 32, 0), Shape(1, 1, 4064, 32, 0), Shape(1, 1, 8160, 32, 0))
 WIDTHS = (Shape(1, 1, 992, 32, 0), Shape(4, 1, 32, 992, 0), Shape(16, 1, 32, 992, 0), Shape(64, 1, 32, 992, 0))

@@ -121,7 +121,7 @@ def show_summary(summary: Summary, title: str, console: Console) -> None:
     console.print(
         f"{summary.steps} steps, {summary.rollouts} rollouts ({summary.failed} failed), "
         f"{summary.trained_tokens} trained tokens, of which {summary.drift_tokens} are not exactly what vLLM sampled; "
-        f"largest logprob gap between vLLM and the trainer {summary.max_logprob_gap:.1e}",
+        f"largest logprob gap between vLLM and the trainer {_gap(summary.max_logprob_gap)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -132,6 +132,10 @@ def show_summary(summary: Summary, title: str, console: Console) -> None:
         times.add_row(phase, f"{seconds:.1f}", f"{seconds / total:.0%}")
     times.add_row("total", f"{sum(summary.time.values()):.1f}", "")
     console.print(times)
+
+
+def _gap(gap: float | None) -> str:
+    return "unknown: no step was without stale tokens" if gap is None else f"{gap:.1e}"
 
 
 def show_story(story: Story, console: Console) -> None:

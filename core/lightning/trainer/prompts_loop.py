@@ -8,6 +8,7 @@ without running or asking twice, and the best prompt goes live by one move of an
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from lightning.trainer.sampling import last_line
 from lightning.trainer.stack import Stack
 from lightning.trainer.transcripts import Transcripts
 from lightning.types import Fault, Json, Resource, Rollout, Status, Task
+
+logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The key of the trial that measures the best prompt once more, on fresh rollouts, after it was chosen."""
@@ -95,9 +98,18 @@ async def tune(
 
 def component_of(algorithm: PromptAlgorithm) -> str:
     """The component that is tuned. Raises `ConfigError` when none is named and there is not just one with a prompt."""
-    if algorithm.component:
-        return algorithm.component
     known = sorted(declared_prompts())
+    if algorithm.component:
+        if (
+            known and algorithm.component not in known
+        ):  # it may be made inside the agent, where nobody sees it before it runs
+            logger.warning(
+                "%s tunes the component %r, and the agent's module makes %s: check the name unless the agent makes it later",
+                algorithm.name,
+                algorithm.component,
+                ", ".join(map(repr, known)),
+            )
+        return algorithm.component
     if len(known) != 1:
         raise ConfigError(
             f"which prompt is to be tuned? {algorithm.name} has no component, and the agent's module makes "
@@ -184,6 +196,8 @@ class PromptBench:
 
     async def run(self, trials: Sequence[Trial], *, reserve: int = 0) -> list[list[Rollout]]:
         """See `Bench.run`. Raises `RunnerError` when the infrastructure failed under every rollout."""
+        if not trials:
+            return []
         return await self._run(trials, reserved=len(self._val) + reserve)
 
     async def _run(self, trials: Sequence[Trial], *, reserved: int) -> list[list[Rollout]]:

@@ -27,7 +27,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase."""
+    """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase.
+
+    `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since; None when
+    there is no other step.
+    """
 
     run: str
     seed: int
@@ -36,7 +40,7 @@ class Summary:
     failed: int
     trained_tokens: int
     drift_tokens: int
-    max_logprob_gap: float
+    max_logprob_gap: float | None
     max_probe_gap: float
     before: float | None
     after: float | None
@@ -76,7 +80,14 @@ async def summarize(store: Store, run: str) -> Summary:
         failed=sum(rollout.split == TRAIN and rollout.status is Status.FAILED for rollout in rollouts),
         trained_tokens=int(sum(record.metrics.get("tokens", 0.0) for record in steps)),
         drift_tokens=int(sum(record.metrics.get("drift_tokens", 0.0) for record in steps)),
-        max_logprob_gap=max((record.metrics.get("max_logprob_gap", 0.0) for record in steps), default=0.0),
+        max_logprob_gap=max(
+            (
+                record.metrics.get("max_logprob_gap", 0.0)
+                for record in steps
+                if not record.metrics.get("staleness_max", 0.0)
+            ),
+            default=None,
+        ),
         max_probe_gap=max((point.values.get("probe_gap", 0.0) for point in points), default=0.0),
         before=evaluations[0].reward if evaluations else None,
         after=evaluations[-1].reward if len(evaluations) > 1 else None,

@@ -88,7 +88,7 @@ def run(
         rollouts=summary.rollouts,
         failed=summary.failed,
         drift_tokens=summary.drift_tokens,
-        max_logprob_gap=summary.max_logprob_gap,
+        max_logprob_gap=summary.max_logprob_gap or 0.0,
         tool_events=asyncio.run(_tool_events(trainer)),
         seconds=meter.times[-1] - meter.times[0],
         cpu=meter.cpu[-1] - meter.cpu[0],

@@ -506,6 +506,18 @@ def test_which_component_must_be_clear(monkeypatch: pytest.MonkeyPatch, known: d
     assert component_of(APO()) == "only"
 
 
+def test_a_component_that_the_module_does_not_make_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(components, "_prompts", {"writer": "x"})
+    assert component_of(APO("writer")) == "writer"
+    assert not caplog.records
+    assert component_of(APO("writter")) == "writter"
+    assert "'writter', and the agent's module makes 'writer'" in caplog.text
+    with pytest.raises(ConfigError, match="without /"):
+        APO("a/b")
+
+
 def test_a_component_made_with_several_prompts_has_none_to_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(components, "_prompts", {})
     for text in ("one", "one", "two", "one"):

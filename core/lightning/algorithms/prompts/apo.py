@@ -59,6 +59,10 @@ class APO:
         for name in ("beam_width", "branch_factor", "rounds", "minibatch", "shown", "selection_rollouts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"APO({name}={getattr(self, name)}): it must be at least 1")
+        if "/" in self.component or self.component != self.component.strip():
+            raise ConfigError(
+                f"APO(component={self.component!r}): give the name of one component, without / and spaces around"
+            )
         if self.selection not in get_args(Method):
             raise ConfigError(f"APO(selection={self.selection!r}): use {' or '.join(get_args(Method))}")
         if self.exploration < 0:

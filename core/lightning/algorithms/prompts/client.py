@@ -66,7 +66,7 @@ class OptimizerClient:
         timeout = aiohttp.ClientTimeout(total=model.timeout)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session,
                 session.post(url, json=body) as reply,
             ):
                 text = await reply.text(errors="replace")
