@@ -11,7 +11,9 @@ import ipaddress
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +23,7 @@ from lightning.gateway.identity import ROLLOUT_HEADER
 
 CLIENTS = 32_768
 """Tokens and addresses that are remembered at most."""
-CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", ROLLOUT_HEADER)
+CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
 OPEN = ("/health", "/version", "/openapi.json")
 """Ends of the paths that need no token, so that an answer there says nothing of one."""
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
@@ -52,11 +54,11 @@ class Shares:
         self._most = most
         self._known: OrderedDict[bytes, Share] = OrderedDict()
 
-    def of(self, client: bytes) -> Share:
+    def of(self, client: bytes, now: float) -> Share:
         """The share of a client."""
         share = self._known.get(client)
         if share is None:
-            share = self._known[client] = Share(self._most, self._most, time.monotonic())
+            share = self._known[client] = Share(self._most, self._most, now)
             if len(self._known) > CLIENTS:
                 oldest = next(iter(self._known))
                 if self._known[oldest].in_flight:
@@ -80,6 +82,7 @@ class Guard:
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
         self._tokens = Shares(2.0 * self._rate)
         self._strangers = Shares(limits.failures_per_minute)
+        self._is_ours = lru_cache(256)(self._means_us)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or say why not."""
@@ -101,25 +104,25 @@ class Guard:
             token.in_flight -= 1
 
     def _admit(self, scope: Scope) -> tuple[Share, Share]:
-        """The shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 429 for too much."""
-        host, credential = b"", b""
+        """The shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 400 for two tokens, 429."""
+        host, sent = b"", {}
         for name, value in scope["headers"]:
             if name == b"host":
                 host = value
             elif name in CREDENTIALS:
-                credential = value
-        if host and self._checks_host and not self._is_ours(host.decode("latin-1")):
+                if name in sent:
+                    raise RefusalError(400, "two_tokens", f"The request has two headers {name.decode()}; send one.")
+                sent[name] = value
+        if host and self._checks_host and not self._is_ours(host):
             text = (
                 f"This server is not called {host.decode('latin-1')[:200]!r}; name it in gateway.limits.hosts if it is."
             )
             raise RefusalError(421, "wrong_host", text)
-        path = scope["path"]
-        if not credential and path.startswith("/r/"):
-            credential = path.split("/", 3)[2].encode("utf-8", "surrogatepass")
+        credential = _credential(scope["path"], sent)
         where = (scope["client"] or ("",))[0].encode()
         client = hashlib.blake2b(credential, digest_size=16).digest() if credential else where
         now = time.monotonic()
-        token, address = self._tokens.of(client), self._strangers.of(where)
+        token, address = self._tokens.of(client, now), self._strangers.of(where, now)
         if not token.good and self._failures and (wait := address.wait(self._failures, now)):
             raise _too_many("Too many requests with wrong tokens came from this address", wait)
         limit = self._limits.concurrent_requests
@@ -144,14 +147,25 @@ class Guard:
 
         return judge
 
-    def _is_ours(self, host: str) -> bool:
+    def _means_us(self, host: bytes) -> bool:
         """Whether a request may be for this name: one of loopback's, or one that was given. Pages of other sites, whose names
         were pointed here, are not (DNS rebinding)."""
-        name = host.lower()
+        name = host.decode("latin-1").lower()
         if not name.endswith("]"):
             before, colon, port = name.rpartition(":")
             name = before if colon and port.isdecimal() else name
         return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
+
+
+def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:
+    """What the route will look at, in its order: a header that it ignores must not pass for another client's."""
+    if path.startswith("/api/"):
+        return sent.get(b"authorization", b"")
+    if ROLLOUT_HEADER in sent:
+        return sent[ROLLOUT_HEADER]
+    if path.startswith("/r/"):
+        return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
+    return sent.get(b"authorization") or sent.get(b"x-api-key", b"")
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,302 @@
+"""One port, many clients: the slow, the endless, the too frequent, and those that were sent by another site."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+from lightning.config import LimitsConfig
+from lightning.gateway import guard, patience
+from lightning.gateway.errors import send_bytes
+from lightning.gateway.guard import Guard, is_loopback
+from lightning.gateway.serving import Serving, bind
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+QUICK = LimitsConfig(header_timeout=0.1, body_timeout=0.1, write_timeout=0.1)
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the number of bytes it was sent; 401 to who sends the token `wrong`; `/slow` waits, `/large` is large."""
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    if scope["path"] == "/slow":
+        await asyncio.sleep(0.25)
+    status = 401 if (b"authorization", b"wrong") in scope["headers"] else 200
+    await send_bytes(send, status, b"x" * 20_000_000 if scope["path"] == "/large" else str(size).encode())
+
+
+@asynccontextmanager
+async def port(limits: LimitsConfig, app: ASGIApp = echo, *, pure: bool = False) -> AsyncIterator[int]:
+    """A port of this machine with these limits."""
+    with pytest.MonkeyPatch.context() as patch:
+        if pure:
+            patch.setattr(patience, "_fastest", lambda: patience._PatientH11)
+        serving = Serving(app, bind("127.0.0.1", 0), limits)
+    await serving.start()
+    try:
+        yield int(serving.url.rpartition(":")[2])
+    finally:
+        await serving.stop()
+
+
+async def talk(number: int, *parts: bytes, pause: float = 0.0) -> tuple[bytes, float]:
+    """What the server answered to bytes that come in parts, and after how many seconds."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", number)
+    began = time.monotonic()
+    answer = asyncio.ensure_future(reader.read(100_000))
+    try:
+        for part in parts:
+            if not answer.done():
+                writer.write(part)
+                await asyncio.sleep(pause)
+        return await asyncio.wait_for(answer, 5.0), time.monotonic() - began
+    finally:
+        writer.close()
+
+
+@pytest.fixture(params=[False, True], ids=["httptools", "h11"])
+def pure(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def said(answer: bytes) -> tuple[int, str]:
+    """The status of an answer and the code of its error."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), orjson.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HT",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx-a: b",
+        b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\nabc",
+    ],
+    ids=["nothing", "half a line", "half the headers", "half the body"],
+)
+async def test_a_slow_client_is_cut_off(sent: bytes, pure: bool) -> None:
+    async with port(QUICK, pure=pure) as number:
+        answer, seconds = await talk(number, sent)
+    assert said(answer) == (408, "request_timeout")
+    assert 0.05 < seconds < 3.0
+
+
+async def test_a_byte_now_and_then_does_not_keep_a_connection() -> None:
+    async with port(QUICK) as number:
+        drip = [b"GET / HTTP/1.1\r\nhost: localhost\r\n", *([b"x: y\r\n"] * 20)]
+        answer, _ = await talk(number, *drip, pause=0.02)
+    assert said(answer) == (408, "request_timeout")
+
+
+async def test_headers_without_end_are_cut_off(pure: bool) -> None:
+    async with port(LimitsConfig(), pure=pure) as number:
+        answer, _ = await talk(number, b"GET / HTTP/1.1\r\n", *([b"x: " + b"y" * 20_000 + b"\r\n"] * 5), pause=0.01)
+    head = answer.partition(b"\r\n")[0]
+    assert b" 431 " in head if not pure else b" 400 " in head
+
+
+async def test_a_client_that_waits_for_its_answer_is_left_alone(pure: bool) -> None:
+    async with port(QUICK, pure=pure) as number:
+        post = b"POST /slow HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\nabc"
+        answer, seconds = await talk(number, post)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert seconds > 0.2
+
+
+async def test_a_kept_connection_may_rest_between_requests() -> None:
+    get = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with port(QUICK) as number:
+        reader, writer = await asyncio.open_connection("127.0.0.1", number)
+        for _ in range(2):
+            writer.write(get)
+            assert (await reader.read(1000)).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.15)
+        writer.close()
+
+
+async def test_a_request_in_pieces_that_come_in_time_is_served() -> None:
+    async with port(LimitsConfig()) as number:
+        parts = [b"POST / HTTP/1.1\r\nhost: lo", b"calhost\r\ncontent-length: 6\r\n\r\nab", b"cd", b"ef"]
+        answer, _ = await talk(number, *parts, pause=0.02)
+    assert answer.endswith(b"6")
+
+
+async def test_a_client_that_leaves_its_answer_unread_is_cut_off() -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b"x" * 1_000_000, "more_body": True})
+        ended.set()
+
+    async with port(QUICK, app) as number:
+        _, writer = await asyncio.open_connection("127.0.0.1", number)
+        writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 5.0)  # the rest was sent to nobody
+        writer.close()
+
+
+# who asks too often -------------------------------------------------------------------------------------------------
+Ask = Callable[..., "asyncio.Future[tuple[int, dict[str, str]]]"]
+
+
+async def ask(
+    app: ASGIApp, path: str = "/v1/x", client: str = "10.0.0.1", **headers: str
+) -> tuple[int, dict[str, str]]:
+    """The status and the headers of an answer."""
+    got: list[tuple[int, dict[str, str]]] = []
+
+    async def send(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.start":
+            fields = {name.decode(): value.decode() for name, value in message["headers"]}  # type: ignore[attr-defined]
+            got.append((message["status"], fields))  # type: ignore[arg-type]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "client": (client, 1), "headers": sent}
+    await app(scope, receive, send)  # type: ignore[arg-type]
+    return got[0]
+
+
+async def test_a_token_has_its_share_of_requests_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    door = Guard(echo, LimitsConfig(requests_per_second=0.5), loopback=True)
+    assert (await ask(door, authorization="a"))[0] == 200
+    status, headers = await ask(door, authorization="a")
+    assert (status, headers["retry-after"]) == (429, "2")
+    assert (await ask(door, authorization="b"))[0] == 200
+    clock[0] += 2.0
+    assert (await ask(door, authorization="a"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [{"x_api_key": "a"}, {"x_api_key": "a"}],
+        [{"path": "/r/a/v1/x"}, {"path": "/r/a/v1/y"}],
+        [{"x_lightning_rollout": "a", "authorization": "1"}, {"x_lightning_rollout": "a", "authorization": "2"}],
+        [{"authorization": "a", "x_api_key": "1"}, {"authorization": "a", "x_api_key": "2"}],
+        [{"path": "/api/v1/x", "authorization": "a", "x_lightning_rollout": n} for n in "12"],
+    ],
+)
+async def test_no_header_makes_two_clients_of_one(requests: list[dict[str, str]]) -> None:
+    door = Guard(echo, LimitsConfig(requests_per_second=0.5), loopback=True)
+    assert [(await ask(door, **request))[0] for request in requests] == [200, 429]
+
+
+async def test_two_tokens_in_one_request_are_refused() -> None:
+    door = Guard(echo, LimitsConfig(), loopback=True)
+    got = []
+    scope = {
+        "type": "http",
+        "path": "/",
+        "client": None,
+        "headers": [(b"authorization", b"a"), (b"authorization", b"b")],
+    }
+
+    async def send(message: dict[str, object]) -> None:
+        got.append(message.get("status"))
+
+    await door(scope, None, send)  # type: ignore[arg-type]
+    assert got[0] == 400
+
+
+async def test_a_token_has_a_number_of_requests_in_progress() -> None:
+    door = Guard(echo, LimitsConfig(concurrent_requests=2), loopback=True)
+    waiting = [asyncio.create_task(ask(door, "/slow", authorization="a")) for _ in range(2)]
+    await asyncio.sleep(0)
+    status, headers = await ask(door, authorization="a")
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert (await ask(door, authorization="b"))[0] == 200
+    assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
+    assert (await ask(door, authorization="a"))[0] == 200
+
+
+async def test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    door = Guard(echo, LimitsConfig(failures_per_minute=5), loopback=True)
+    assert (await ask(door, authorization="good"))[0] == 200
+    tried = [(await ask(door, authorization="wrong", x_number=str(n)))[0] for n in range(8)]
+    assert tried == [401] * 5 + [429] * 3
+    assert (await ask(door, authorization="good"))[0] == 200
+    assert (await ask(door, authorization="wrong", client="10.0.0.2"))[0] == 401
+    clock[0] += 12.0
+    assert (await ask(door, authorization="new and good"))[0] == 200
+
+
+async def test_a_thousand_new_tokens_of_one_address_are_all_let_in() -> None:
+    door = Guard(echo, LimitsConfig(failures_per_minute=5), loopback=True)
+    assert {(await ask(door, authorization=str(n)))[0] for n in range(1000)} == {200}
+
+
+async def test_an_open_route_makes_no_token_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    door = Guard(echo, LimitsConfig(failures_per_minute=1), loopback=True)
+    await ask(door, "/health", authorization="stranger")
+    assert (await ask(door, authorization="wrong"))[0] == 401
+    assert (await ask(door, authorization="stranger"))[0] == 429
+
+
+async def test_zero_sets_no_limit() -> None:
+    free = LimitsConfig(requests_per_second=0, concurrent_requests=0, failures_per_minute=0)
+    door = Guard(echo, free, loopback=True)
+    assert {(await ask(door, authorization="wrong"))[0] for _ in range(500)} == {401}
+
+
+async def test_what_is_remembered_of_clients_is_bounded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CLIENTS", 10)
+    door = Guard(echo, LimitsConfig(), loopback=True)
+    for number in range(50):
+        await ask(door, authorization=f"secret-{number}", client=f"10.0.0.{number}")
+    assert len(door._tokens) <= 10
+    assert len(door._strangers) <= 10
+    assert not any(b"secret" in key for key in door._tokens._known)
+
+
+# names --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost", 200),
+        ("LocalHost:80", 200),
+        ("[::1]:8000", 200),
+        ("127.1.2.3", 200),
+        ("proxy.example:443", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("localhost.evil.example", 421),
+        ("169.254.169.254", 421),
+        ("localhost@evil.example", 421),
+        ("[::1", 421),
+    ],
+)
+async def test_a_server_on_loopback_answers_to_its_names_only(host: str, status: int) -> None:
+    door = Guard(echo, LimitsConfig(hosts=("proxy.example",)), loopback=True)
+    assert (await ask(door, host=host))[0] == status
+
+
+async def test_a_server_of_the_network_answers_to_every_name_unless_told() -> None:
+    assert (await ask(Guard(echo, LimitsConfig(), loopback=False), host="gpu-7"))[0] == 200
+    told = Guard(echo, LimitsConfig(hosts=("gpu-7",)), loopback=False)
+    assert [(await ask(told, host=host))[0] for host in ("gpu-7:80", "evil.example", "127.0.0.1")] == [200, 421, 421]
+
+
+@pytest.mark.parametrize(("host", "is_it"), [("127.0.0.1", 1), ("::1", 1), ("localhost", 1), ("0.0.0.0", 0), ("", 0)])
+def test_what_loopback_is(host: str, is_it: int) -> None:
+    assert is_loopback(host) == bool(is_it)
