@@ -15,6 +15,7 @@ from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError, DataError, StoreError
 from lightning.plugins import plugins
+from lightning.store.maintenance.prune import PRUNED
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
 from lightning.trainer.critic import recorded_values
@@ -54,11 +55,17 @@ class AuditReport:
 async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> AuditReport:
     """Audit a run. `algorithm` is needed only when the run's own cannot be rebuilt from its stored arguments.
 
-    Raises `StoreError` when there is no such run.
+    Raises `StoreError` when there is no such run, or calls that it was trained on were removed.
     """
     stored = await store.get_run(run)
     if stored is None:
         raise StoreError(f"there is no run {run!r} in this store; `lightning runs` lists them")
+    pruned = await store.get_state(run, PRUNED)
+    if isinstance(pruned, Mapping) and pruned.get("trained"):
+        raise StoreError(
+            f"calls that run {run!r} was trained on were removed (`lightning db prune --trained`), so that nothing can be "
+            "proven any more; restore a backup from before to audit it"
+        )
     algorithm = algorithm or rebuild_algorithm(stored)
     agents = _train_agents(stored)
     records = await store.list_steps(run)

@@ -1,0 +1,356 @@
+"""A store's content as rows of plain values, table by table, for whatever reads JSON lines or Parquet.
+
+The invariant: it only asks what every store answers, page by page, so that memory does not grow with the store; token ids and
+log-probabilities are the stored ones, bit for bit.
+
+What is added while it reads may be there or not; a rollout that is there is so as it stood when its page was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+from lightning.errors import StoreError
+from lightning.store.maintenance.prune import rollouts_of
+from lightning.store.protocol import Store
+from lightning.types import Caller, Json, LogProbs, Rollout, Run, Span, StepReward, TokenIds, ToolEvent, Transition
+
+BATCH: Final = 32
+"""Attempts whose calls are read together."""
+Cell: TypeAlias = "Json | TokenIds | LogProbs"
+Record: TypeAlias = dict[str, Cell]
+
+
+class Kind(StrEnum):
+    """What a column holds. `JSON` is any JSON: a value in JSON lines, its text in Parquet."""
+
+    TEXT = "text"
+    INTEGER = "integer"
+    NUMBER = "number"
+    TRUTH = "truth"
+    JSON = "json"
+    TEXTS = "texts"
+    IDS = "ids"
+    LOGPROBS = "logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is exported: rollouts of these runs (empty: all) and of this split (None: all). `attempts` adds to the attempt that
+    counts those that were lost before it."""
+
+    runs: tuple[str, ...] = ()
+    split: str | None = None
+    attempts: bool = False
+
+
+Rows: TypeAlias = Callable[[Store, Run, Scope], AsyncIterator[Record]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of an export: its columns in order, and its rows for one run."""
+
+    columns: Mapping[str, Kind]
+    rows: Rows
+
+
+async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    yield {
+        "run": run.id,
+        "name": run.name,
+        "project": run.project,
+        "created_at": run.created_at,
+        "config": dict(run.config),
+    }
+
+
+async def _rollouts(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    async for rollout in rollouts_of(store, run.id, scope.split):
+        yield {
+            "run": run.id,
+            "rollout": rollout.id,
+            "group": rollout.group,
+            "step": rollout.step,
+            "split": rollout.split,
+            "index": rollout.index,
+            "status": rollout.status.value,
+            "attempt": rollout.attempt,
+            "max_attempts": rollout.max_attempts,
+            "reward": rollout.reward,
+            "rewards": dict(rollout.rewards),
+            "fault": None if rollout.fault is None else rollout.fault.value,
+            "error": rollout.error,
+            "seconds": rollout.seconds,
+            "trained_at_step": rollout.trained_at_step,
+            "resources": dict(rollout.resources),
+            "task_id": rollout.task.id,
+            "input": rollout.task.input,
+            "expected": rollout.task.expected,
+            "metadata": dict(rollout.task.metadata),
+        }
+
+
+async def _transitions(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    async for some in _batches(_attempts(store, run, scope)):
+        read = await store.transitions_of([(rollout.id, attempt) for rollout, attempt in some])
+        for (rollout, attempt), calls in zip(some, read, strict=True):
+            for call in calls:
+                yield {**_of_attempt(run, rollout, attempt), **_transition(call)}
+
+
+def _transition(call: Transition) -> Record:
+    return {
+        "seq": call.seq,
+        "choice": call.choice,
+        "id": call.id,
+        **_caller(call.caller),
+        "status": call.status.value,
+        "finish_reason": call.finish_reason,
+        "temperature": call.temperature,
+        "constrained": call.constrained,
+        "started_at": call.started_at,
+        "ended_at": call.ended_at,
+        "tool_calls": list(call.tool_calls),
+        "versions": [{"start": part.start, "version": part.version} for part in call.versions],
+        "prompt_ids": call.prompt_ids,
+        "response_ids": call.response_ids,
+        "logprobs": call.logprobs,
+    }
+
+
+async def _tool_events(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    async for rollout, attempt in _attempts(store, run, scope):
+        for place, event in enumerate(await store.tool_events(rollout.id, attempt)):
+            yield {**_of_attempt(run, rollout, attempt), "place": place, **_tool_event(event)}
+
+
+def _tool_event(event: ToolEvent) -> Record:
+    return {
+        "name": event.name,
+        "status": event.status,
+        "call_id": event.call_id,
+        "arguments": event.arguments,
+        "output": event.output,
+        "error": event.error,
+        **_caller(event.caller or Caller("")),
+        "at": event.at,
+    }
+
+
+async def _step_rewards(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    async for rollout, attempt in _attempts(store, run, scope):
+        for place, reward in enumerate(await store.step_rewards(rollout.id, attempt)):
+            yield {**_of_attempt(run, rollout, attempt), "place": place, **_step_reward(reward)}
+
+
+def _step_reward(reward: StepReward) -> Record:
+    return {"name": reward.name, "value": reward.value, "response_id": reward.response_id, "at": reward.at}
+
+
+async def _spans(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    async for rollout, attempt in _attempts(store, run, scope):
+        for span in await store.spans(rollout.id, attempt):
+            yield {**_of_attempt(run, rollout, attempt), **_span(span)}
+
+
+def _span(span: Span) -> Record:
+    return {
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+        "parent_id": span.parent_id,
+        "name": span.name,
+        "kind": span.kind,
+        "started_at": span.started_at,
+        "ended_at": span.ended_at,
+        "status": span.status,
+        "error": span.error,
+        "service": span.service,
+        "attributes": dict(span.attributes),
+    }
+
+
+async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    for record in await store.list_steps(run.id):
+        yield {
+            "run": run.id,
+            "step": record.step,
+            "policy_version": record.policy_version,
+            "digest": record.digest,
+            "checkpoint": record.checkpoint,
+            "at": record.at,
+            "rollouts": [{"rollout": name, "attempt": attempt} for name, attempt in record.rollouts],
+            "digests": list(record.digests),
+            "groups": list(record.groups),
+            "metrics": dict(record.metrics),
+        }
+
+
+async def _metrics(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+    for point in await store.metrics(run.id):
+        for name, value in point.values.items():
+            yield {"run": run.id, "step": point.step, "name": name, "value": value, "at": point.at}
+
+
+async def _attempts(store: Store, run: Run, scope: Scope) -> AsyncIterator[tuple[Rollout, int]]:
+    """The attempts that are exported of each rollout; a rollout that was never begun has none."""
+    async for rollout in rollouts_of(store, run.id, scope.split):
+        for attempt in range(1 if scope.attempts else max(rollout.attempt, 1), rollout.attempt + 1):
+            yield rollout, attempt
+
+
+async def _batches(attempts: AsyncIterator[tuple[Rollout, int]]) -> AsyncIterator[list[tuple[Rollout, int]]]:
+    """A few attempts at a time: a store on another machine is asked less often."""
+    some: list[tuple[Rollout, int]] = []
+    async for attempt in attempts:
+        some.append(attempt)
+        if len(some) == BATCH:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _of_attempt(run: Run, rollout: Rollout, attempt: int) -> Record:
+    return {"run": run.id, "split": rollout.split, "rollout": rollout.id, "attempt": attempt}
+
+
+def _caller(caller: Caller) -> Record:
+    return {
+        "agent": caller.agent,
+        "path": list(caller.path),
+        "caller_span": caller.span_id,
+        "caller_parent": caller.parent_id,
+        "framework": caller.framework,
+    }
+
+
+def _columns(**kinds: Kind) -> Mapping[str, Kind]:
+    return MappingProxyType(kinds)
+
+
+_T, _I, _N, _J = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.JSON
+_ATTEMPT: Final = {"run": _T, "split": _T, "rollout": _T, "attempt": _I}
+_CALLER: Final = {"agent": _T, "path": Kind.TEXTS, "caller_span": _T, "caller_parent": _T, "framework": _T}
+
+TABLES: Final[Mapping[str, Table]] = MappingProxyType(
+    {
+        "runs": Table(_columns(run=_T, name=_T, project=_T, created_at=_N, config=_J), _runs),
+        "rollouts": Table(
+            _columns(
+                run=_T,
+                rollout=_T,
+                group=_T,
+                step=_I,
+                split=_T,
+                index=_I,
+                status=_T,
+                attempt=_I,
+                max_attempts=_I,
+                reward=_N,
+                rewards=_J,
+                fault=_T,
+                error=_T,
+                seconds=_N,
+                trained_at_step=_I,
+                resources=_J,
+                task_id=_T,
+                input=_J,
+                expected=_J,
+                metadata=_J,
+            ),
+            _rollouts,
+        ),
+        "transitions": Table(
+            _columns(
+                **_ATTEMPT,
+                seq=_I,
+                choice=_I,
+                id=_T,
+                **_CALLER,
+                status=_T,
+                finish_reason=_T,
+                temperature=_N,
+                constrained=Kind.TRUTH,
+                started_at=_N,
+                ended_at=_N,
+                tool_calls=Kind.TEXTS,
+                versions=_J,
+                prompt_ids=Kind.IDS,
+                response_ids=Kind.IDS,
+                logprobs=Kind.LOGPROBS,
+            ),
+            _transitions,
+        ),
+        "tool_events": Table(
+            _columns(
+                **_ATTEMPT,
+                place=_I,
+                name=_T,
+                status=_T,
+                call_id=_T,
+                arguments=_J,
+                output=_T,
+                error=_T,
+                **_CALLER,
+                at=_N,
+            ),
+            _tool_events,
+        ),
+        "step_rewards": Table(_columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _step_rewards),
+        "spans": Table(
+            _columns(
+                **_ATTEMPT,
+                trace_id=_T,
+                span_id=_T,
+                parent_id=_T,
+                name=_T,
+                kind=_T,
+                started_at=_N,
+                ended_at=_N,
+                status=_T,
+                error=_T,
+                service=_T,
+                attributes=_J,
+            ),
+            _spans,
+        ),
+        "steps": Table(
+            _columns(
+                run=_T,
+                step=_I,
+                policy_version=_I,
+                digest=_T,
+                checkpoint=_T,
+                at=_N,
+                rollouts=_J,
+                digests=Kind.TEXTS,
+                groups=Kind.TEXTS,
+                metrics=_J,
+            ),
+            _steps,
+        ),
+        "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),
+    }
+)
+"""What an export has, in the order it is written."""
+
+
+async def chosen_runs(store: Store, names: Sequence[str]) -> list[Run]:
+    """The runs of these names, or all. Raises `StoreError` for one that there is not."""
+    known = {run.id: run for run in await store.list_runs()}
+    for name in names:
+        if name not in known:
+            raise StoreError(f"there is no run {name!r} in this store; it has {', '.join(known) or 'none'}")
+    return [known[name] for name in names] if names else list(known.values())
+
+
+async def read_table(store: Store, table: str, runs: Sequence[Run], scope: Scope) -> AsyncIterator[Record]:
+    """The rows of one of `TABLES` for some runs."""
+    for run in runs:
+        async for record in TABLES[table].rows(store, run, scope):
+            yield record

@@ -1,0 +1,114 @@
+"""`lightning db` as it is typed, on a folder with one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.cli.db import seconds_of
+from lightning.errors import ConfigError
+
+Command = Callable[..., Any]
+FROZEN = Path(__file__).parents[1] / "store" / "frozen"
+
+
+def test_status(lightning: Command, runs: Path) -> None:
+    shown = lightning("db", "status", str(runs / "small")).out
+    for part in ("schema", "4 (1 failed, 1 pending, 2 succeeded)", "lightning.db"):
+        assert part in shown
+    found = json.loads(lightning("db", "status", str(runs / "small" / "lightning.db"), "--json").out)
+    assert (found["runs"], found["steps"], found["calls"], found["schema"]) == (1, 1, 0, found["newest_schema"])
+    ran = lightning("db", "status", str(runs))
+    assert (ran.code, "there is no database at" in ran.err) == (2, True)
+
+
+def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_path: Path) -> None:
+    import sqlite3
+
+    path = tmp_path / "old.db"
+    connection = sqlite3.connect(path)
+    connection.executescript((FROZEN / "version-2.sql").read_text())
+    connection.close()
+    assert "2 (this release: 5; `lightning db upgrade" in lightning("db", "status", str(path)).out
+    shown = lightning("db", "upgrade", str(path)).out
+    assert "has schema 5 (it was 2)" in shown
+    assert json.loads(lightning("db", "status", str(tmp_path / "old.db.schema-2"), "--json").out)["schema"] == 2
+    assert "has schema 5 already" in lightning("db", "upgrade", str(path)).out
+    lightning("db", "restore", str(tmp_path / "old.db.schema-2"), str(tmp_path / "again.db"))
+    ran = lightning("db", "upgrade", str(tmp_path / "again.db"), "--no-backup")
+    assert (ran.code, "has schema 5" in ran.out) == (0, True)
+    assert not (tmp_path / "again.db.schema-2").exists()
+
+
+def test_backup_and_restore(lightning: Command, runs: Path, tmp_path: Path) -> None:
+    backup, new = str(tmp_path / "b.db"), str(tmp_path / "new.db")
+    assert "b.db: " in lightning("db", "backup", str(runs / "small"), backup).out
+    assert lightning("db", "backup", str(runs / "small"), backup).code == 2
+    assert "1 runs, 4 rollouts, 0 calls" in lightning("db", "restore", backup, new).out
+    assert json.loads(lightning("runs", "--runs", new, "--json").out)[0]["id"] == "small"
+    ran = lightning("db", "restore", str(tmp_path / "none.db"), str(tmp_path / "x.db"))
+    assert (ran.code, "there is no database at" in ran.err) == (2, True)
+    ran = lightning("db", "backup", "http://127.0.0.1:1", str(tmp_path / "c.db"))
+    assert (ran.code, "is a server, not a database" in ran.err) == (2, True)
+
+
+def test_prune_says_first_and_does_when_told(lightning: Command, runs: Path) -> None:
+    place = str(runs / "small")
+    said = json.loads(lightning("db", "prune", place, "--json").out)
+    assert (said["applied"], said["runs"][0]["kept"]) == (False, "nothing in it can be spared")
+    ran = lightning("db", "prune", place, "--whole")
+    assert (ran.code, "say which with --run or --older-than" in ran.err) == (2, True)
+    assert "have not ended" in lightning("db", "prune", place, "--whole", "--run", "small").out
+    chosen = ("db", "prune", place, "--whole", "--older-than", "0s", "--unfinished")
+    shown = lightning(*chosen).out
+    assert "would be removed with --apply" in shown
+    assert "the whole run" in shown
+    assert json.loads(lightning("runs", "--runs", place, "--json").out)
+    assert "the whole run" in lightning(*chosen, "--apply").out
+    assert json.loads(lightning("runs", "--runs", place, "--json").out) == []
+    assert "no run was chosen" in lightning("db", "prune", place).out
+
+
+def test_export(lightning: Command, runs: Path, tmp_path: Path) -> None:
+    place, out = str(runs / "small"), tmp_path / "out"
+    shown = lightning("db", "export", place, str(out)).out
+    assert "rollouts: 4 rows" in shown
+    lines = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [0.0, 1.0, None, None]
+    ran = lightning("db", "export", place, str(out), "--table", "rollouts")
+    assert (ran.code, "exists already" in ran.err) == (2, True)
+    few = lightning(
+        "db", "export", place, str(tmp_path / "p"), "--format", "parquet", "--table", "steps", "--run", "small"
+    )
+    assert (few.code, [file.name for file in (tmp_path / "p").iterdir()]) == (0, ["steps.parquet"])
+    for wrong, why in (
+        (("--table", "calls"), "is no table of an export: choose of runs, rollouts"),
+        (("--run", "x"), "there is no run 'x'"),
+    ):
+        ran = lightning("db", "export", place, str(tmp_path / "q"), *wrong)
+        assert (ran.code, why in ran.err) == (2, True)
+    ran = lightning("db", "export", place, "-")
+    assert (ran.code, "takes one table as JSON lines" in ran.err) == (2, True)
+
+
+def test_export_to_standard_output_is_rows_and_nothing_else(runs: Path) -> None:
+    command = [sys.executable, "-m", "lightning", "db", "export", str(runs / "small"), "-", "--table", "steps"]
+    ran = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "NO_COLOR": "1"})
+    assert json.loads(ran.stdout)["metrics"]["loss"] == 0.125
+
+
+@pytest.mark.parametrize(("age", "seconds"), [("30d", 2_592_000), ("12h", 43_200), ("1.5m", 90), ("2w", 1_209_600)])
+def test_ages(age: str, seconds: float) -> None:
+    assert seconds_of(age) == seconds
+
+
+@pytest.mark.parametrize("age", ["30", "d", "-1d", "1y", "1 d", ""])
+def test_what_is_no_age_is_refused(age: str) -> None:
+    with pytest.raises(ConfigError, match="is no age"):
+        seconds_of(age)
