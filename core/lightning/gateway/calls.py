@@ -26,11 +26,13 @@ from lightning.gateway.disconnect import Watch
 from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, send_bytes
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity, forwarded_headers
+from lightning.gateway.policies import Policies
+from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.gateway.stats import Counters
-from lightning.gateway.versions import LiveCall, VersionBook
+from lightning.gateway.versions import LiveCall
 from lightning.types import CallStatus
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Call:
     """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
 
     dialect: Dialect
+    policy: Policy
     plan: Plan
     ticket: Ticket
     live: LiveCall
@@ -81,13 +84,13 @@ class CallEndpoint:
         dialect: Dialect,
         config: GatewayConfig,
         identity: Identity,
+        policies: Policies,
         forwarder: Forwarder,
-        book: VersionBook,
         recorder: Recorder,
         counters: Counters,
     ) -> None:
-        self._dialect, self._config, self._identity = dialect, config, identity
-        self._forwarder, self._book, self._recorder, self._counters = forwarder, book, recorder, counters
+        self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
+        self._forwarder, self._recorder, self._counters = forwarder, recorder, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
@@ -115,6 +118,7 @@ class CallEndpoint:
     async def _admit(self, scope: Scope, receive: Receive) -> Call:
         claims = self._identity.claims(scope)
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
+        policy = self._policies.of(claims.run)
         caller = self._identity.caller(scope, body.get("model"))
         request_id = f"{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
@@ -123,29 +127,31 @@ class CallEndpoint:
         temperature, constrained = temperature_of(body), is_constrained(body)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature, constrained
-        live = LiveCall(request_id, plan.choices, plan.n, self._book.current, capture)
+        live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
-        return Call(self._dialect, plan, ticket, live, forwarded_headers(scope), translator)
+        return Call(self._dialect, policy, plan, ticket, live, forwarded_headers(scope), translator)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
-        self._book.follow(call.live)
+        call.policy.book.follow(call.live)
         try:
             with Watch(receive, call.live, self._config.upstream_timeout):
                 answer = await self._ask(call, send)
-                await self._forwarder.settle(call.live)
+                await self._forwarder.settle(call.policy, call.live)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
             await self._record_failure(call, CallStatus.ERROR)
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
-            self._book.forget(call.live)
+            call.policy.book.forget(call.live)
         await self._finish(call, answer, send)
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         path, plan = call.dialect.upstream, call.plan
-        response = await self._forwarder.send(call.ticket.rollout, path, plan.body, call.headers, call.live)
+        response = await self._forwarder.send(
+            call.policy, call.ticket.rollout, path, plan.body, call.headers, call.live
+        )
         try:
             if response.status == 200 and plan.stream:
                 return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
@@ -224,7 +230,9 @@ class CallEndpoint:
         if answer.outcome is None:
             self._counters.count(CallStatus.ERROR)
         else:
-            await self._record(call, answer.outcome)
+            if call.live.unsure:
+                log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
+            await self._record(call, CallStatus.ERROR if call.live.unsure else answer.outcome)
             if call.translator is not None and answer.outcome is CallStatus.OK:
                 call.translator.recorded()
         if call.started:

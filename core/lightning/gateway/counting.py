@@ -16,6 +16,7 @@ from lightning.gateway.dialects.messages.dialect import Messages, prompt_of
 from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity
+from lightning.gateway.policies import Policies
 
 PATH = f"{Messages.path}/count_tokens"
 
@@ -23,8 +24,8 @@ PATH = f"{Messages.path}/count_tokens"
 class CountTokens:
     """The ASGI application behind the route."""
 
-    def __init__(self, config: GatewayConfig, identity: Identity, forwarder: Forwarder) -> None:
-        self._config, self._identity, self._forwarder = config, identity, forwarder
+    def __init__(self, config: GatewayConfig, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
+        self._config, self._identity, self._policies, self._forwarder = config, identity, policies, forwarder
         self._dialect = Messages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,9 +40,10 @@ class CountTokens:
 
     async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         claims = self._identity.claims(scope)
+        policy = self._policies.of(claims.run)
         prompt = prompt_of(read_object(await read_body(scope, receive, self._config.max_body_bytes)))
         try:
-            status, payload = await self._forwarder.tokenize(claims.rollout, prompt)
+            status, payload = await self._forwarder.tokenize(policy, claims.rollout, prompt)
             if status != 200:
                 return status, self._dialect.upstream_refusal(status, payload)
             return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})

@@ -8,7 +8,6 @@ that had just let go of it and never read the call (RFC 9112, 9.3.1): such a cal
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ import aiohttp
 
 from lightning.gateway.body import read_object, write_object
 from lightning.gateway.errors import RefusalError, UpstreamError
-from lightning.gateway.hold import Gate
+from lightning.gateway.policy import Policy
 from lightning.gateway.sampling import Body
-from lightning.gateway.upstreams import Pool, Slot
-from lightning.gateway.versions import LiveCall, VersionBook
+from lightning.gateway.upstreams import Slot
+from lightning.gateway.versions import LiveCall
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 """Reading has none here: `Watch` looks after servers that fall silent."""
@@ -35,17 +34,14 @@ MODEL = "policy"
 
 
 class Forwarder:
-    """One client session for everything, with no limit on connections."""
+    """One client session for everything, with no limit on connections. The health of a policy's servers is checked from its
+    first request on."""
 
-    def __init__(self, pool: Pool, gate: Gate, book: VersionBook) -> None:
-        self.pool = pool
-        self._gate, self._book = gate, book
-        self._health: asyncio.Task[None] | None = None
+    def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """The session, made on the running loop when it is first needed; health checks begin with it."""
+    def _session_for(self, policy: Policy) -> aiohttp.ClientSession:
+        """The session, made on the running loop when it is first needed."""
         if self._session is None:
             watching = aiohttp.TraceConfig()
             watching.on_connection_reuseconn.append(_note_reuse)
@@ -56,41 +52,47 @@ class Forwarder:
                 timeout=TIMEOUT,
                 headers={"Content-Type": "application/json"},
             )
-            self._health = asyncio.create_task(self.pool.watch(self._session), name="lightning-gateway-health")
+        policy.check_health(self._session)
         return self._session
 
     async def send(
-        self, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
+        self, policy: Policy, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
     ) -> aiohttp.ClientResponse:
         """The answer, from its headers on; the caller closes it. Raises `UpstreamError` when a server broke off before.
 
         Raises `RefusalError` (503) when a hold lasts too long or no server is up.
         """
+        loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
+        session = self._session_for(policy)
         tried: list[Slot] = []
-        renewed = False
+        renewed, waited = False, 0.0
         headers = [*headers, ("X-Request-Id", live.request_id)]
         while len(tried) < MAX_TRIES:
-            await self._gate.wait()
+            policy.check()
+            waited = await gate.wait(waited)
+            asked = loop.time()
             try:
-                slot = await self.pool.pick(rollout, tried=tried)
+                slot = await pool.pick(rollout, tried=tried)
             except RefusalError:
-                if self._gate.closed:  # a restart is under way, and may take longer than a server is waited for
+                waited += loop.time() - asked
+                if gate.closed:  # a restart is under way, and may take longer than a server is waited for
                     continue
                 raise
-            if self._gate.closed:  # a hold began while this call waited for a server
+            policy.check()
+            if gate.closed:  # a hold began while this call waited for a server
                 continue
             body["model"] = slot.upstream.model
             payload = write_object(body)
             data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
             connection = _Connection()
-            live.dispatch(self._book.current, asyncio.get_running_loop().time())
+            live.dispatch(policy.book.current, loop.time())
             try:
-                return await self.session.post(
+                return await session.post(
                     slot.url(f"/v1{path}"), data=data, headers=headers, trace_request_ctx=connection
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.sent = live.waits_for_bytes = False
-                self.pool.unreachable(slot, error)
+                pool.unreachable(slot, error)
                 tried.append(slot)
             except (aiohttp.ClientError, OSError) as error:
                 if connection.reused and not renewed and _is_silent_end(error):
@@ -101,34 +103,34 @@ class Forwarder:
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
 
-    async def settle(self, live: LiveCall) -> None:
-        """The answer has been read: wait until no update is under way, so that its tokens' versions are known."""
-        live.waits_for_bytes = False
-        await self._gate.settle()
+    async def settle(self, policy: Policy, live: LiveCall) -> None:
+        """The answer has been read: wait until no update is under way, so that its tokens' versions are known.
 
-    async def models(self, rollout: str) -> bytes:
+        Where they do not become known in time the call is unsure.
+        """
+        live.waits_for_bytes = False
+        policy.check()
+        if not await policy.gate.settle(lambda: live.unsure):
+            live.unsure = True
+
+    async def models(self, policy: Policy, rollout: str) -> bytes:
         """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
-        slot = await self.pool.pick(rollout)
-        async with self.session.get(slot.url("/v1/models"), timeout=MODELS_TIMEOUT) as response:
+        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
+        async with session.get(slot.url("/v1/models"), timeout=MODELS_TIMEOUT) as response:
             response.raise_for_status()
             listed = read_object(await response.read())
         cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
-    async def tokenize(self, rollout: str, body: Body) -> tuple[int, bytes]:
+    async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
         """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
-        slot = await self.pool.pick(rollout)
+        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
-        async with self.session.post(slot.url("/tokenize"), data=payload, timeout=MODELS_TIMEOUT) as response:
+        async with session.post(slot.url("/tokenize"), data=payload, timeout=MODELS_TIMEOUT) as response:
             return response.status, await response.read()
 
     async def close(self) -> None:
         """Close idle connections and those still in use."""
-        if self._health is not None:
-            self._health.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._health
-            self._health = None
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 from lightning.errors import GatewayError
 from lightning.gateway.forward import MODEL, Forwarder
-from lightning.gateway.hold import Gate
 from lightning.gateway.identity import Identity
+from lightning.gateway.policies import Policies
+from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
 from lightning.gateway.stats import Counters, GatewayStats
 from lightning.gateway.tokens import TokenSigner
+from lightning.gateway.tracebook import TraceBook
 from lightning.gateway.traces import TraceEndpoint
-from lightning.gateway.upstreams import GRACE, Pool, Upstream
-from lightning.gateway.versions import VersionBook
+from lightning.gateway.upstreams import Upstream
 from lightning.types import LLM, Lease
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ if TYPE_CHECKING:
 
 
 class Gateway:
-    """The front of one or more policy servers. All methods belong to the event loop that runs it.
+    """The front of policy servers. All methods belong to the event loop that runs it.
 
-    `secret` signs the tokens (at least 16 bytes; keep it for the run, so that tokens survive a restart), `version` is
-    the weight version the policy servers have now. `app` may be mounted elsewhere instead of calling `start`; then set
-    `url` to where it can be reached.
+    `upstreams` are the policy servers of its own, with `version` as their weights' version now and `run` as the run they are
+    for (empty: any run); a gateway that has none gets no `upstreams`. Keys of other runs are answered by those runs' policy
+    servers, which their trainers name in the store. `secret` signs the keys (at least 16 bytes): all servers over a store have
+    one, that of `fleet.gateway_secret`. With `shared` other servers answer for the rollouts of this one's keys, so that what
+    they must know of them is kept in the store. With a `seed` calls without one are given one (`gateway.seed_calls`). `app` may
+    be mounted elsewhere instead of calling `start`; then set `url` to where it can be reached.
     """
 
     def __init__(
@@ -49,20 +53,25 @@ class Gateway:
         *,
         secret: bytes,
         version: int = 0,
+        run: str = "",
+        shared: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.url = ""
         self._config = config
         self._signer = TokenSigner(secret)
-        self._book = VersionBook(version)
         self._counters = Counters()
-        self._gate = Gate(config.hold_timeout)
-        self._pool = Pool(upstreams, grace=min(GRACE, config.hold_timeout))
-        self._forwarder = Forwarder(self._pool, self._gate, self._book)
+        own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
+        self._policies = Policies(store, own, run, config.hold_timeout)
+        self._forwarder = Forwarder()
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)
         identity = Identity(self._signer)
-        traces = TraceEndpoint(config, identity, self._signer, store, self._counters)
-        self._front = build_front(config, identity, self._forwarder, self._book, self._recorder, self._counters, traces)
+        self._tracebook = TraceBook(store, self._signer, shared=shared)
+        traces = TraceEndpoint(config, identity, self._tracebook, store, self._counters)
+        self._front = build_front(
+            config, identity, self._policies, self._forwarder, self._recorder, self._counters, traces
+        )
         self.app = self._front.app
 
     def mount(self, control: ASGIApp) -> None:
@@ -85,26 +94,36 @@ class Gateway:
         *,
         sampling: Mapping[str, float | int] | None = None,
         ttl: float | None = None,
+        run: str = "",
     ) -> str:
-        """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds."""
-        return self._signer.issue(rollout, attempt, self._config.token_ttl if ttl is None else ttl, sampling)
+        """Sign the API key of one attempt. `sampling` overrides what the agent asks for; `ttl` is in seconds.
+
+        `run` says whose policy it is for; empty: the gateway's own.
+        """
+        ttl = self._config.token_ttl if ttl is None else ttl
+        token = self._signer.issue(rollout, attempt, ttl, sampling, run)
+        self._tracebook.issued(token)
+        return token
 
     def llm(self, lease: Lease, *, sampling: Mapping[str, float | int] | None = None) -> LLM:
         """What the agent of a leased rollout needs. Raises `GatewayError` before `start`."""
         if not self.url:
             raise GatewayError("The gateway has no address yet; await gateway.start() first.")
         self._recorder.expect(lease.rollout.id, lease.attempt)
-        token = self.issue(lease.rollout.id, lease.attempt, sampling=sampling)
+        token = self.issue(lease.rollout.id, lease.attempt, sampling=sampling, run=lease.rollout.run)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL)
 
     def hold(self) -> AbstractAsyncContextManager[None]:
-        """For the length of the block new requests wait; those already at vLLM go on. Blocks may overlap."""
+        """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.
+
+        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.owner.Owner`.
+        """
         return self._hold()
 
     @asynccontextmanager
     async def _hold(self) -> AsyncIterator[None]:
-        with self._gate.hold():
-            self._book.freeze()
+        with self._own.gate.hold():
+            self._own.book.freeze()
             yield
 
     def policy_updated(self, update: Update) -> None:
@@ -112,19 +131,34 @@ class Gateway:
 
         With several policy servers, update all of them in one hold and pass one `Update` with their `in_flight` merged.
         """
-        self._book.update(update)
+        self._own.book.update(update)
+
+    def policy_lost(self) -> None:
+        """Call it inside the hold when an update broke off, so that nobody knows what sampled the calls in flight."""
+        self._own.book.lose()
+        self._own.gate.stir()
 
     def replace_upstream(self, old: Upstream, new: Upstream) -> None:
         """A policy server was restarted at another address; requests that waited for it go on."""
-        self._pool.replace(old, new)
+        self._own.pool.replace(old, new)
+
+    @property
+    def _own(self) -> Policy:
+        if self._policies.own is None:
+            raise GatewayError(
+                "this gateway has no policy server of its own; make it with at least one Upstream(url, model)"
+            )
+        return self._policies.own
 
     def stats(self) -> GatewayStats:
         """Counts since the start."""
-        return self._counters.snapshot(self._gate.waiting)
+        return self._counters.snapshot(sum(policy.gate.waiting for policy in self._policies.known))
 
     async def close(self) -> None:
         """Let the calls in flight end (for a while), then stop. Idempotent."""
         if self._serving is not None:
             await self._serving.stop()
             self._serving = None
+        await self._tracebook.close()
+        await self._policies.close()
         await self._forwarder.close()

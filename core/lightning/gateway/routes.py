@@ -25,10 +25,10 @@ from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity
+from lightning.gateway.policies import Policies
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.stats import Counters
 from lightning.gateway.traces import PATH, TraceEndpoint
-from lightning.gateway.versions import VersionBook
 
 PREFIXES = ("/v1", "/r/{token}/v1")
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
@@ -58,19 +58,19 @@ class Front:
 def build_front(
     config: GatewayConfig,
     identity: Identity,
+    policies: Policies,
     forwarder: Forwarder,
-    book: VersionBook,
     recorder: Recorder,
     counters: Counters,
     traces: TraceEndpoint,
 ) -> Front:
     """The routes, tied to the parts that serve them."""
-    info = Info(identity, forwarder, book)
+    info = Info(identity, policies, forwarder)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, forwarder, book, recorder, counters)
+        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, counters)
         for dialect in DIALECTS
     }
-    endpoints[COUNT_PATH] = CountTokens(config, identity, forwarder)
+    endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder)
     endpoints[PATH] = traces
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
@@ -83,24 +83,33 @@ def build_front(
 class Info:
     """The two routes that answer questions about the gateway itself."""
 
-    def __init__(self, identity: Identity, forwarder: Forwarder, book: VersionBook) -> None:
-        self._identity, self._forwarder, self._book = identity, forwarder, book
+    def __init__(self, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
+        self._identity, self._policies, self._forwarder = identity, policies, forwarder
 
     async def health(self, request: Request) -> Response:
-        """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses."""
-        healthy, total = self._forwarder.pool.healthy, len(self._forwarder.pool.slots)
+        """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses.
+
+        A server without a policy of its own is well while it serves no run, too: it learns of them when they are asked for.
+        """
+        policies = self._policies.known
+        healthy = sum(policy.pool.healthy for policy in policies)
+        total = sum(len(policy.pool.slots) for policy in policies)
+        well = bool(healthy or not policies)
+        own = self._policies.own
         said = {
-            "status": "ok" if healthy else "no policy server is up",
-            "policy_version": self._book.current,
+            "status": "ok" if well else "no policy server is up",
+            "policy_version": None if own is None else own.book.current,
             "policy_servers": {"healthy": healthy, "total": total},
         }
-        return Response(orjson.dumps(said), 200 if healthy else 503, media_type=JSON)
+        return Response(orjson.dumps(said), 200 if well else 503, media_type=JSON)
 
     async def models(self, request: Request) -> Response:
         """vLLM's own list, with the policy under the name agents use (`max_model_len` and the rest are vLLM's)."""
         claims = self._identity.claims(request.scope)
         try:
-            return Response(await self._forwarder.models(claims.rollout), media_type=JSON)
+            return Response(
+                await self._forwarder.models(self._policies.of(claims.run), claims.rollout), media_type=JSON
+            )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             message = f"The policy server did not list its models ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error

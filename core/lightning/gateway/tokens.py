@@ -29,12 +29,16 @@ SHORTEST_SECRET = 16
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time."""
+    """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
+
+    `run` says whose policy is called; empty: that of the gateway itself.
+    """
 
     rollout: str
     attempt: int
     expires_at: float
     sampling: Mapping[str, float | int] = field(default_factory=dict)
+    run: str = ""
 
 
 class TokenSigner:
@@ -50,14 +54,18 @@ class TokenSigner:
         self._verified: OrderedDict[str, Claims] = OrderedDict()
         self._traces: OrderedDict[str, Claims] = OrderedDict()
 
-    def issue(self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None) -> str:
+    def issue(
+        self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None, run: str = ""
+    ) -> str:
         """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
         expires_at = time.time() + ttl
         claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
         if sampling:
             claims["smp"] = dict(sampling)
+        if run:
+            claims["run"] = run
         token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
-        self._remember(token, Claims(rollout, attempt, expires_at))
+        self._remember(token, Claims(rollout, attempt, expires_at, run=run))
         return token
 
     def verify(self, token: str) -> Claims:
@@ -80,8 +88,16 @@ class TokenSigner:
         claims = self._traces.get(trace_id)
         return claims if claims is not None and claims.expires_at > time.time() else None
 
+    def learn(self, trace_id: str, claims: Claims) -> Claims | None:
+        """Another server issued the token of this trace; the claims, unless they have expired."""
+        self._note(trace_id, claims)
+        return self.of_trace(trace_id)
+
     def _remember(self, token: str, claims: Claims) -> None:
-        self._traces[trace_id_of(token)] = claims
+        self._note(trace_id_of(token), claims)
+
+    def _note(self, trace_id: str, claims: Claims) -> None:
+        self._traces[trace_id] = claims
         now = time.time()
         while len(self._traces) > TRACES or next(iter(self._traces.values())).expires_at <= now:
             self._traces.popitem(last=False)
@@ -101,7 +117,9 @@ class TokenSigner:
                 audience=AUDIENCE,
                 options={"require": ["exp", "sub", "att"]},
             )
-            return Claims(said["sub"], int(said["att"]), float(said["exp"]), said.get("smp", {}))
+            return Claims(
+                said["sub"], int(said["att"]), float(said["exp"]), said.get("smp", {}), str(said.get("run", ""))
+            )
         except jwt.ExpiredSignatureError:
             raise refuse_expired() from None
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:

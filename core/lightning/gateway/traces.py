@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -22,7 +22,8 @@ from lightning.gateway.body import ClientGoneError, read_body, too_large
 from lightning.gateway.errors import Header, RefusalError, send_bytes
 from lightning.gateway.identity import Identity
 from lightning.gateway.stats import Counters
-from lightning.gateway.tokens import Claims, TokenSigner
+from lightning.gateway.tokens import Claims
+from lightning.gateway.tracebook import TraceBook
 from lightning.spans import otlp
 from lightning.store.protocol import MAX_SPANS, Store
 from lightning.types import Span
@@ -44,9 +45,9 @@ class TraceEndpoint:
     """The ASGI application behind the route."""
 
     def __init__(
-        self, config: GatewayConfig, identity: Identity, signer: TokenSigner, store: Store, counters: Counters
+        self, config: GatewayConfig, identity: Identity, book: TraceBook, store: Store, counters: Counters
     ) -> None:
-        self._config, self._identity, self._signer = config, identity, signer
+        self._config, self._identity, self._book = config, identity, book
         self._store, self._counters = store, counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,8 +73,9 @@ class TraceEndpoint:
             raise RefusalError(415, "unsupported_media_type", message)
         payload = await self._payload(scope, receive)
         spans = await asyncio.to_thread(_read, content_type, payload)  # the loop has streams to pass on meanwhile
-        owned = [span for span in (self._owned(span, claims) for span in spans) if span is not None]
         try:
+            owners = await self._book.find(span.trace_id for span in spans if otlp.well_identified(span))
+            owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
             stored = await self._store.append_spans(owned) if owned else 0
         except StoreError as error:
             message = f"The store did not take the spans: {error}. Send them again."
@@ -103,12 +105,13 @@ class TraceEndpoint:
             raise RefusalError(415, "unsupported_encoding", message)
         return await asyncio.to_thread(unzipped, payload, limit)
 
-    def _owned(self, span: Span, claims: Claims | None) -> Span | None:
-        """The span under the attempt it belongs to: its trace's, else that of the request."""
-        owner = self._signer.of_trace(span.trace_id) or claims
-        if owner is None or not otlp.well_identified(span):
-            return None
-        return replace(span, rollout=owner.rollout, attempt=owner.attempt)
+
+def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> Span | None:
+    """The span under the attempt it belongs to: its trace's, else that of the request."""
+    owner = owners.get(span.trace_id, claims)
+    if owner is None or not otlp.well_identified(span):
+        return None
+    return replace(span, rollout=owner.rollout, attempt=owner.attempt)
 
 
 def unzipped(payload: bytes, limit: int) -> bytes:

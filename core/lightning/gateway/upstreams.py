@@ -55,11 +55,23 @@ class Pool:
     """The slots, with health checks in the background and a way to wait until one is healthy."""
 
     def __init__(self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY) -> None:
-        if not upstreams:
-            raise GatewayError("The gateway has no policy server; give it at least one Upstream(url, model).")
         self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         self.grace, self.check_every = grace, check_every
         self._changed = asyncio.Event()
+
+    def assign(self, upstreams: Sequence[Upstream]) -> None:
+        """These are the servers now. One that was there before keeps its place and what is known of its health.
+
+        Raises `GatewayError` for what is not a server's address; nothing has changed then.
+        """
+        if [slot.upstream for slot in self.slots] == list(upstreams):
+            return
+        slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
+        for slot, old in zip(slots, self.slots, strict=False):
+            if slot.upstream == old.upstream:
+                slot.healthy, slot.misses = old.healthy, old.misses
+        self.slots = slots
+        self._changed.set()
 
     async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
         """The rollout's server, by rendezvous hashing over the healthy ones that were not `tried` yet.
@@ -80,8 +92,8 @@ class Pool:
             raise RefusalError(
                 503,
                 "no_policy_server",
-                f"No policy server has answered for {self.grace:g} s ({len(self.slots)} configured). It may be "
-                "restarting: send the request again. If it stays so, see the policy server's log file.",
+                f"No policy server has answered for {self.grace:g} s ({len(self.slots)} known). It, or the trainer that "
+                "owns it, may be restarting: send the request again. If it stays so, see the policy server's log file.",
                 [(b"retry-after", b"2")],
             ) from None
         return found

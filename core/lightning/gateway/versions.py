@@ -1,7 +1,8 @@
 """Which policy version sampled which token of the calls in flight.
 
 The invariant: a token belongs to the version that was loaded when vLLM sampled it. A call starts with the version
-current when it was sent; each update splits it at the number of tokens the old weights had sampled when vLLM froze.
+current when it was sent; each update splits it at the number of tokens the old weights had sampled when vLLM froze. A call
+of which that cannot be said is never trained on.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ class LiveCall:
     """A call that vLLM may still be sampling.
 
     `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
-    says that it reached a server, `seen` how many tokens of each choice had come before the last hold. While
-    `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
+    says that it reached a server, `seen` how many tokens of each choice had come before the last hold. `unsure` calls may
+    have tokens of versions that nobody here has heard of. While `waits_for_bytes`, the last sign of life was at `heard_at`
+    (the loop's clock).
     """
 
     request_id: str
@@ -30,12 +32,13 @@ class LiveCall:
     runs: dict[int, list[VersionRun]] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
     sent: bool = False
+    unsure: bool = False
     waits_for_bytes: bool = False
     heard_at: float = 0.0
 
     def dispatch(self, version: int, now: float) -> None:
         """It is being sent to a server that has this version."""
-        self.base, self.sent = version, True
+        self.base, self.sent, self.unsure = version, True, False
         self.waits_for_bytes, self.heard_at = True, now
         self.runs.clear()
         self.seen.clear()
@@ -69,6 +72,11 @@ class VersionBook:
         self.current = version
         self._live: set[LiveCall] = set()
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is no such call."""
+        return not self._live
+
     def follow(self, call: LiveCall) -> None:
         """From now on updates concern this call."""
         self._live.add(call)
@@ -81,6 +89,17 @@ class VersionBook:
         """Note how far every call has come, before an update begins."""
         for call in self._live:
             call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
+
+    def keys(self) -> list[str]:
+        """How `Update.in_flight` names every choice that a server may be sampling."""
+        return [call.key(index) for call in self._live if call.sent for index in range(call.choices)]
+
+    def lose(self) -> int:
+        """Weights may have changed unheard of: whatever a server may be sampling is unsure. Return how many calls that are."""
+        lost = [call for call in self._live if call.sent and not call.unsure]
+        for call in lost:
+            call.unsure = True
+        return len(lost)
 
     def update(self, update: Update) -> None:
         """Split the calls in flight at the tokens the old weights had sampled.

@@ -173,7 +173,7 @@ async def test_requests_wait_for_a_restarted_server(build):
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._pool.healthy)
+    await house.until(lambda: not house.gateway._own.pool.healthy)
     async with FakeVLLM(model="tiny") as other:
         house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(other.url, "tiny"))
         await asking
@@ -182,11 +182,11 @@ async def test_requests_wait_for_a_restarted_server(build):
 
 async def test_a_server_that_comes_back_at_its_address_is_found_by_the_health_check(build):
     house = await build()
-    house.gateway._pool.check_every = 0.02
+    house.gateway._own.pool.check_every = 0.02
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._pool.healthy)
+    await house.until(lambda: not house.gateway._own.pool.healthy)
     await house.fake.start()
     await asking
     assert len(await house.transitions()) == 1
@@ -195,10 +195,10 @@ async def test_a_server_that_comes_back_at_its_address_is_found_by_the_health_ch
 async def test_a_sick_server_gets_nothing(build):
     async with FakeVLLM() as sick, FakeVLLM() as well:
         house = await build(upstreams=[Upstream(sick.url, "tiny"), Upstream(well.url, "tiny")])
-        house.gateway._pool.check_every = 0.02
+        house.gateway._own.pool.check_every = 0.02
         sick.healthy = False
         await (await house.client()).models.list()  # health checks begin with the first request
-        await house.until(lambda: house.gateway._pool.healthy == 1)
+        await house.until(lambda: house.gateway._own.pool.healthy == 1)
         for _ in range(5):
             await (await house.client()).chat.completions.create(model="policy", messages=HI)
         assert (len(sick.requests), len(well.requests)) == (0, 5)
@@ -217,11 +217,11 @@ async def test_no_server_at_all_is_a_503_with_the_cure(build):
 
 async def test_a_restart_may_take_longer_than_a_server_is_waited_for(build):
     house = await build()
-    house.gateway._pool.grace = 0.2
+    house.gateway._own.pool.grace = 0.2
     await house.fake.close()
     client = await house.client()
     asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
-    await house.until(lambda: not house.gateway._pool.healthy)
+    await house.until(lambda: not house.gateway._own.pool.healthy)
     async with FakeVLLM(model="tiny") as other:
         async with house.gateway.hold():
             await asyncio.sleep(0.5)
@@ -325,8 +325,8 @@ async def test_a_port_in_use_is_named():
 
 
 async def test_bad_upstreams_are_named():
-    with pytest.raises(GatewayError, match="no policy server"):
-        Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32)
+    with pytest.raises(GatewayError, match=r"at least one Upstream\(url, model\)"):
+        Gateway(MemoryStore(), [], GatewayConfig(), secret=b"s" * 32).policy_lost()
     with pytest.raises(GatewayError, match="localhost:8000"):
         Gateway(MemoryStore(), [Upstream("localhost:8000", "m")], GatewayConfig(), secret=b"s" * 32)
 
@@ -346,7 +346,7 @@ async def test_nothing_is_kept_for_finished_calls(house):
     client = await house.client()
     await asyncio.gather(*(client.chat.completions.create(model="policy", messages=HI) for _ in range(20)))
     await house.until(lambda: not house.gateway.stats().in_flight)
-    assert not house.gateway._book._live
+    assert not house.gateway._own.book._live
 
 
 @pytest.mark.slow

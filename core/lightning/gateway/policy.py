@@ -1,0 +1,57 @@
+"""One run's policy as a gateway sees it: its policy servers, whether they may be asked now, and which version they have.
+
+The invariant: what is dispatched goes to the run's own servers, while the gate is open, with the version they have then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from lightning.gateway.hold import Gate
+from lightning.gateway.upstreams import GRACE, Pool, Upstream
+from lightning.gateway.versions import VersionBook
+
+
+def _nothing() -> None:
+    """For a policy that nobody else can change."""
+
+
+class Policy:
+    """The parts that every call of a run goes through. `hold_timeout` is in seconds.
+
+    `check` is called before anything is taken for known: the member of a fleet looks at its clock there. With a `seed`
+    calls that have none are given one. `used` is when the last call came (the loop's clock).
+    """
+
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        hold_timeout: float,
+        *,
+        version: int = 0,
+        seed: int | None = None,
+        check: Callable[[], None] = _nothing,
+    ) -> None:
+        self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout))
+        self.gate = Gate(hold_timeout)
+        self.book = VersionBook(version)
+        self.seed, self.check = seed, check
+        self.used = 0.0
+        self._health: asyncio.Task[None] | None = None
+
+    def check_health(self, session: aiohttp.ClientSession) -> None:
+        """Look after the servers from now on, until `close`."""
+        if self._health is None:
+            self._health = asyncio.create_task(self.pool.watch(session), name="lightning-gateway-health")
+
+    async def close(self) -> None:
+        """Look no longer."""
+        if self._health is not None:
+            self._health.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._health
+            self._health = None
