@@ -41,6 +41,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "resources": Command(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
+        "token": Command("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
         "db": Command("lightning.cli.db", "Look after a database: status, upgrade, backup, restore, prune, export."),
         "audit": Command("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
         "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),

@@ -17,8 +17,8 @@ AUTOMATIC = "made by the server at its first start"
 
 
 async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
-    """Return when a server of this store may bind `host`. Raises `ConfigError` unless that is loopback, or there is a token that
-    a person made and that still opens something. `place` is the store's URL, for the message."""
+    """Return when a server of this store may bind `host`. Raises `ConfigError` unless that is loopback, or there is a token
+    that a person made and that still opens something. `place` is the store's URL, for the message."""
     if is_loopback(host):
         return
     now = time.time()

@@ -1,0 +1,39 @@
+"""Nothing listens beyond this machine before a person has made a token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from lightning.errors import ConfigError
+from lightning.server.auth import issue_token
+from lightning.server.exposure import AUTOMATIC, check_exposure
+from lightning.store import Store
+from lightning.types import Scope
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+async def test_loopback_needs_nobodys_decision(host: str, store: Store) -> None:
+    await check_exposure(store, host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "10.0.0.1", "gpu-7.example", "localhost.example"])
+async def test_a_public_bind_is_refused_without_a_token(host: str, store: Store) -> None:
+    with pytest.raises(ConfigError, match="lightning token create admin --store sqlite:///x[.]db") as refused:
+        await check_exposure(store, host, place="sqlite:///x.db")
+    assert "TLS" in str(refused.value)
+
+
+async def test_a_token_that_a_person_made_is_a_decision(store: Store) -> None:
+    token, _ = issue_token(Scope.RUNNER, name="the lab's runners")
+    await store.put_token(token)
+    await check_exposure(store, "0.0.0.0")
+
+
+@pytest.mark.parametrize("changes", [{"name": AUTOMATIC}, {"revoked_at": 1.0}, {"expires_at": 1.0}])
+async def test_a_servers_own_a_revoked_or_an_expired_token_is_none(changes: dict[str, object], store: Store) -> None:
+    token, _ = issue_token(Scope.ADMIN)
+    await store.put_token(replace(token, created_at=time.time(), **changes))
+    with pytest.raises(ConfigError, match="nobody has made a token"):
+        await check_exposure(store, "0.0.0.0")
