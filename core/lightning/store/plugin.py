@@ -24,8 +24,16 @@ def _sqlite(url: str) -> Store:
     return SqliteStore.from_url(url)
 
 
+def _http(url: str) -> Store:
+    from lightning.store.http import HttpStore
+
+    return HttpStore.from_url(url)
+
+
 @hookimpl
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
-    """`memory://` and `sqlite:///path`."""
+    """`memory://`, `sqlite:///path` and, for what servers stand before, `http://host:port`."""
     register("memory", _memory)
     register("sqlite", _sqlite)
+    register("http", _http)
+    register("https", _http)

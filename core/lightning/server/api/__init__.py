@@ -1,0 +1,10 @@
+"""The control API: every noun of the store over HTTP, for whoever has a token.
+
+The invariant: see `lightning.server.api.app` for what a request goes through, and `lightning.server.api.table` for what a
+route is.
+"""
+
+from lightning.server.api.app import PREFIX, ROUTES, Api, Limits
+from lightning.server.api.table import Finish, LlmFor
+
+__all__ = ["PREFIX", "ROUTES", "Api", "Finish", "Limits", "LlmFor"]

@@ -1,0 +1,227 @@
+"""The control API as an ASGI application: one object for one server, mounted on the gateway's port below `/api/`.
+
+The invariant: a request is checked in this order, and reaches a handler only behind all of it: route, room, token, scope,
+query, body. A handler sees the store of its caller's project.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
+
+from starlette.types import Receive, Scope, Send
+
+from lightning.errors import DataError
+from lightning.gateway.body import ClientGoneError, read_body
+from lightning.server.api import meta, records, resources, rollouts
+from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
+from lightning.server.api.events import stream
+from lightning.server.api.openapi import describe
+from lightning.server.api.table import PREFIX, Call, Finish, LlmFor, Route, Services, query_of
+from lightning.server.api.watching import Watchers
+from lightning.server.auth import Authenticator, Principal
+from lightning.server.errors import ApiError
+from lightning.server.projects import Projects
+from lightning.store import wire
+from lightning.store.messages import Changed
+from lightning.store.protocol import Store
+from lightning.types import Scope as TokenScope
+
+ROUTES: tuple[Route, ...] = (*meta.ROUTES, *rollouts.ROUTES, *records.ROUTES, *resources.ROUTES)
+NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
+"""Who asks where no token is needed: of a project that cannot be, and so sees nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a server takes on. Beyond `requests` in flight, or `watches` that wait, it answers 429."""
+
+    body_bytes: int = 32 * 1024 * 1024
+    requests: int = 256
+    watches: int = 10_000
+
+
+class Api:
+    """The application. `finish` ends attempts, `llm_for` gives agents their access to the model (None: there is no gateway).
+
+    Close it before the server that it is mounted on, so that who waits for changes is let go.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        authenticator: Authenticator,
+        *,
+        finish: Finish,
+        llm_for: LlmFor | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._projects = Projects(store)
+        self._authenticator = authenticator
+        self._limits = limits or Limits()
+        self._services = Services(Watchers(), finish, llm_for, describe(ROUTES))
+        self._routes = _Routes(ROUTES)
+        self._stopped = asyncio.Event()
+        self._requests = self._watches = 0
+
+    async def close(self) -> None:
+        """Let everybody go who waits for changes. Idempotent."""
+        self._stopped.set()
+        await self._services.watchers.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            return
+        where = f"{scope['method']} {scope['path'][:200]!r}"
+        started = False
+
+        async def sending(message: Any) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, sending)
+        except ClientGoneError:
+            return
+        except Exception as error:  # noqa: BLE001 — the edge of the server: every fault becomes an answer
+            refusal = refusal_of(error, where)
+            if not started:
+                await refuse(send, refusal)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route, path = self._routes.find(scope)
+        with self._room(route):
+            principal = NOBODY if route.scopes is None else await self._authenticator.principal(_authorization(scope))
+            if route.scopes is not None:
+                principal.require(*route.scopes)
+            query = query_of(route, _query(scope))
+            body = await self._body(route, scope, receive)
+            call = Call(principal, self._projects.of(principal.project), self._services, path, query, body)
+            if route is records.WATCH and _wants_events(scope):
+                await self._stream(call, receive, send)
+                return
+            answered = await route.handler(call)
+            await answer(send, 200, await _beside(route, _written, route, answered))
+
+    async def _body(self, route: Route, scope: Scope, receive: Receive) -> Any:
+        if route.body is None:
+            return None
+        payload = await read_body(scope, receive, self._limits.body_bytes)
+        return await _beside(route, _read, route, payload)
+
+    async def _stream(self, call: Call[Any, None], receive: Receive, send: Send) -> None:
+        asked = call.query
+
+        async def wait(since: str, timeout: float) -> Changed:
+            key = (call.principal.project, asked.run)
+            return await self._services.watchers.wait(call.store, key, asked.run, since, timeout)
+
+        if not asked.run:
+            call.principal.require()
+        await stream(send, receive, wait, asked.since, self._stopped)
+
+    @contextmanager
+    def _room(self, route: Route) -> Iterator[None]:
+        """Count a request, or refuse it while there are too many. Those that only wait have a count of their own."""
+        waits = route is records.WATCH
+        count, most = (self._watches, self._limits.watches) if waits else (self._requests, self._limits.requests)
+        if count >= most:
+            what = "wait for changes" if waits else "are in flight"
+            raise ApiError(
+                429, "busy", f"{count} requests {what}, and this server takes no more: ask again later.", RETRY
+            )
+        change = (1, 0) if waits else (0, 1)
+        self._count(*change)
+        try:
+            yield
+        finally:
+            self._count(*(-n for n in change))
+
+    def _count(self, watches: int, requests: int) -> None:
+        self._watches += watches
+        self._requests += requests
+
+
+class _Routes:
+    """Finds the route of a request by the parts of its path, as they were sent: an id may have a `/`, sent as `%2F`."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._patterns: dict[int, list[tuple[tuple[str, ...], dict[str, Route]]]] = {}
+        for route in routes:
+            patterns = self._patterns.setdefault(len(route.segments), [])
+            for pattern, methods in patterns:
+                if pattern == route.segments:
+                    methods[route.method] = route
+                    break
+            else:
+                patterns.append((route.segments, {route.method: route}))
+
+    def find(self, scope: Scope) -> tuple[Route, dict[str, str]]:
+        """The route and the path's parameters. Raises `ApiError` (404, 405)."""
+        raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+        parts = [_unquoted(part) for part in raw.partition(b"?")[0].split(b"/")[1:]]
+        for pattern, methods in self._patterns.get(len(parts), ()):
+            found = _matched(pattern, parts)
+            if found is not None:
+                route = methods.get(scope["method"])
+                if route is None:
+                    allowed = ", ".join(methods)
+                    message = f"{scope['method']} is not one of {allowed}, which {'/'.join(('', *pattern))} knows."
+                    raise ApiError(405, "method_not_allowed", message, {"allow": allowed})
+                return route, found
+        path = "/".join(("", *parts))[:200]
+        raise ApiError(404, "unknown_route", f"There is no {path!r}: GET {PREFIX}/openapi.json says what there is.")
+
+
+def _matched(pattern: tuple[str, ...], parts: list[str]) -> dict[str, str] | None:
+    found = {}
+    for expected, part in zip(pattern, parts, strict=True):
+        if expected.startswith("{"):
+            if not part:
+                return None
+            found[expected[1:-1]] = part
+        elif expected != part:
+            return None
+    return found
+
+
+def _unquoted(part: bytes) -> str:
+    try:
+        return unquote_to_bytes(part).decode()
+    except UnicodeDecodeError:
+        raise DataError("the path is not percent-encoded UTF-8") from None
+
+
+def _query(scope: Scope) -> list[tuple[str, str]]:
+    text: str = scope["query_string"].decode("latin-1")
+    try:
+        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), errors="strict", max_num_fields=50)
+    except ValueError as error:
+        raise DataError(f"the query is not name=value&..., percent-encoded: {error}") from None
+
+
+def _authorization(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return given[0].decode("latin-1") if len(given) == 1 else ""
+
+
+def _wants_events(scope: Scope) -> bool:
+    return any(name == b"accept" and b"text/event-stream" in value for name, value in scope["headers"])
+
+
+async def _beside(route: Route, work: Any, *arguments: Any) -> Any:
+    return await asyncio.to_thread(work, *arguments) if route.heavy else work(*arguments)
+
+
+def _read(route: Route, payload: bytes) -> Any:
+    return wire.codec_of(route.body).decode(wire.read(payload, "the body"), "the body", True)
+
+
+def _written(route: Route, answered: Any) -> bytes:
+    return wire.write(wire.codec_of(route.answer).encode(answered))

@@ -1,0 +1,115 @@
+"""Routes about what a run leaves behind: optimizer steps, metrics, small state, and word of its changes.
+
+The invariant: state that belongs to the whole store is for admins alone, and secrets are for nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning.errors import DataError
+from lightning.server.api.paging import page
+from lightning.server.api.table import ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route
+from lightning.server.api.watching import LONGEST_WAIT
+from lightning.store import messages
+from lightning.store.protocol import MetricPoint
+from lightning.store.wire import Slice
+from lightning.types import StepRecord
+
+WHOLE_STORE = "The run; empty for what belongs to the whole store, which is for admins."
+
+
+@dataclass(frozen=True, slots=True)
+class OfRun:
+    """Which run's state is meant."""
+
+    run: str = field(default="", metadata={"doc": WHOLE_STORE})
+
+
+@dataclass(frozen=True, slots=True)
+class WatchQuery(OfRun):
+    """What to wait for."""
+
+    since: str = field(default="", metadata={"doc": "The `since` of the answer before; empty asks for one, at once."})
+    timeout: float = field(
+        default=30.0,
+        metadata={
+            "doc": f"Wait so long at most; longer than {LONGEST_WAIT:g} is cut to that.",
+            "minimum": 0,
+            "unit": "s",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout < float("inf"):
+            raise DataError(f"timeout={self.timeout} must be a number of seconds, 0 or more")
+
+
+async def list_steps(call: Call[Paging, None]) -> Slice[StepRecord]:
+    """Committed optimizer steps in order."""
+    return page(await call.store.list_steps(call.path["run"]), call.query, lambda record: str(record.step))
+
+
+async def commit_step(call: Call[NoQuery, StepRecord]) -> StepRecord:
+    """Record an optimizer step and mark its rollouts trained, all or nothing; repeating it changes nothing. 409 when the step
+    exists with another batch, when one of the rollouts was trained already, or when its attempt is another."""
+    await call.store.commit_step(call.body)
+    return call.body
+
+
+async def list_metrics(call: Call[Paging, None]) -> Slice[MetricPoint]:
+    """Metrics of a run by step."""
+    return page(await call.store.metrics(call.path["run"]), call.query, lambda point: str(point.step))
+
+
+async def log_metrics(call: Call[NoQuery, messages.Metrics]) -> messages.Metrics:
+    """Merge values into the metrics of a step."""
+    await call.store.log_metrics(call.path["run"], call.body.step, call.body.values)
+    return call.body
+
+
+async def get_state(call: Call[OfRun, None]) -> messages.State:
+    """The value kept under a key, null when there is none."""
+    _check_whole_store(call)
+    return messages.State(await call.store.get_state(call.query.run, call.path["key"]))
+
+
+async def put_state(call: Call[OfRun, messages.State]) -> messages.State:
+    """Keep a small value under a key, in place of an older one."""
+    _check_whole_store(call)
+    await call.store.put_state(call.query.run, call.path["key"], call.body.value)
+    return call.body
+
+
+async def keep_state(call: Call[OfRun, messages.State]) -> messages.State:
+    """Keep a small value unless the key has one; the answer has the one that is kept."""
+    _check_whole_store(call)
+    return messages.State(await call.store.keep_state(call.query.run, call.path["key"], call.body.value))
+
+
+async def watch(call: Call[WatchQuery, None]) -> messages.Changed:
+    """Wait until something of a run may have changed: rollouts created, leased, ended or given back, steps, state. Ask without
+    `since` first, look at what is to be known, then ask with the last answer's `since`: no change is missed, and some answers
+    may be mistaken about one. With `Accept: text/event-stream` the answers come as server-sent events, one for each change."""
+    _check_whole_store(call)
+    asked = call.query
+    key = (call.principal.project, asked.run)
+    return await call.services.watchers.wait(call.store, key, asked.run, asked.since, asked.timeout)
+
+
+def _check_whole_store(call: Call[OfRun, messages.State] | Call[OfRun, None] | Call[WatchQuery, None]) -> None:
+    if not call.query.run:
+        call.principal.require()
+
+
+WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
+ROUTES = (
+    Route("GET", "/runs/{run}/steps", list_steps, LOOK, Slice[StepRecord], query=Paging),
+    Route("POST", "/steps", commit_step, TRAIN, StepRecord, StepRecord),
+    Route("GET", "/runs/{run}/metrics", list_metrics, LOOK, Slice[MetricPoint], query=Paging),
+    Route("POST", "/runs/{run}/metrics", log_metrics, TRAIN, messages.Metrics, messages.Metrics),
+    Route("GET", "/state/{key}", get_state, TRAIN, messages.State, query=OfRun),
+    Route("PUT", "/state/{key}", put_state, TRAIN, messages.State, messages.State, query=OfRun),
+    Route("POST", "/state/{key}/keep", keep_state, TRAIN, messages.State, messages.State, query=OfRun),
+    WATCH,
+)

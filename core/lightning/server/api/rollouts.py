@@ -1,0 +1,217 @@
+"""Routes about runs and rollouts: creating, leasing, ending, and reading what was recorded.
+
+The invariant: whoever runs agents can end the attempts it leased and can write no call: calls come from gateways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning.server.api.paging import page
+from lightning.server.api.table import (
+    ANY,
+    LOOK,
+    RUN,
+    TRAIN,
+    Call,
+    NoQuery,
+    Paging,
+    Route,
+    nothing_there,
+)
+from lightning.store import messages
+from lightning.store.rules import unknown_rollout
+from lightning.store.wire import Slice
+from lightning.types import (
+    Lease,
+    Rollout,
+    Run,
+    Span,
+    Status,
+    StepReward,
+    ToolEvent,
+    Transition,
+)
+
+PAGE_BYTES = 16 * 1024 * 1024
+"""Bytes of token arrays in one answer, about; an attempt or a call that is longer comes alone."""
+MOST_ATTEMPTS = 1000
+"""Attempts read for one answer."""
+LARGEST_LEASE = 1000
+"""Rollouts leased by one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFilter(Paging):
+    """Which runs are wanted."""
+
+    project: str | None = field(default=None, metadata={"doc": "Runs of this project only."})
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter(Paging):
+    """Which rollouts of a run are wanted."""
+
+    split: str | None = field(
+        default=None, metadata={"doc": "Of this split only: `train` or the name of an evaluation."}
+    )
+    step: int | None = field(default=None, metadata={"doc": "Sampled for this optimizer step only."})
+    status: Status | None = field(default=None, metadata={"doc": "With this status only."})
+
+
+@dataclass(frozen=True, slots=True)
+class OfAttempt(Paging):
+    """Which attempt of a rollout is meant."""
+
+    attempt: int | None = field(default=None, metadata={"doc": "The attempt; by default the rollout's current one."})
+
+
+async def list_runs(call: Call[RunFilter, None]) -> Slice[Run]:
+    """Runs, newest first."""
+    return page(await call.store.list_runs(call.query.project), call.query, lambda run: run.id)
+
+
+async def put_run(call: Call[NoQuery, Run]) -> Run:
+    """Create a run, or get the one that has the id already, unchanged. Without `created_at` it is created now."""
+    return await call.store.put_run(call.body)
+
+
+async def get_run(call: Call[NoQuery, None]) -> Run:
+    """One run."""
+    found = await call.store.get_run(call.path["run"])
+    if found is None:
+        raise nothing_there(f"run {call.path['run']!r}", "GET /runs lists those there are")
+    return found
+
+
+async def list_rollouts(call: Call[RolloutFilter, None]) -> Slice[Rollout]:
+    """Rollouts of a run in the order in which they were created."""
+    asked = call.query
+    found = await call.store.list_rollouts(
+        call.path["run"],
+        split=asked.split,
+        step=asked.step,
+        status=asked.status,
+        cursor=asked.cursor,
+        limit=asked.limit,
+    )
+    return Slice(found.rollouts, found.cursor)
+
+
+async def create_rollouts(call: Call[NoQuery, messages.NewRollouts]) -> messages.Created:
+    """Create rollouts with ids of the caller's choice; repeating it changes nothing. All or none are created."""
+    return messages.Created(await call.store.create_rollouts(call.body.rollouts))
+
+
+async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
+    """One rollout as it stands."""
+    found = await call.store.get_rollout(call.path["rollout"])
+    if found is None:
+        raise nothing_there(f"rollout {call.path['rollout']!r}", "POST /rollouts creates one")
+    return found
+
+
+async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
+    """Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its agent
+    needs to call the model."""
+    asked = call.body
+    leases = await call.store.lease(asked.run, asked.worker, limit=min(asked.limit, LARGEST_LEASE), ttl=asked.ttl)
+    return messages.Leases(tuple([await _with_llm(call, held) for held in leases]))
+
+
+async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout:
+    llm_for = call.services.llm_for
+    return messages.LeasedRollout(held, None if llm_for is None else await llm_for(held, call.store))
+
+
+async def renew(call: Call[NoQuery, messages.Renewal]) -> messages.Expiry:
+    """Prolong the lease of the running attempt. 409 when it was superseded or has ended: stop its agent."""
+    name = call.path["rollout"]
+    rollout = await call.store.get_rollout(name)
+    if rollout is None:
+        raise unknown_rollout(name)
+    held = Lease(replace(rollout, attempt=call.attempt), call.body.worker, 0.0)
+    return messages.Expiry((await call.store.renew(held, ttl=call.body.ttl)).expires_at)
+
+
+async def complete(call: Call[NoQuery, messages.Completion]) -> Rollout:
+    """End an attempt with a reward or a fault, judged by the calls that were recorded. Repeating it changes nothing; 409 when
+    the attempt was superseded or has ended otherwise: drop the work."""
+    return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
+
+
+async def release(call: Call[NoQuery, messages.Release]) -> messages.Released:
+    """Give back everything that a worker holds, without spending a retry. For a worker that starts again, or drains."""
+    return messages.Released(await call.store.release(call.body.worker))
+
+
+async def append(call: Call[NoQuery, messages.Transitions]) -> messages.Appended:
+    """Store calls durably. A repeated one changes nothing; 409 for another content under the same key."""
+    return messages.Appended(await call.store.append(call.body.transitions))
+
+
+async def next_seq(call: Call[NoQuery, None]) -> messages.NextSeq:
+    """The first unused `seq` of an attempt."""
+    return messages.NextSeq(await call.store.next_seq(call.path["rollout"], call.attempt))
+
+
+async def transitions(call: Call[OfAttempt, None]) -> Slice[Transition]:
+    """The model calls of an attempt in `seq` order."""
+    found = await call.store.transitions(call.path["rollout"], call.query.attempt)
+    return page(found, call.query, lambda item: str(item.seq), size=_size, most=PAGE_BYTES)
+
+
+async def transitions_of(call: Call[NoQuery, messages.Attempts]) -> messages.TransitionsOf:
+    """The model calls of several attempts, of as many of the first ones as fit into one answer."""
+    asked = call.body.attempts[:MOST_ATTEMPTS]
+    found = [tuple(calls) for calls in await call.store.transitions_of(asked)]
+    fitting = page(found, Paging(limit=MOST_ATTEMPTS), size=lambda calls: sum(map(_size, calls)), most=PAGE_BYTES)
+    return messages.TransitionsOf(fitting.items)
+
+
+def _size(call: Transition) -> int:
+    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500
+
+
+async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
+    """The tool events that an attempt was completed with."""
+    return page(await call.store.tool_events(call.path["rollout"], call.query.attempt), call.query)
+
+
+async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
+    """The step rewards that an attempt was completed with."""
+    return page(await call.store.step_rewards(call.path["rollout"], call.query.attempt), call.query)
+
+
+async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
+    """Store spans durably. Those of unknown rollouts and of other than current attempts are not taken."""
+    return messages.Stored(await call.store.append_spans(call.body.spans))
+
+
+async def spans(call: Call[OfAttempt, None]) -> Slice[Span]:
+    """The spans of an attempt in the order they began."""
+    found = await call.store.spans(call.path["rollout"], call.query.attempt)
+    return page(found, call.query, lambda span: span.span_id)
+
+
+ROUTES = (
+    Route("GET", "/runs", list_runs, ANY, Slice[Run], query=RunFilter),
+    Route("POST", "/runs", put_run, TRAIN, Run, Run),
+    Route("GET", "/runs/{run}", get_run, ANY, Run),
+    Route("GET", "/runs/{run}/rollouts", list_rollouts, ANY, Slice[Rollout], query=RolloutFilter),
+    Route("POST", "/rollouts", create_rollouts, TRAIN, messages.Created, messages.NewRollouts, heavy=True),
+    Route("GET", "/rollouts/{rollout}", get_rollout, ANY, Rollout),
+    Route("POST", "/leases", lease, RUN, messages.Leases, messages.LeaseRequest),
+    Route("POST", "/leases/release", release, RUN, messages.Released, messages.Release),
+    Route("POST", "/rollouts/{rollout}/attempts/{attempt}/renew", renew, RUN, messages.Expiry, messages.Renewal),
+    Route("POST", "/rollouts/{rollout}/attempts/{attempt}/complete", complete, RUN, Rollout, messages.Completion),
+    Route("GET", "/rollouts/{rollout}/attempts/{attempt}/next_seq", next_seq, TRAIN, messages.NextSeq),
+    Route("GET", "/rollouts/{rollout}/transitions", transitions, LOOK, Slice[Transition], query=OfAttempt, heavy=True),
+    Route("POST", "/transitions", append, TRAIN, messages.Appended, messages.Transitions, heavy=True),
+    Route("POST", "/transitions/read", transitions_of, LOOK, messages.TransitionsOf, messages.Attempts, heavy=True),
+    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/spans", spans, LOOK, Slice[Span], query=OfAttempt),
+    Route("POST", "/spans", append_spans, RUN, messages.Stored, messages.Spans),
+)

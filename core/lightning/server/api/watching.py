@@ -1,0 +1,121 @@
+"""Waiting for changes over HTTP: any number of clients wait for one run, and one watch of the store serves them all.
+
+The invariant: a client that sends the `since` it was given last hears of every change after it, from whichever server it asks:
+a server that does not know a `since` says that something may have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from lightning.errors import UnavailableError
+from lightning.store.messages import Changed
+from lightning.store.protocol import Store
+
+LONGEST_WAIT = 60.0
+"""Seconds a request may wait; proxies cut off longer ones."""
+IDLE = 90.0
+"""Seconds without a client until a watch of the store is given up."""
+ROUND = 30.0
+
+
+@dataclass(slots=True)
+class _Topic:
+    name: str
+    changes: int = 0
+    waiting: int = 0
+    left_at: float = 0.0
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def since(self) -> str:
+        return f"{self.name}.{self.changes}"
+
+
+class Watchers:
+    """The watches of one server; all methods belong to its event loop."""
+
+    def __init__(self) -> None:
+        self._server = secrets.token_hex(6)
+        self._numbers = itertools.count()
+        self._topics: dict[Hashable, _Topic] = {}
+        self._closed = False
+
+    async def wait(self, store: Store, key: Hashable, run: str, since: str, timeout: float) -> Changed:
+        """Return as soon as something may have changed after `since`, or after `timeout` seconds; at once for an unknown or
+        empty `since`. Those who give the same `key` see the same store and share a watch."""
+        topic = self._topic(store, key, run)
+        topic.waiting += 1
+        try:
+            await self._begun(topic)
+            if since == topic.since and not self._closed:
+                await self._changed(topic, min(timeout, LONGEST_WAIT))
+            return Changed(since != topic.since, topic.since)
+        finally:
+            topic.waiting -= 1
+            topic.left_at = asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        """Let all who wait go, with what they have. Later waits return at once."""
+        self._closed = True
+        for topic in list(self._topics.values()):
+            async with topic.news:
+                topic.news.notify_all()
+        tasks = [topic.task for topic in self._topics.values() if topic.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _topic(self, store: Store, key: Hashable, run: str) -> _Topic:
+        topic = self._topics.get(key)
+        if topic is None:
+            topic = self._topics[key] = _Topic(f"{self._server}.{next(self._numbers)}")
+            topic.task = asyncio.create_task(self._listen(store, key, run, topic), name=f"lightning-watch {run}")
+        return topic
+
+    async def _begun(self, topic: _Topic) -> None:
+        """Return when the store is being watched. Raises what kept it from being."""
+        assert topic.task is not None
+        if not topic.begun.is_set():
+            begun = asyncio.create_task(topic.begun.wait())
+            await asyncio.wait({begun, topic.task}, return_when=asyncio.FIRST_COMPLETED)
+            begun.cancel()
+        if topic.task.done() and not topic.begun.is_set():
+            if topic.task.cancelled():
+                raise UnavailableError("the server is stopping: ask another one")
+            topic.task.result()
+
+    async def _changed(self, topic: _Topic, timeout: float) -> None:
+        before = topic.changes
+        try:
+            async with asyncio.timeout(timeout), topic.news:
+                await topic.news.wait_for(lambda: topic.changes != before or self._closed)
+        except TimeoutError:
+            return
+
+    async def _listen(self, store: Store, key: Hashable, run: str, topic: _Topic) -> None:
+        loop = asyncio.get_running_loop()
+        topic.left_at = loop.time()
+        try:
+            async with store.watch(run) as watch:
+                topic.begun.set()
+                while topic.waiting or loop.time() - topic.left_at < IDLE:
+                    if await watch.wait(ROUND):
+                        await self._tell(topic)
+        finally:
+            # Whoever waits for this watch is let go, and everybody's next `since` is unknown: nothing is missed.
+            self._topics.pop(key, None)
+            if topic.begun.is_set() and not self._closed:
+                await self._tell(topic)
+
+    @staticmethod
+    async def _tell(topic: _Topic) -> None:
+        async with topic.news:
+            topic.changes += 1
+            topic.news.notify_all()

@@ -1,0 +1,307 @@
+"""`HttpStore`: the `Store` protocol over the control API of Lightning Servers.
+
+The invariant: it promises what the store behind the servers promises, through whichever of them answers; errors are the same
+classes with the same words. What it cannot promise is told by `UnavailableError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Final, cast
+
+from lightning.errors import DataError, StoreError, UnavailableError
+from lightning.store import messages, rows, wire
+from lightning.store.http.asking import PAGE, Asking
+from lightning.store.http.watching import HttpWatch
+from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
+from lightning.types import (
+    LLM,
+    Json,
+    Lease,
+    Outcome,
+    Resource,
+    Rollout,
+    Run,
+    Span,
+    Status,
+    StepRecord,
+    StepReward,
+    Token,
+    ToolEvent,
+    Transition,
+)
+
+BODY_BYTES: Final = 8 * 1024 * 1024
+"""Longer lists are sent in several requests; what is one unit is sent in one."""
+
+
+class HttpStore(Asking):
+    """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
+
+    Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
+    pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
+    """
+
+    # runs -------------------------------------------------------------------------------------------------------
+    async def put_run(self, run: Run) -> Run:
+        """See `Store.put_run`."""
+        return cast("Run", await self._ask("POST", ("runs",), Run, run))
+
+    async def get_run(self, run: str) -> Run | None:
+        """See `Store.get_run`."""
+        return cast("Run | None", await self._find(("runs", run), Run))
+
+    async def list_runs(self, project: str | None = None) -> list[Run]:
+        """See `Store.list_runs`."""
+        return await self._all(("runs",), Run, project=project)
+
+    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+        """See `Store.watch`."""
+        return HttpWatch(lambda since, timeout: self._changed(run, since, timeout))
+
+    async def _changed(self, run: str, since: str, timeout: float) -> messages.Changed | None:
+        """What a server says after `timeout` seconds at most; None when none could say it in that time."""
+        query = {"run": run, "since": since, "timeout": timeout}
+        try:
+            changed = await self._ask(
+                "GET", ("watch",), messages.Changed, query=query, waits=timeout, patience=timeout if since else None
+            )
+        except UnavailableError:
+            if not since:
+                raise
+            return None
+        return cast("messages.Changed", changed)
+
+    # rollouts ---------------------------------------------------------------------------------------------------
+    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """See `Store.create_rollouts`. More than `BODY_BYTES` of them are created in several requests: all or none of each."""
+        total = 0
+        for body in _bodies("rollouts", [_rollout_bytes(rollout) for rollout in rollouts]):
+            total += (await self._send("POST", ("rollouts",), messages.Created, body)).created
+        return total
+
+    async def get_rollout(self, rollout: str) -> Rollout | None:
+        """See `Store.get_rollout`."""
+        return cast("Rollout | None", await self._find(("rollouts", rollout), Rollout))
+
+    async def list_rollouts(
+        self,
+        run: str,
+        *,
+        split: str | None = None,
+        step: int | None = None,
+        status: Status | None = None,
+        cursor: str = "",
+        limit: int = 1000,
+    ) -> Page:
+        """See `Store.list_rollouts`."""
+        found: list[Rollout] = []
+        while True:
+            query = {"split": split, "step": step, "status": status, "cursor": cursor}
+            path = ("runs", run, "rollouts")
+            page = await self._ask(
+                "GET", path, wire.Slice[Rollout], query={**query, "limit": min(limit - len(found), PAGE)}
+            )
+            found += page.items
+            cursor = page.cursor
+            if not cursor or len(found) >= limit:
+                return Page(tuple(found), cursor)
+
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+        """See `Store.lease`. When an answer is lost on the way, what was leased waits until the lease expires."""
+        return [held.lease for held in await self._lease(run, worker, limit, ttl)]
+
+    async def lease_for_agents(
+        self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0
+    ) -> list[tuple[Lease, LLM]]:
+        """`lease`, and what the agent of each lease needs to call the model. Raises `StoreError` when the server has no model
+        for agents to call."""
+        held = await self._lease(run, worker, limit, ttl)
+        if any(one.llm is None for one in held):
+            raise StoreError(
+                f"the server at {self._urls[0]} has no gateway: lease from one that `lightning serve` started"
+            )
+        return [(one.lease, cast("LLM", one.llm)) for one in held]
+
+    async def _lease(self, run: str, worker: str, limit: int, ttl: float) -> tuple[messages.LeasedRollout, ...]:
+        asked = messages.LeaseRequest(run, worker, limit, ttl)
+        return cast("messages.Leases", await self._ask("POST", ("leases",), messages.Leases, asked)).leases
+
+    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
+        """See `Store.renew`."""
+        path = ("rollouts", lease.rollout.id, "attempts", str(lease.attempt), "renew")
+        found = await self._ask("POST", path, messages.Expiry, messages.Renewal(lease.worker, ttl))
+        return replace(lease, expires_at=found.expires_at)
+
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+        """See `Store.complete`. The server judges the outcome by the calls that were recorded before it keeps it."""
+        path = ("rollouts", rollout, "attempts", str(attempt), "complete")
+        return cast("Rollout", await self._ask("POST", path, Rollout, messages.Completion(outcome)))
+
+    async def release(self, worker: str) -> int:
+        """See `Store.release`."""
+        found = await self._ask("POST", ("leases", "release"), messages.Released, messages.Release(worker))
+        return cast("int", found.released)
+
+    # transitions ------------------------------------------------------------------------------------------------
+    async def append(self, transitions: Sequence[Transition]) -> int:
+        """See `Store.append`. More than `BODY_BYTES` of them are stored in several requests."""
+        codec, total = wire.codec_of(Transition), 0
+        for body in _bodies("transitions", [wire.write(codec.encode(item)) for item in transitions]):
+            total += (await self._send("POST", ("transitions",), messages.Appended, body)).appended
+        return total
+
+    async def next_seq(self, rollout: str, attempt: int) -> int:
+        """See `Store.next_seq`."""
+        path = ("rollouts", rollout, "attempts", str(attempt), "next_seq")
+        return cast("int", (await self._ask("GET", path, messages.NextSeq)).seq)
+
+    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
+        """See `Store.transitions`."""
+        return await self._all(("rollouts", rollout, "transitions"), Transition, attempt=attempt)
+
+    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
+        """See `Store.transitions_of`."""
+        found: list[list[Transition]] = []
+        while len(found) < len(attempts):
+            asked = messages.Attempts(tuple(attempts[len(found) : len(found) + PAGE]))
+            some = await self._ask("POST", ("transitions", "read"), messages.TransitionsOf, asked)
+            if not some.transitions:
+                raise StoreError(f"the server at {self._urls[0]} gave no calls of {attempts[len(found)]}: update it")
+            found += [list(calls) for calls in some.transitions]
+        return found
+
+    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
+        """See `Store.tool_events`."""
+        return await self._all(("rollouts", rollout, "tool_events"), ToolEvent, attempt=attempt)
+
+    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
+        """See `Store.step_rewards`."""
+        return await self._all(("rollouts", rollout, "step_rewards"), StepReward, attempt=attempt)
+
+    # spans ------------------------------------------------------------------------------------------------------
+    async def append_spans(self, spans: Sequence[Span]) -> int:
+        """See `Store.append_spans`."""
+        codec, total = wire.codec_of(Span), 0
+        for body in _bodies("spans", [wire.write(codec.encode(item)) for item in spans]):
+            total += (await self._send("POST", ("spans",), messages.Stored, body)).stored
+        return total
+
+    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
+        """See `Store.spans`."""
+        return await self._all(("rollouts", rollout, "spans"), Span, attempt=attempt)
+
+    # steps, metrics, small state --------------------------------------------------------------------------------
+    async def commit_step(self, record: StepRecord) -> None:
+        """See `Store.commit_step`."""
+        await self._ask("POST", ("steps",), StepRecord, record)
+
+    async def list_steps(self, run: str) -> list[StepRecord]:
+        """See `Store.list_steps`."""
+        return await self._all(("runs", run, "steps"), StepRecord)
+
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """See `Store.log_metrics`."""
+        await self._ask("POST", ("runs", run, "metrics"), messages.Metrics, messages.Metrics(step, values))
+
+    async def metrics(self, run: str) -> list[MetricPoint]:
+        """See `Store.metrics`."""
+        return await self._all(("runs", run, "metrics"), MetricPoint)
+
+    async def put_state(self, run: str, key: str, value: Json) -> None:
+        """See `Store.put_state`. Raises `StoreError` for a secret of the servers."""
+        await self._ask("PUT", ("state", key), messages.State, _state(key, value), query={"run": run})
+
+    async def keep_state(self, run: str, key: str, value: Json) -> Json:
+        """See `Store.keep_state`. Raises `StoreError` for a secret of the servers."""
+        path = ("state", key, "keep")
+        found = await self._ask("POST", path, messages.State, _state(key, value), query={"run": run})
+        return cast("messages.State", found).value
+
+    async def get_state(self, run: str, key: str) -> Json:
+        """See `Store.get_state`. A secret of the servers is not there."""
+        found = await self._ask("GET", ("state", key), messages.State, query={"run": run})
+        return cast("messages.State", found).value
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    async def put_token(self, token: Token) -> Token:
+        """See `Store.put_token`."""
+        return cast("Token", await self._ask("POST", ("tokens",), Token, token, once=True))
+
+    async def get_token(self, token: str) -> Token | None:
+        """See `Store.get_token`."""
+        return cast("Token | None", await self._find(("tokens", token), Token))
+
+    async def list_tokens(self) -> list[Token]:
+        """See `Store.list_tokens`."""
+        return await self._all(("tokens",), Token)
+
+    async def revoke_token(self, token: str) -> Token:
+        """See `Store.revoke_token`."""
+        return cast("Token", await self._ask("DELETE", ("tokens", token), Token))
+
+    # resources --------------------------------------------------------------------------------------------------
+    async def put_resource(self, resource: Resource) -> Resource:
+        """See `Store.put_resource`."""
+        return cast("Resource", await self._ask("POST", ("resources",), Resource, resource))
+
+    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
+        """See `Store.get_resource`."""
+        return cast("Resource | None", await self._find(("resources", name, "versions", str(which)), Resource))
+
+    async def list_resources(self, name: str | None = None) -> list[Resource]:
+        """See `Store.list_resources`."""
+        return await self._all(("resources",), Resource, name=name)
+
+    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+        """See `Store.set_alias`."""
+        path = ("resources", name, "aliases", alias)
+        return cast("Alias", await self._ask("PUT", path, Alias, messages.Target(version)))
+
+    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+        """See `Store.roll_back_alias`."""
+        return cast(
+            "Alias", await self._ask("POST", ("resources", name, "aliases", alias, "rollback"), Alias, once=True)
+        )
+
+    async def list_aliases(self, name: str | None = None) -> list[Alias]:
+        """See `Store.list_aliases`."""
+        return await self._all(("aliases",), Alias, name=name)
+
+    async def alias_history(self, name: str, alias: str) -> list[Alias]:
+        """See `Store.alias_history`."""
+        return await self._all(("resources", name, "aliases", alias, "history"), Alias)
+
+    async def resource_uses(self, name: str) -> list[ResourceUse]:
+        """See `Store.resource_uses`."""
+        return await self._all(("resources", name, "uses"), ResourceUse)
+
+
+def _state(key: str, value: Json) -> messages.State:
+    rows.dump(value, f"the state {key!r}")
+    return messages.State(value)
+
+
+def _rollout_bytes(rollout: Rollout) -> bytes:
+    try:
+        return wire.write(wire.codec_of(Rollout).encode(rollout))
+    except DataError:
+        rows.task_to_text(rollout.task)  # says which task it is
+        raise
+
+
+def _bodies(field: str, items: Sequence[bytes]) -> Iterator[bytes]:
+    """`{field: [items]}`, in bodies of `BODY_BYTES` at most; an item that is longer comes alone."""
+    start = size = 0
+    for end, item in enumerate(items):
+        if end > start and size + len(item) > BODY_BYTES:
+            yield _body(field, items[start:end])
+            start, size = end, 0
+        size += len(item) + 1
+    yield _body(field, items[start:])
+
+
+def _body(field: str, items: Sequence[bytes]) -> bytes:
+    return b'{"' + field.encode() + b'":[' + b",".join(items) + b"]}"

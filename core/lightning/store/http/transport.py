@@ -1,0 +1,237 @@
+"""Requests to servers that may go away at any moment: failover, back-off, and the errors of the store made of answers.
+
+The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
+not be done twice is sent again only when it cannot have been done. The token is sent in one header and shown nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import aiohttp
+from yarl import URL
+
+from lightning.errors import (
+    ConflictError,
+    DataError,
+    LightningError,
+    SchemaError,
+    StaleAttemptError,
+    StoreError,
+    UnavailableError,
+)
+from lightning.store import wire
+from lightning.store.messages import Failure, Problem
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "/api/v1"
+FIRST_DELAY: Final = 0.05
+LONGEST_DELAY: Final = 5.0
+CONNECT_SECONDS: Final = 5.0
+ANSWER_SECONDS: Final = 90.0
+"""Without a byte from a server for so long, it counts as gone."""
+KEEP_ALIVE: Final = 60.0
+"""Seconds; below those of the server, so that it is never the one who hangs up."""
+BUSY: Final = 429
+AWAY: Final = (502, 503, 504)
+KINDS: Final[Mapping[str, type[LightningError]]] = {
+    "stale_attempt": StaleAttemptError,
+    "conflict": ConflictError,
+    "invalid_data": DataError,
+    "body_too_large": DataError,
+    "schema": SchemaError,
+}
+"""The errors behind the words of a server's answers; every other word is a `StoreError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to ask. `path` is percent-encoded below `PREFIX`; `once` must not be done twice; `waits` is how long the server
+    may take on purpose, in seconds."""
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    body: bytes | None = None
+    once: bool = False
+    waits: float = 0.0
+
+
+class NotFoundError(Exception):
+    """The server knows the path and has nothing there."""
+
+
+class Transport:
+    """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any."""
+
+    def __init__(self, urls: Sequence[str], token: str, patience: float) -> None:
+        self._urls, self._patience = tuple(urls), patience
+        self._headers = {"authorization": f"Bearer {token}", "accept": "application/json"}
+        self._current = random.randrange(len(self._urls))  # noqa: S311 — spreads clients over servers
+        self._process = os.getpid()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lightning-store-http", daemon=True)
+        self._thread.start()
+        self._over = asyncio.Event()
+        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+
+    def __repr__(self) -> str:
+        return f"Transport({', '.join(self._urls)})"
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers."""
+        return self._urls
+
+    async def send(self, request: Request, patience: float | None = None) -> bytes:
+        """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
+        answered for `patience` seconds (default: the store's)."""
+        return await self._here(self._send(request, self._patience if patience is None else patience))
+
+    async def close(self) -> None:
+        """Let requests that have been sent end, but for those that wait for news, then disconnect."""
+        self._closing = True
+        if self._process != os.getpid():
+            return
+        self._loop.call_soon_threadsafe(self._over.set)
+        with self._lock:
+            pending = list(self._pending)
+        await asyncio.gather(*(asyncio.wrap_future(future) for future in pending), return_exceptions=True)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._session.close(), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _here(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something in the thread and wait for it here."""
+        if self._closing or self._process != os.getpid():
+            work.close()
+            what = "is not open" if self._closing else f"was opened in process {self._process} and is used in its fork"
+            raise StoreError(f"the store at {', '.join(self._urls)} {what}: await store.open() first, in each process")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            self._pending.add(future)
+        future.add_done_callback(self._forget)
+        return await asyncio.wrap_future(future)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+
+    # in the thread ----------------------------------------------------------------------------------------------
+    async def _open(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        return aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar())
+
+    async def _send(self, request: Request, patience: float) -> bytes:
+        deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False
+        while True:
+            at = self._current
+            try:
+                return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
+            except _AwayError as away:
+                if request.once and away.may_be_done:
+                    raise UnavailableError(
+                        f"{away}; it is not known whether it was done: look, then ask again"
+                    ) from away
+                left, pause, problem = deadline - time.monotonic(), away.pause, str(away)
+            if at == self._current:
+                self._current = (at + 1) % len(self._urls)
+            tried += 1
+            if tried % len(self._urls):
+                continue  # the next server may be there
+            if left <= 0 or self._closing:
+                raise UnavailableError(
+                    f"no server answered within {patience:g} s ({problem}). Servers: {', '.join(self._urls)}. "
+                    "Start one with `lightning serve`, or give the right URL"
+                )
+            if not warned and not request.waits and tried > 2 * len(self._urls):
+                log.warning("%s; asking again for %.0f s", problem, left)
+                warned = True
+            spread = delay * random.uniform(0.5, 1.0)  # noqa: S311 — clients that lost one server must not come back as one
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), min(left, max(pause, spread)))
+            delay = min(delay * 2, LONGEST_DELAY)
+
+    async def _until_closed(self, attempt: Coroutine[Any, Any, bytes], waits: bool) -> bytes:
+        """The answer to one attempt; one that only waits for news is given up when the store is closed."""
+        if not waits:
+            return await attempt
+        task, over = asyncio.create_task(attempt), asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise UnavailableError("the store was closed while it waited for news")
+        finally:
+            over.cancel()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _attempt(self, base: str, request: Request) -> bytes:
+        query = "&".join(f"{name}={value}" for name, value in request.query.items())
+        url = URL(f"{base}{PREFIX}{request.path}" + (f"?{query}" if query else ""), encoded=True)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS + request.waits
+        )
+        headers = {"content-type": "application/json"} if request.body is not None else None
+        try:
+            async with self._session.request(
+                request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                body = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _AwayError(f"{base} cannot be reached ({error})", may_be_done=False) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _AwayError(f"{base} went away ({error!r})", may_be_done=True) from error
+        if response.status == 200:
+            return body
+        raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
+
+    def _refusal(self, base: str, request: Request, status: int, retry_after: str, body: bytes) -> Exception:
+        problem = _problem(body)
+        if status == BUSY or (status in AWAY and (problem is None or problem.type not in KINDS)):
+            pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
+            said = problem.message if problem else "no word of why"
+            return _AwayError(f"{base} answered {status} ({said})", may_be_done=status != BUSY, pause=pause)
+        if problem is None:
+            return StoreError(
+                f"{base} answered {status} to {request.method} {PREFIX}{request.path}, and not as a Lightning Server does: "
+                "is it one, of this release? Give the URL that `lightning serve` printed"
+            )
+        if problem.type == "not_found":
+            return NotFoundError(problem.message)
+        message = f"{problem.message} ({base})" if status in (401, 403) else problem.message
+        return KINDS.get(problem.type, StoreError)(message)
+
+
+class _AwayError(Exception):
+    """No answer, or one that says to ask again; `may_be_done` unless what was asked was surely not done."""
+
+    def __init__(self, message: str, *, may_be_done: bool, pause: float = 0.0) -> None:
+        super().__init__(message)
+        self.may_be_done, self.pause = may_be_done, pause
+
+
+def _problem(body: bytes) -> Problem | None:
+    """What a server says is wrong; None when the answer is not a server's of ours."""
+    try:
+        failure: Failure = wire.codec_of(Failure).decode(wire.read(body, "the answer"), "the answer", False)
+    except DataError:
+        return None
+    return failure.error

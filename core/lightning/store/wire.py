@@ -1,0 +1,382 @@
+"""Nouns as JSON, for the control API: one codec for each type, derived from the type itself.
+
+The invariant: `decode(read(write(encode(x)))) == x`, and whatever else arrives is a `DataError` that names the field. A field
+that is added to a noun travels at once, and is in the API's description at once.
+
+Token arrays travel as base64 of little-endian int32 (ids) or float32 (log-probabilities), which keeps every bit. Numbers that
+JSON does not have travel as the text `NaN`, `Infinity` or `-Infinity`, as in protobuf's JSON. The standard library reads and
+writes, not orjson: that would turn integers beyond 64 bits into floats and NaN into null without a word, and refuse the lone
+surrogates that agents send.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import difflib
+import json
+import math
+import types
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Final, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from lightning.errors import DataError
+from lightning.store import codec as arrays
+from lightning.types import Json
+
+T = TypeVar("T")
+Schema = dict[str, Any]
+NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Numbers that JSON does not have."""
+INT_LIMIT: Final = 2**63
+REF: Final = "#/components/schemas/"
+
+
+@dataclass(frozen=True, slots=True)
+class Codec(Generic[T]):
+    """How one type travels. `decode(value, where, strict)` raises `DataError` that names `where`; only when `strict` are fields
+    refused that the type does not have (a newer server may answer with more of them). `encode` raises it for wrong types."""
+
+    encode: Callable[[T], Json]
+    decode: Callable[[object, str, bool], T]
+    schema: Schema
+    uses: tuple[type, ...] = ()
+    """The classes that `schema` refers to by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Generic[T]):
+    """Some items of a list, and the cursor of the next page; an empty one says that this was the last."""
+
+    items: tuple[T, ...]
+    cursor: str = ""
+
+
+class _Ids:
+    """Stands for `TokenIds` while hints are resolved."""
+
+
+class _LogProbs:
+    """Stands for `LogProbs` while hints are resolved."""
+
+
+class AnyJson:
+    """Stands for `Json` where a type is needed at run time."""
+
+
+_LOCAL: Final = {"TokenIds": _Ids, "LogProbs": _LogProbs, "Json": AnyJson}
+
+
+def write(value: Json) -> bytes:
+    """JSON text. Raises `DataError` for what is not JSON at all."""
+    try:
+        try:
+            return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+        except ValueError:
+            return json.dumps(_with_named_numbers(value), allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"a value is not JSON ({error}): use only None, bool, numbers, text, lists and dicts"
+        ) from error
+
+
+def read(payload: bytes, what: str) -> object:
+    """Parse JSON. Raises `DataError` naming `what`."""
+    try:
+        return cast("object", json.loads(payload, parse_constant=_no_constant))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is not JSON: {error}") from None
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no number of JSON: send it as the text {name!r} where a number may be one")
+
+
+def _with_named_numbers(value: Json) -> Json:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _number_to_json(value)
+    if isinstance(value, Mapping):
+        return {key: _with_named_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_named_numbers(item) for item in value]
+    return value
+
+
+# scalars --------------------------------------------------------------------------------------------------------
+
+
+def _number_to_json(value: float) -> Json:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _encode_float(value: float) -> Json:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{value!r} is not a number")
+    return _number_to_json(value)
+
+
+def _decode_float(value: object, where: str, strict: bool) -> float:
+    if isinstance(value, str) and value in NUMBERS:
+        return NUMBERS[value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong(value, where, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise wrong(value, where, "a number that a double can hold") from None
+
+
+def _encode_int(value: int) -> Json:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DataError(f"{value!r} is not an integer")
+    return value
+
+
+def _decode_int(value: object, where: str, strict: bool) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not -INT_LIMIT <= value < INT_LIMIT:
+        raise wrong(value, where, "an integer of 64 bits")
+    return value
+
+
+def _encode_text(value: str) -> Json:
+    if not isinstance(value, str):
+        raise DataError(f"{value!r} is not a text")
+    return str(value)
+
+
+def _decode_text(value: object, where: str, strict: bool) -> str:
+    if not isinstance(value, str):
+        raise wrong(value, where, "a text")
+    return value
+
+
+def _encode_bool(value: bool) -> Json:
+    return bool(value)
+
+
+def _decode_bool(value: object, where: str, strict: bool) -> bool:
+    if not isinstance(value, bool):
+        raise wrong(value, where, "true or false")
+    return value
+
+
+def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
+    def encode(value: Any) -> Json:
+        if not isinstance(value, array) or value.typecode != code:
+            raise DataError(f"{value!r:.80} is no array({code!r}), as lightning.types.token_ids() and logprobs() build")
+        return base64.b64encode(arrays.pack(value)).decode()
+
+    def decode(value: object, where: str, strict: bool) -> Any:
+        try:
+            return unpack(base64.b64decode(_decode_text(value, where, strict), validate=True))
+        except (binascii.Error, ValueError):
+            raise wrong(value, where, f"base64 of little-endian {of}") from None
+
+    description = f"base64 of little-endian {of}, four bytes each"
+    return Codec(encode, decode, {"type": "string", "contentEncoding": "base64", "description": description})
+
+
+_SCALARS: Final[Mapping[object, Codec[Any]]] = {
+    str: Codec(_encode_text, _decode_text, {"type": "string"}),
+    bool: Codec(_encode_bool, _decode_bool, {"type": "boolean"}),
+    int: Codec(
+        _encode_int,
+        _decode_int,
+        {"type": "integer", "format": "int64", "minimum": -INT_LIMIT, "maximum": INT_LIMIT - 1},
+    ),
+    float: Codec(_encode_float, _decode_float, {"anyOf": [{"type": "number"}, {"enum": list(NUMBERS)}]}),
+    _Ids: _array(arrays.unpack_ids, "i", "int32"),
+    _LogProbs: _array(arrays.unpack_logprobs, "f", "float32"),
+    AnyJson: Codec(lambda value: value, lambda value, where, strict: cast("Any", value), {"description": "any JSON"}),
+}
+
+
+# what is made of others -----------------------------------------------------------------------------------------
+
+
+@cache
+def codec_of(hint: Any) -> Codec[Any]:
+    """The codec of a type: a scalar, an enumeration, a dataclass, or a tuple, mapping or optional of such."""
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType) and len(parts) == 2 and type(None) in parts:
+        return _optional(codec_of(next(part for part in parts if part is not type(None))))
+    if origin is Slice:
+        return _slice(codec_of(parts[0]))
+    if origin is tuple:
+        return _list(codec_of(parts[0])) if parts[-1] is ... else _fixed([codec_of(part) for part in parts])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _mapping(codec_of(parts[1]))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enumeration(hint)
+    if dataclasses.is_dataclass(hint):
+        return _record(cast("type", hint))
+    raise TypeError(f"{hint!r} has no form on the wire")
+
+
+def _optional(inner: Codec[Any]) -> Codec[Any]:
+    return Codec(
+        lambda value: None if value is None else inner.encode(value),
+        lambda value, where, strict: None if value is None else inner.decode(value, where, strict),
+        {"anyOf": [inner.schema, {"type": "null"}]},
+        inner.uses,
+    )
+
+
+def _list(inner: Codec[Any]) -> Codec[Any]:
+    def decode(value: object, where: str, strict: bool) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise wrong(value, where, "a list")
+        return tuple(inner.decode(item, f"{where}[{i}]", strict) for i, item in enumerate(value))
+
+    def encode(value: Sequence[Any]) -> Json:
+        return [inner.encode(item) for item in value]
+
+    return Codec(encode, decode, {"type": "array", "items": inner.schema}, inner.uses)
+
+
+def _slice(inner: Codec[Any]) -> Codec[Any]:
+    items = _list(inner)
+
+    def decode(value: object, where: str, strict: bool) -> Slice[Any]:
+        if not isinstance(value, dict):
+            raise wrong(value, where, "a page")
+        cursor = _decode_text(value.get("cursor", ""), f"{where}.cursor", strict)
+        return Slice(items.decode(value.get("items"), f"{where}.items", strict), cursor)
+
+    cursor = {"type": "string", "description": "Asks for the next page; empty when this is the last."}
+    schema = {
+        "type": "object",
+        "properties": {"items": items.schema, "cursor": cursor},
+        "required": ["items", "cursor"],
+    }
+    return Codec(lambda page: {"items": items.encode(page.items), "cursor": page.cursor}, decode, schema, inner.uses)
+
+
+def _fixed(inner: Sequence[Codec[Any]]) -> Codec[Any]:
+    def decode(value: object, where: str, strict: bool) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(inner):
+            raise wrong(value, where, f"a list of {len(inner)}")
+        return tuple(
+            part.decode(item, f"{where}[{i}]", strict) for i, (part, item) in enumerate(zip(inner, value, strict=True))
+        )
+
+    def encode(value: Sequence[Any]) -> Json:
+        return [part.encode(item) for part, item in zip(inner, value, strict=True)]
+
+    schema = {"type": "array", "prefixItems": [part.schema for part in inner], "items": False, "minItems": len(inner)}
+    return Codec(encode, decode, schema, tuple(use for part in inner for use in part.uses))
+
+
+def _mapping(inner: Codec[Any]) -> Codec[Any]:
+    def decode(value: object, where: str, strict: bool) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong(value, where, "an object")
+        return {key: inner.decode(item, f"{where}[{key[:40]!r}]", strict) for key, item in value.items()}
+
+    def encode(value: Mapping[str, Any]) -> Json:
+        return {cast("str", _encode_text(key)): inner.encode(item) for key, item in value.items()}
+
+    return Codec(encode, decode, {"type": "object", "additionalProperties": inner.schema}, inner.uses)
+
+
+def _enumeration(cls: type[Enum]) -> Codec[Any]:
+    known = [str(member.value) for member in cls]
+
+    def decode(value: object, where: str, strict: bool) -> Enum:
+        if not isinstance(value, str) or value not in known:
+            raise wrong(value, where, f"one of {', '.join(known)}")
+        return cls(value)
+
+    def encode(value: Enum) -> Json:
+        return decode(value, cls.__name__, True).value  # type: ignore[no-any-return]
+
+    return Codec(encode, decode, {"$ref": REF + cls.__name__}, (cls,))
+
+
+def _record(cls: type) -> Codec[Any]:
+    """A dataclass as an object with its fields; on the way in, fields that have a default may be left out."""
+    fields = {field.name: codec_of(hint) for field, hint in _fields(cls)}
+    required = frozenset(_required(cls))
+
+    def encode(value: Any) -> Json:
+        if not isinstance(value, cls):
+            raise DataError(f"{value!r} is no {cls.__name__}")
+        return {name: part.encode(getattr(value, name)) for name, part in fields.items()}
+
+    def decode(value: object, where: str, strict: bool) -> Any:
+        if not isinstance(value, dict):
+            raise wrong(value, where, f"an object, a {cls.__name__}")
+        if strict:
+            check_names(value, fields, where)
+        if missing := required - value.keys():
+            raise DataError(f"{where} lacks {', '.join(map(repr, sorted(missing)))}, which a {cls.__name__} must have")
+        return cls(
+            **{
+                name: part.decode(value[name], f"{where}.{name}", strict)
+                for name, part in fields.items()
+                if name in value
+            }
+        )
+
+    return Codec(encode, decode, {"$ref": REF + cls.__name__}, (cls,))
+
+
+def _fields(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+    hints = get_type_hints(cls, localns=_LOCAL)
+    return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
+
+
+def _required(cls: type) -> list[str]:
+    nothing = dataclasses.MISSING
+    return [
+        field.name for field in dataclasses.fields(cls) if field.default is nothing and field.default_factory is nothing
+    ]
+
+
+def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
+    """The JSON schema of a class that codecs refer to by name, and the classes that it refers to in turn."""
+    description = " ".join((cls.__doc__ or "").split())
+    if issubclass(cls, Enum):
+        return {"type": "string", "enum": [str(member.value) for member in cls], "description": description}, ()
+    codecs = {field.name: codec_of(hint) for field, hint in _fields(cls)}
+    schema: Schema = {
+        "type": "object",
+        "description": description,
+        "properties": {name: part.schema for name, part in codecs.items()},
+        "additionalProperties": False,
+    }
+    if required := _required(cls):
+        schema["required"] = required
+    return schema, tuple(dict.fromkeys(use for part in codecs.values() for use in part.uses))
+
+
+def check_names(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:
+    """Raise `DataError` for the first name that is not known, with the nearest one that is."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+            raise DataError(f"{where} has no field {name[:80]!r}: {hint}")
+
+
+def wrong(value: object, where: str, expected: str) -> DataError:
+    """The error for a value of another type."""
+    return DataError(f"{where} is {_shown(value)}; it must be {expected}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and not -INT_LIMIT <= value < INT_LIMIT:
+        return "a very large integer"  # whose digits take Python long, or are refused
+    text = json.dumps(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:80]}…"
