@@ -29,7 +29,7 @@ from lightning.gateway.identity import Identity, forwarded_headers
 from lightning.gateway.policies import Policies
 from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder, Ticket
-from lightning.gateway.sampling import apply_sampling, is_constrained, temperature_of
+from lightning.gateway.sampling import apply_sampling, call_seed, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.gateway.stats import Counters
 from lightning.gateway.versions import LiveCall
@@ -129,7 +129,15 @@ class CallEndpoint:
         plan.temperature, plan.constrained = temperature, constrained
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
+        if policy.seed is not None and plan.body.get("seed") is None:
+            plan.body["seed"] = call_seed(policy.seed, claims, await self._first_seq(ticket))
         return Call(self._dialect, policy, plan, ticket, live, forwarded_headers(scope), translator)
+
+    async def _first_seq(self, ticket: Ticket) -> int:
+        try:
+            return await ticket.counter.first() + ticket.offset
+        except StoreError as error:
+            raise refuse_unstored(error) from error
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.book.follow(call.live)
@@ -247,8 +255,7 @@ class CallEndpoint:
             message = f"This attempt of the rollout is over, its calls are no longer taken: {error}. Stop the agent."
             raise RefusalError(409, "stale_attempt", message, [NO_RETRY]) from error
         except StoreError as error:
-            message = f"The store did not take the call, so it is not answered: {error}. Send it again."
-            raise RefusalError(503, "store_failed", message) from error
+            raise refuse_unstored(error) from error
         self._counters.count(status, stored)
 
     async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
@@ -272,6 +279,12 @@ class CallEndpoint:
         else:
             body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
             await send_bytes(send, refusal.status, body, headers)
+
+
+def refuse_unstored(error: StoreError) -> RefusalError:
+    """The refusal of a call that cannot be made durable."""
+    message = f"The store did not take the call, so it is not answered: {error}. Send it again."
+    return RefusalError(503, "store_failed", message)
 
 
 def _id_header(call: Call) -> Header:

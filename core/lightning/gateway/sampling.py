@@ -7,8 +7,11 @@ Parameter names and defaults are those of vLLM 0.31 (`ChatCompletionRequest`, `C
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+from lightning.gateway.tokens import Claims
 
 Body: TypeAlias = "dict[str, Any]"
 """A JSON object of a request or an answer."""
@@ -49,6 +52,16 @@ def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
             body[name] = value
             if (other := ALIASES.get(name)) is not None and other not in override:
                 body.pop(other, None)
+
+
+def call_seed(seed: int, claims: Claims, seq: int) -> int:
+    """63 bits that follow from a run's seed, the rollout's place in the run, the attempt and the call's number in it.
+
+    The place is the rollout's id without the run's, so that two runs of one plan sample alike.
+    """
+    place = claims.rollout.removeprefix(f"{claims.run}/")
+    digest = hashlib.blake2b(f"{seed}/{place}/{claims.attempt}/{seq}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def temperature_of(body: Body) -> float:
