@@ -76,6 +76,7 @@ class Pipeline(Sampler):
     async def start(self) -> None:
         """See `Sampler.start`."""
         await self._recall()
+        self.stack.agents.expect(self._unfinished.values())
         self._since = time.monotonic()
         self._worker = asyncio.create_task(self.stack.sample(self, self._ended_here))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,14 @@ from typing import Any, TypeVar
 from lightning.config import Config
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.owner import Owner
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.runner.protocol import Runner
-from lightning.runner.work import Source, work
+from lightning.runner.work import Source
 from lightning.store.protocol import Store
+from lightning.trainer.agents import Agents
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.prompts import Prompts
 from lightning.types import LLM, Lease, Rollout, Run
@@ -63,6 +65,10 @@ class Stack:
     _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
     _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
+    def __post_init__(self) -> None:
+        self.owner = Owner(self.store, self.run.id, seed=seed_of(self.config))
+        self.agents = Agents(self.store, self.run.id, self.runner, self.config.runner, self.llm)
+
     def llm(self, lease: Lease) -> LLM:
         """The model as one attempt sees it; evaluations may fix the temperature."""
         temperature = self.config.trainer.eval_temperature
@@ -74,31 +80,19 @@ class Stack:
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
-        await self.store.create_rollouts(await self.prompts.stamp(self.store, rollouts))
+        stamped = await self.prompts.stamp(self.store, rollouts)
+        self.agents.expect(stamped)
+        if await self.store.create_rollouts(stamped) < len(stamped):
+            await self.agents.forget_ended()
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
         await self.create(rollouts)
-        await self._work(on_finished)
+        await self._unless_supervisor_fails(asyncio.create_task(self.agents.work(on_finished)))
 
     async def sample(self, source: Source, on_finished: Callable[[Rollout], None]) -> None:
         """Run rollouts, and ask the source for more, until it is cancelled."""
-        await self._work(on_finished, source)
-
-    async def _work(self, on_finished: Callable[[Rollout], None], source: Source | None = None) -> None:
-        doing = asyncio.create_task(
-            work(
-                self.store,
-                self.runner,
-                self.run.id,
-                self.llm,
-                worker=f"{self.run.id}/local",
-                config=self.config.runner,
-                on_finished=on_finished,
-                source=source,
-            )
-        )
-        await self._unless_supervisor_fails(doing)
+        await self._unless_supervisor_fails(asyncio.create_task(self.agents.work(on_finished, source)))
 
     async def update(self, weights: Path, version: int, probe: Probe | None) -> Update:
         """Put new weights into the policy server; requests that arrive meanwhile wait."""
@@ -113,9 +107,19 @@ class Stack:
         return update
 
     async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
-        async with self.gateway.hold():
-            update = await self.policy.update(weights, version, probe)
+        """Every gateway that serves the run stops sending calls, the trainer's own last and for the update alone."""
+        before = self.policy.version
+        async with self.owner.hold() as hold, self.gateway.hold():
+            try:
+                update = await self.policy.update(weights, version, probe)
+            except BaseException as error:
+                # The old weights go on only where the policy server says so itself.
+                if not isinstance(error, PolicyServerError) or self.policy.version != before:
+                    hold.lost = True
+                    self.gateway.policy_lost()
+                raise
             self.gateway.policy_updated(update)
+            hold.update = update
         return update
 
     async def _recovered(self, restarts: int) -> bool:
@@ -154,29 +158,36 @@ class Stack:
                 )
             logger.warning("the policy server died; restarting it with version %d", self.version)
             self._serving.clear()
-            old = Upstream(self.policy.url, self.policy.model)
-            async with self.gateway.hold():
+            (old,) = self.upstreams()
+            async with self.owner.moving(self.upstreams), self.gateway.hold():
                 await self.policy.restart(self.weights, self.version)
-                self.gateway.replace_upstream(old, Upstream(self.policy.url, self.policy.model))
+                (new,) = self.upstreams()
+                self.gateway.replace_upstream(old, new)
             self._serving.set()
 
+    def upstreams(self) -> list[Upstream]:
+        """Where the policy is served."""
+        return [Upstream(self.policy.url, self.policy.model)]
 
-async def gateway_secret(store: Store, run: str) -> bytes:
-    """The run's signing secret: made once and kept with the run, so that tokens outlive a restart."""
-    kept = await store.get_state(run, "gateway_secret")
-    if not isinstance(kept, str):
-        kept = secrets.token_hex(32)
-        await store.put_state(run, "gateway_secret", kept)
-    return bytes.fromhex(kept)
+    async def announce(self) -> None:
+        """Tell the gateways of other servers over the store where the policy is served, and with which version."""
+        await self.owner.open(self.upstreams(), self.policy.version)
+
+
+def seed_of(config: Config) -> int | None:
+    """What the calls of a run are seeded with; None where they are not."""
+    return config.trainer.seed if config.gateway.seed_calls else None
 
 
 async def open_gateway(
     resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
 ) -> Gateway:
     """A gateway in front of a policy server that has started; `resources` closes it."""
-    secret = await gateway_secret(store, run)
+    secret = await gateway_secret(store)
     upstream = Upstream(policy.url, policy.model)
-    gateway = Gateway(store, [upstream], config.gateway, secret=secret, version=policy.version)
+    gateway = Gateway(
+        store, [upstream], config.gateway, secret=secret, version=policy.version, run=run, seed=seed_of(config)
+    )
     await gateway.start()
     resources.push_async_callback(gateway.close)
     return gateway
@@ -200,6 +211,8 @@ async def open_stack(
     await together(policy.start(), runner.start())
     gateway = await open_gateway(resources, store, policy, config, run.id)
     stack = Stack(run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version)
+    await stack.announce()
+    resources.push_async_callback(stack.owner.close)
     stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
     return stack

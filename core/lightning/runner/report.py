@@ -1,0 +1,65 @@
+"""Ends an attempt: judges its outcome against what was recorded of it, and keeps it.
+
+The invariant: an outcome is judged against the calls and the spans that the store has, not against the agent's word, by the
+process that talks to the database: the trainer for agents beside it, a server for agents anywhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning.spans.derive import with_spans
+from lightning.store.protocol import Store
+from lightning.types import CallStatus, Fault, Outcome, Rollout, Transition
+
+logger = logging.getLogger(__name__)
+
+NEVER_CALLED = "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model"
+NEVER_FINISHED = (
+    "the agent returned a reward but none of its model calls came to an end, so there is nothing to learn from"
+)
+
+
+async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+    """End an attempt with the outcome that the runner saw, in the light of what is stored; return the rollout as it stands.
+
+    Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
+    """
+    judged = outcome.fault is not Fault.INFRASTRUCTURE
+    spans = await store.spans(rollout, attempt)
+    if judged or outcome.labels or spans:
+        calls = await store.transitions(rollout, attempt)
+        _check_labels(rollout, attempt, outcome, calls)
+        outcome = with_spans(judge(outcome, calls) if judged else outcome, spans, calls)
+    return await store.complete(rollout, attempt, outcome)
+
+
+def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+    """The outcome in the light of the model calls that were recorded for it.
+
+    A reward without a successful call is nobody's success. An agent that failed, or ran out of time, after the policy
+    server had failed under it is not at fault: the attempt counts as an infrastructure failure and may be retried.
+    """
+    if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
+        message = NEVER_FINISHED if calls else NEVER_CALLED
+        outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
+    if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(call.status is CallStatus.ERROR for call in calls):
+        message = f"a model call failed at the policy server, then the agent: {outcome.error}"
+        outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+    return outcome
+
+
+def _check_labels(rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]) -> None:
+    """Say which labels name no call; the store ignores them."""
+    unknown = sorted(set(outcome.labels) - {call.id for call in calls})
+    if unknown:
+        logger.warning(
+            "rollout %s, attempt %d: lightning.label() named %d responses that are not recorded, such as %.200r: "
+            "use the `id` of a reply that the gateway gave to this rollout",
+            rollout,
+            attempt,
+            len(unknown),
+            unknown[0],
+        )
