@@ -380,7 +380,8 @@ class ProjectStore:
 
     async def _check_version(self, name: str, version: int) -> None:
         if await self.get_resource(name, version) is None:
-            raise StoreError(f"the resource {name!r} has no version {version}: list_resources() says which there are")
+            known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
+            raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
 
 
 def _remember(known: OrderedDict[str, None], identity: str) -> None:

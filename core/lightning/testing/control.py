@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
@@ -20,13 +20,24 @@ from lightning.gateway.serving import Serving, bind
 from lightning.server.api import Api, Finish, LlmFor
 from lightning.server.auth import ALL_PROJECTS, Authenticator, issue_token
 from lightning.store.protocol import Store
-from lightning.types import Outcome, Rollout, Scope
+from lightning.types import Outcome, Rollout, Scope, Token
 
 T = TypeVar("T")
 
 
 async def _as_told(store: Store, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
     return await store.complete(rollout, attempt, outcome)
+
+
+class _Door:
+    """The tokens of a store, and one more, which is not in it."""
+
+    def __init__(self, store: Store, token: Token) -> None:
+        self._store, self._token = store, token
+
+    async def get_token(self, token: str) -> Token | None:
+        """See `Store.get_token`."""
+        return self._token if token == self._token.id else await self._store.get_token(token)
 
 
 class ControlServer:
@@ -67,8 +78,7 @@ class ControlServer:
 
         async def make() -> Api:
             await store.open()
-            await store.put_token(token)
-            return Api(store, Authenticator(store), finish=finish, llm_for=llm_for)
+            return Api(store, Authenticator(cast("Store", _Door(store, token))), finish=finish, llm_for=llm_for)
 
         url = f"{self.url}/{len(self._mounted)}-{token.id}"
         self._mounted[url] = (self.run(make()), store)

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from lightning.store import Store
+from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
+from lightning.testing.control import ControlServer
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 
-BACKENDS = ("memory", "sqlite")
+BACKENDS = ("memory", "sqlite", "http")
+
+
+@pytest.fixture(scope="session")
+def control() -> Iterator[ControlServer]:
+    """One server for the clients' views of all stores."""
+    with ControlServer() as server:
+        yield server
 
 
 @pytest.fixture(params=BACKENDS)
-def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
     """Each call makes an empty store that is not open yet."""
     made = 0
+    served: list[str] = []
 
     def make() -> Store:
         nonlocal made
         made += 1
         if request.param == "memory":
             return MemoryStore()
+        if request.param == "http":
+            url, token = request.getfixturevalue("control").add(MemoryStore())
+            served.append(url)
+            return HttpStore(url, token=token)
         return SqliteStore(tmp_path / f"store-{made}.db")
 
-    return make
+    yield make
+    for url in served:
+        request.getfixturevalue("control").remove(url)
 
 
 @pytest.fixture

@@ -671,14 +671,14 @@ async def test_metrics_merge_by_step(store: Store) -> None:
 
 
 async def test_state_is_replaced(store: Store) -> None:
-    assert await store.get_state("run", "secret") is None
-    await store.put_state("run", "secret", {"k": [1, "x", None]})
-    await store.put_state("run", "secret", "new")
-    await store.put_state("other", "secret", False)
-    assert await store.get_state("run", "secret") == "new"
-    assert await store.get_state("other", "secret") is False
-    with pytest.raises(DataError, match="'secret' is not JSON"):
-        await store.put_state("run", "secret", b"bytes")  # type: ignore[arg-type]
+    assert await store.get_state("run", "cursor") is None
+    await store.put_state("run", "cursor", {"k": [1, "x", None]})
+    await store.put_state("run", "cursor", "new")
+    await store.put_state("other", "cursor", False)
+    assert await store.get_state("run", "cursor") == "new"
+    assert await store.get_state("other", "cursor") is False
+    with pytest.raises(DataError, match="'cursor' is not JSON"):
+        await store.put_state("run", "cursor", b"bytes")  # type: ignore[arg-type]
 
 
 async def test_a_watch_hears_every_change_and_no_lease(store: Store, rollout: Callable[..., Rollout]) -> None:
@@ -707,9 +707,9 @@ async def test_a_change_between_the_look_and_the_wait_is_heard_at_once(store: St
 
 
 async def test_one_of_several_values_is_kept(store: Store) -> None:
-    kept = await asyncio.gather(*(store.keep_state("", "secret", number) for number in range(8)))
+    kept = await asyncio.gather(*(store.keep_state("", "cursor", number) for number in range(8)))
     assert len(set(kept)) == 1
-    assert await store.get_state("", "secret") == kept[0]
+    assert await store.get_state("", "cursor") == kept[0]
 
 
 async def test_an_id_of_another_run_is_refused_and_nothing_is_created(

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
@@ -32,6 +33,8 @@ from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
 
 ROUTES: tuple[Route, ...] = (*meta.ROUTES, *rollouts.ROUTES, *records.ROUTES, *resources.ROUTES)
+description = cache(lambda: describe(ROUTES))
+"""The OpenAPI document."""
 NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
 """Who asks where no token is needed: of a project that cannot be, and so sees nothing."""
 
@@ -63,7 +66,7 @@ class Api:
         self._projects = Projects(store)
         self._authenticator = authenticator
         self._limits = limits or Limits()
-        self._services = Services(Watchers(), finish, llm_for, describe(ROUTES))
+        self._services = Services(Watchers(), finish, llm_for, description)
         self._routes = _Routes(ROUTES)
         self._stopped = asyncio.Event()
         self._requests = self._watches = 0

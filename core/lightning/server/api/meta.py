@@ -27,7 +27,7 @@ async def version(call: Call[NoQuery, None]) -> messages.Version:
 
 async def openapi(call: Call[NoQuery, None]) -> Json:
     """This description."""
-    return call.services.description
+    return call.services.describe()
 
 
 ROUTES = (

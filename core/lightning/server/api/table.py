@@ -44,8 +44,8 @@ class Services:
     watchers: Watchers
     finish: Finish
     llm_for: LlmFor | None
-    description: Mapping[str, Json]
-    """The OpenAPI document."""
+    describe: Callable[[], Mapping[str, Json]]
+    """The OpenAPI document, written when it is first asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class Asking:
         if transport is None:
             raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
         patience = how.pop("patience", None)
+        if not all(path):
+            raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
         asked = {name: _quoted(str(value)) for name, value in (query or {}).items() if value is not None}
         request = Request(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
         body = await transport.send(request, patience)

@@ -6,10 +6,10 @@ classes with the same words. What it cannot promise is told by `UnavailableError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import messages, rows, wire
@@ -33,6 +33,7 @@ from lightning.types import (
     Transition,
 )
 
+T = TypeVar("T")
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
 
@@ -78,7 +79,7 @@ class HttpStore(Asking):
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
         """See `Store.create_rollouts`. More than `BODY_BYTES` of them are created in several requests: all or none of each."""
         total = 0
-        for body in _bodies("rollouts", [_rollout_bytes(rollout) for rollout in rollouts]):
+        for body in _bodies("rollouts", [_item(Rollout, one, rows.rollout_values) for one in rollouts]):
             total += (await self._send("POST", ("rollouts",), messages.Created, body)).created
         return total
 
@@ -184,8 +185,8 @@ class HttpStore(Asking):
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
         """See `Store.append_spans`."""
-        codec, total = wire.codec_of(Span), 0
-        for body in _bodies("spans", [wire.write(codec.encode(item)) for item in spans]):
+        total = 0
+        for body in _bodies("spans", [_item(Span, span, rows.span_values) for span in spans]):
             total += (await self._send("POST", ("spans",), messages.Stored, body)).stored
         return total
 
@@ -284,11 +285,12 @@ def _state(key: str, value: Json) -> messages.State:
     return messages.State(value)
 
 
-def _rollout_bytes(rollout: Rollout) -> bytes:
+def _item(cls: type[T], value: T, check: Callable[[T], object]) -> bytes:
+    """A noun as JSON. Where it has none, `check` says what is wrong with it better than JSON can."""
     try:
-        return wire.write(wire.codec_of(Rollout).encode(rollout))
+        return wire.write(wire.codec_of(cls).encode(value))
     except DataError:
-        rows.task_to_text(rollout.task)  # says which task it is
+        check(value)
         raise
 
 
