@@ -6,8 +6,8 @@ its moves is kept, and a move is one row, so that a reader sees the old target o
 
 from __future__ import annotations
 
-from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import rows, sql
+from lightning.errors import ConflictError, StoreError
+from lightning.store import rows, rules, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.store.relational.transaction import Transaction
 from lightning.types import Resource
@@ -65,7 +65,7 @@ async def versions(transaction: Transaction, name: str | None) -> list[Resource]
 
 async def set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
     """See `Store.set_alias`."""
-    _check_alias(alias)
+    rules.check_alias(alias)
     await transaction.alone(f"resource {name}")
     if await get(transaction, name, version) is None:
         raise await _unknown(transaction, name, version)
@@ -111,21 +111,7 @@ async def history(transaction: Transaction, name: str, alias: str) -> list[Alias
 
 async def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
     """See `Store.resource_uses`."""
-    totals: dict[tuple[int, str, str], tuple[int, int, int, float]] = {}
-    for run, split, text, rollouts, scored, failed, reward in await transaction.all(sql.SELECT_USES):
-        version = rows.versions_from_resources(text, f"a rollout of run {run!r}").get(name)
-        if version is not None:
-            before = totals.get((version, run, split), (0, 0, 0, 0.0))
-            totals[version, run, split] = (
-                before[0] + rollouts,
-                before[1] + scored,
-                before[2] + failed,
-                before[3] + (reward or 0.0),
-            )
-    return [
-        ResourceUse(run, split, version, rollouts, scored, failed, reward / scored if scored else None)
-        for (version, run, split), (rollouts, scored, failed, reward) in sorted(totals.items())
-    ]
+    return rules.uses_of_versions(name, await transaction.all(sql.SELECT_USES))
 
 
 async def _move(transaction: Transaction, name: str, alias: str, version: int, earlier: int | None) -> Alias:
@@ -136,13 +122,6 @@ async def _move(transaction: Transaction, name: str, alias: str, version: int, e
 async def _target(transaction: Transaction, name: str, alias: str) -> int | None:
     row = await transaction.one(sql.SELECT_ALIAS, (name, alias))
     return None if row is None else int(row[4])
-
-
-def _check_alias(alias: str) -> None:
-    if alias == LATEST:
-        raise DataError("the alias latest is always the newest version and cannot be set: choose another name")
-    if not alias or alias.isdecimal() or any(not c.isprintable() or c.isspace() or c in "@#" for c in alias):
-        raise DataError(f"{alias!r} cannot name an alias: use a word such as production, no number and without @ and #")
 
 
 async def _unknown(transaction: Transaction, name: str, version: int) -> StoreError:
