@@ -40,6 +40,10 @@ HEAD_BYTES: Final = 1 + DIGEST_BYTES
 """What `stored_digest` reads of a blob."""
 _ITEM: Final = 4
 _MAX_SHIFT: Final = 35
+_LEAST_BLOCK: Final = 4
+"""Bytes of the shortest block of a zstandard frame: one byte, and how often it repeats."""
+_MOST_OF_BLOCK: Final = 128 << 10
+"""Bytes that a block decompresses to at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,8 @@ def _decompress(frame: bytes, size: int) -> bytes:
         if frame:
             raise StoreError("token blob is corrupt: it has more than its header says")
         return b""
+    if size > _MOST_OF_BLOCK * (len(frame) // _LEAST_BLOCK + 1):
+        raise StoreError("token blob is corrupt: no frame of its length can hold what its header says")
     try:
         if zstandard.frame_content_size(frame) != size:
             raise StoreError("token blob is corrupt: its header and its compressed frame disagree about the size")
