@@ -139,7 +139,7 @@ class GatewayConfig(Section):
     """Give calls without a `seed` one that follows from trainer.seed, the rollout's place in the run and the call's number:
     a synchronous run then samples the same tokens each time, as far as vLLM does."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
-    """Policy servers of other processes that calls may be sent to, by their host: `loopback`, `private` (networks of one's own),
+    """Policy servers of other processes that calls may be sent to, by host: `loopback`, `private` (networks of one's own),
     networks (`203.0.113.0/24`) and names (`gpu-*.example.org`). What this process was given itself is always allowed."""
     limits: LimitsConfig = LimitsConfig()
     """What one client may take of the port."""

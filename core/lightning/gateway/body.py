@@ -61,11 +61,21 @@ def _read_slowly(payload: bytes) -> object:
         return json.loads(payload)
     except ValueError as error:
         raise RefusalError(422, "invalid_json", f"The request's body is not JSON: {error}") from None
+    except RecursionError:
+        raise too_deep() from None
 
 
 def write_object(body: Body) -> bytes:
-    """Serialize a request or an answer."""
+    """Serialize a request or an answer. Raises `RefusalError` (422) for one that is nested too deep."""
     try:
         return orjson.dumps(body)
     except TypeError:
-        return json.dumps(body).encode()
+        try:
+            return json.dumps(body).encode()
+        except RecursionError:
+            raise too_deep() from None
+
+
+def too_deep() -> RefusalError:
+    """The refusal for lists and objects inside one another without end."""
+    return RefusalError(422, "invalid_json", "The request's body is nested too deep to be read; send a flatter one.")

@@ -13,12 +13,14 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.models import GatewayConfig
 from lightning.gateway.body import ClientGoneError, read_body, read_object
 from lightning.gateway.dialects.messages.dialect import Messages, prompt_of
-from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.errors import JSON_TYPE, RefusalError, UpstreamError, send_bytes
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity
 from lightning.gateway.policies import Policies
 
 PATH = f"{Messages.path}/count_tokens"
+UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
+"""What asking a policy server raises when it does not answer as itself."""
 
 
 class CountTokens:
@@ -47,6 +49,6 @@ class CountTokens:
             if status != 200:
                 return status, self._dialect.upstream_refusal(status, payload)
             return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})
-        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        except (*UNANSWERED, orjson.JSONDecodeError, KeyError, TypeError) as error:
             message = f"The policy server did not count the tokens ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error

@@ -87,8 +87,12 @@ class Forwarder:
             connection = _Connection()
             live.dispatch(policy.book.current, loop.time())
             try:
-                return await session.post(
-                    slot.url(f"/v1{path}"), data=data, headers=headers, trace_request_ctx=connection
+                response = await session.post(
+                    slot.url(f"/v1{path}"),
+                    data=data,
+                    headers=headers,
+                    allow_redirects=False,
+                    trace_request_ctx=connection,
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.sent = live.waits_for_bytes = False
@@ -100,6 +104,8 @@ class Forwarder:
                     renewed = True
                     continue
                 raise UpstreamError(f"its connection was lost before it answered ({error!r})") from error
+            else:
+                return _at_its_place(response)
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
 
@@ -116,8 +122,9 @@ class Forwarder:
     async def models(self, policy: Policy, rollout: str) -> bytes:
         """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
         session, slot = self._session_for(policy), await policy.pool.pick(rollout)
-        async with session.get(slot.url("/v1/models"), timeout=MODELS_TIMEOUT) as response:
-            response.raise_for_status()
+        url = slot.url("/v1/models")
+        async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
+            _at_its_place(response).raise_for_status()
             listed = read_object(await response.read())
         cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
@@ -126,8 +133,9 @@ class Forwarder:
         """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
         session, slot = self._session_for(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
-        async with session.post(slot.url("/tokenize"), data=payload, timeout=MODELS_TIMEOUT) as response:
-            return response.status, await response.read()
+        url = slot.url("/tokenize")
+        async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
+            return _at_its_place(response).status, await response.read()
 
     async def close(self) -> None:
         """Close idle connections and those still in use."""
@@ -148,6 +156,14 @@ async def _note_reuse(
 ) -> None:
     if isinstance(connection := context.trace_request_ctx, _Connection):
         connection.reused = True
+
+
+def _at_its_place(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:
+    """An answer that is no redirect: a policy server chooses no other. Raises `UpstreamError`."""
+    if 300 <= response.status < 400:
+        response.close()
+        raise UpstreamError(f"it answered with a redirect ({response.status}), which is not followed")
+    return response
 
 
 def _is_silent_end(error: Exception) -> bool:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.errors import GatewayError
+from lightning.gateway.allowed import Allowed
 from lightning.gateway.forward import MODEL, Forwarder
 from lightning.gateway.identity import Identity
 from lightning.gateway.policies import Policies
@@ -62,7 +63,7 @@ class Gateway:
         self._signer = TokenSigner(secret)
         self._counters = Counters()
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
-        self._policies = Policies(store, own, run, config.hold_timeout)
+        self._policies = Policies(store, own, run, config.hold_timeout, allowed=Allowed(config.allowed_upstreams))
         self._forwarder = Forwarder()
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)

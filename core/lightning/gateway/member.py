@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning.errors import GatewayError, StoreError
+from lightning.gateway.allowed import Allowed
 from lightning.gateway.fleet import (
     BEAT,
     GONE,
@@ -28,6 +29,7 @@ from lightning.gateway.fleet import (
 )
 from lightning.gateway.hold import UPDATING
 from lightning.gateway.policy import Policy
+from lightning.gateway.upstreams import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store, Watch
 from lightning.types import new_id
@@ -43,8 +45,17 @@ RESTARTING = "The policy server is being restarted"
 class Member:
     """One seat. `policy` is closed until the notice has been read; `follow` keeps it as the notice says."""
 
-    def __init__(self, store: Store, run: str, hold_timeout: float, clock: Callable[[], float] = now) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        hold_timeout: float,
+        clock: Callable[[], float] = now,
+        allowed: Allowed | None = None,
+    ) -> None:
         self._store, self._run, self._clock = store, run, clock
+        self._allowed = allowed or Allowed()
+        self._refused: tuple[Upstream, ...] = ()
         self.policy = Policy((), hold_timeout, check=self.check)
         self.policy.gate.close(self, OUT_OF_TOUCH)
         self._number, self._seat = 0, Seat("")
@@ -217,11 +228,15 @@ class Member:
 
     def _serve(self, notice: Notice | None) -> None:
         """Open the gate before these servers, which may be none."""
-        known = notice is not None and notice.version != UNKNOWN
+        servers = notice.servers if notice is not None and notice.version != UNKNOWN else ()
         try:
-            self.policy.pool.assign(notice.servers if notice is not None and known else ())
-        except GatewayError:
-            log.exception("the policy servers of run %s cannot be used", self._run)
+            for server in servers:
+                self._allowed.check(server.url)
+            self.policy.pool.assign(servers)
+        except GatewayError as error:
+            if servers != self._refused:
+                log.error("calls of run %s find no policy server here: %s", self._run, error)  # noqa: TRY400 — is no fault
+            self._refused = servers
             self.policy.pool.assign(())
         self.policy.gate.open(self)
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from lightning.gateway.allowed import Allowed
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.fleet import now
 from lightning.gateway.member import Member
@@ -27,9 +28,16 @@ class Policies:
     """`own` is the policy of `run` (empty: of all), served by whoever made this gateway; None where it has only joined ones."""
 
     def __init__(
-        self, store: Store, own: Policy | None, run: str, hold_timeout: float, clock: Callable[[], float] = now
+        self,
+        store: Store,
+        own: Policy | None,
+        run: str,
+        hold_timeout: float,
+        clock: Callable[[], float] = now,
+        allowed: Allowed | None = None,
     ) -> None:
         self._store, self._run, self._hold_timeout, self._clock = store, run, hold_timeout, clock
+        self._allowed = allowed
         self.own = own
         self._joined: dict[str, tuple[Member, asyncio.Task[None]]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -56,7 +64,7 @@ class Policies:
         return member.policy
 
     def _join(self, run: str) -> Member:
-        member = Member(self._store, run, self._hold_timeout, self._clock)
+        member = Member(self._store, run, self._hold_timeout, self._clock, self._allowed)
         task = asyncio.create_task(self._stay(member), name=f"lightning-gateway-{run}")
         self._joined[run] = member, task
         task.add_done_callback(partial(self._ended, run, member))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import aiohttp
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lightning.config.models import GatewayConfig
 from lightning.gateway.calls import CallEndpoint
 from lightning.gateway.counting import PATH as COUNT_PATH
-from lightning.gateway.counting import CountTokens
+from lightning.gateway.counting import UNANSWERED, CountTokens
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.forward import Forwarder
@@ -110,7 +109,7 @@ class Info:
             return Response(
                 await self._forwarder.models(self._policies.of(claims.run), claims.rollout), media_type=JSON
             )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except UNANSWERED as error:
             message = f"The policy server did not list its models ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error
 

@@ -134,7 +134,7 @@ class Pool:
         asked = slot.base
         try:
             timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
-            async with session.get(slot.url("/health"), timeout=timeout) as answer:
+            async with session.get(slot.url("/health"), timeout=timeout, allow_redirects=False) as answer:
                 healthy, why = answer.status == 200, f"/health answered {answer.status}"
         except TimeoutError:
             slot.misses += 1

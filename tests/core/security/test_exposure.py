@@ -20,7 +20,7 @@ async def test_loopback_needs_nobodys_decision(host: str, store: Store) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "10.0.0.1", "gpu-7.example", "localhost.example"])
 async def test_a_public_bind_is_refused_without_a_token(host: str, store: Store) -> None:
-    with pytest.raises(ConfigError, match="lightning token create admin --store sqlite:///x[.]db") as refused:
+    with pytest.raises(ConfigError, match=r"lightning token create admin --store sqlite:///x\.db") as refused:
         await check_exposure(store, host, place="sqlite:///x.db")
     assert "TLS" in str(refused.value)
 
