@@ -1,0 +1,73 @@
+"""What there is in the cluster of one kind with our label, kept up to date by list and watch.
+
+The invariant: once `ready` is set, `objects` was the cluster's truth at some moment of the last minutes, and every later change
+arrives in order; a watch that broke is taken up where it broke, one that fell too far behind begins with a new list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from lightning.runner.k8s.cluster import Cluster, ClusterError, Object
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 30.0
+"""Seconds between tries while the API does not answer."""
+
+
+class Mirror:
+    """Run `follow` in a task; `changed` is set whenever `objects` (by name) changed, for the reader to clear."""
+
+    def __init__(self, cluster: Cluster, path: str, selector: str, changed: asyncio.Event, pause: float = 1.0) -> None:
+        self._cluster, self._path, self._selector, self._pause = cluster, path, selector, pause
+        self.objects: dict[str, Object] = {}
+        self.changed, self.ready = changed, asyncio.Event()
+
+    def note(self, body: Object) -> None:
+        """An object that was just created, of which the watch may not have told yet."""
+        self.objects.setdefault(body["metadata"]["name"], body)
+        self.changed.set()
+
+    async def follow(self) -> None:
+        """Until cancelled. Raises `ClusterError` when the cluster refuses for good."""
+        version, failures = "", 0
+        while True:
+            try:
+                if not version:
+                    version = await self._list()
+                async for kind, body in self._cluster.watch(self._path, self._selector, version):
+                    version = body["metadata"]["resourceVersion"]
+                    self._heed(kind, body)
+                    failures = 0
+                await asyncio.sleep(self._pause / 10)  # an API that ends each watch at once is not hurried
+            except ClusterError as error:
+                if error.status == 410:
+                    version = ""
+                    if failures == 0:  # the first list after it usually succeeds
+                        failures = 1
+                        continue
+                elif not error.again:
+                    raise
+                failures += 1
+                if failures == 2:
+                    logger.warning("%s; asking again", error)
+                await asyncio.sleep(min(LONGEST_PAUSE, self._pause * 2 ** min(failures, 10)))
+
+    async def _list(self) -> str:
+        found, version = await self._cluster.list(self._path, self._selector)
+        self.objects = {body["metadata"]["name"]: body for body in found}
+        self.ready.set()
+        self.changed.set()
+        return version
+
+    def _heed(self, kind: str, body: Object) -> None:
+        name = body["metadata"].get("name", "")
+        if kind == "DELETED":
+            self.objects.pop(name, None)
+        elif kind in ("ADDED", "MODIFIED"):
+            self.objects[name] = body
+        else:
+            return
+        self.changed.set()
