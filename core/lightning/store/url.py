@@ -1,6 +1,7 @@
 """Store URLs: `memory://`, `sqlite:///relative.db?sync=full`, `sqlite:////absolute/path.db`, and what plugins add.
 
-The invariant: what cannot be meant is refused here, with the cure, before any file is touched; unknown options never pass.
+The invariant: what cannot be meant is refused here, with the cure, before any file is touched; unknown options never pass, and
+no error holds a password.
 Three slashes start a relative path and four an absolute one, as in SQLAlchemy.
 """
 
@@ -35,22 +36,42 @@ class StoreURL:
                 )
 
 
+def split_userinfo(url: str) -> tuple[str, str]:
+    """`scheme://user:password@host/...` as `("user:password", "scheme://host/...")`, the first part still quoted.
+
+    An @ after the first / or ? belongs to the path or the options.
+    """
+    scheme, separator, rest = url.partition("://")
+    end = min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))
+    userinfo, _, host = rest[:end].rpartition("@")
+    return (userinfo, f"{scheme}{separator}{host}{rest[end:]}") if userinfo else ("", url)
+
+
+def redacted(url: str) -> str:
+    """The URL as errors and pages may show it: `***@` in the place of user and password."""
+    userinfo, rest = split_userinfo(url)
+    return rest.replace("://", "://***@", 1) if userinfo else url
+
+
 def parse(url: str) -> StoreURL:
     """Take a store URL apart. Raises `ConfigError` when it has no scheme or an option is malformed or repeated."""
     scheme, separator, rest = url.partition("://")
+    shown = redacted(url)
     if not separator or not scheme:
         raise ConfigError(
-            f"{url!r} is not a store URL: write scheme://..., for example sqlite:///runs/lightning.db or memory://"
+            f"{shown!r} is not a store URL: write scheme://..., for example sqlite:///runs/lightning.db or memory://"
         )
     location, _, query = rest.partition("?")
     host, slash, path = location.partition("/")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise ConfigError(f"the options of store URL {url!r} are malformed ({error}): write ?name=value&...") from error
+        raise ConfigError(
+            f"the options of store URL {shown!r} are malformed ({error}): write ?name=value&..."
+        ) from error
     options = dict(pairs)
     if len(options) != len(pairs):
-        raise ConfigError(f"store URL {url!r} sets an option twice: keep one of them")
+        raise ConfigError(f"store URL {shown!r} sets an option twice: keep one of them")
     return StoreURL(scheme.lower(), unquote(host), unquote(path) if slash else "", options)
 
 

@@ -203,9 +203,13 @@ _SCALARS: Final[Mapping[object, Codec[Any]]] = {
 # what is made of others -----------------------------------------------------------------------------------------
 
 
-@cache
-def codec_of(hint: Any) -> Codec[Any]:
+def codec_of(hint: object) -> Codec[Any]:
     """The codec of a type: a scalar, an enumeration, a dataclass, or a tuple, mapping or optional of such."""
+    return _codec_of(cast("Any", hint))
+
+
+@cache
+def _codec_of(hint: Any) -> Codec[Any]:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, parts = get_origin(hint), get_args(hint)

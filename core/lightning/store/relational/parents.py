@@ -30,7 +30,7 @@ class Known:
 
 
 class ParentCache:
-    """Candidates for parents by attempt and by group, least recently used ones dropped first. Belongs to the writer thread."""
+    """Candidates for parents by attempt and by group, least recently used ones dropped first. Belongs to one thread."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
@@ -43,9 +43,11 @@ class ParentCache:
         entry = self._entries.get(key)
         if entry is None:
             loaded = await load()
-            entry = self._entries[key] = []
-            for known in loaded:
-                self._add(key, entry, known)
+            entry = self._entries.get(key)  # another transaction may have loaded it meanwhile
+            if entry is None:
+                entry = self._entries[key] = []
+                for known in loaded:
+                    self._add(key, entry, known)
         self._entries.move_to_end(key)
         return entry
 
@@ -75,6 +77,12 @@ class ParentCache:
     def forget(self) -> None:
         """Something was rolled back: drop whatever was touched since the last commit."""
         for key in self._touched:
+            self._drop(key)
+        self._touched.clear()
+
+    def clear(self) -> None:
+        """Drop everything: what was remembered may not be in the database any more."""
+        for key in list(self._entries):
             self._drop(key)
         self._touched.clear()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
+from lightning.store.relational.bell import Bell
 from lightning.store.relational.transaction import Transaction
 
 SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
@@ -24,36 +24,6 @@ async def revision(transaction: Transaction, run: str) -> int:
     """How often the run has changed."""
     row = await transaction.one(SELECT_REVISION, (run,))
     return int(row[0]) if row else 0
-
-
-class Bell:
-    """Wakes the watches of this process. Rung from the writer's thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
-
-    def ring(self, runs: Iterable[str]) -> None:
-        """Wake whoever watches one of the runs."""
-        with self._lock:
-            woken = [waiter for run in runs for waiter in self._waiting.get(run, ())]
-        for loop, event in woken:
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits there
-                loop.call_soon_threadsafe(event.set)
-
-    @contextlib.contextmanager
-    def listening(self, run: str, event: asyncio.Event) -> Iterator[None]:
-        """For the length of the block `event`, of the running loop, is set by each ring for the run."""
-        waiter = (asyncio.get_running_loop(), event)
-        with self._lock:
-            self._waiting.setdefault(run, set()).add(waiter)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting[run].discard(waiter)
-                if not self._waiting[run]:
-                    del self._waiting[run]
 
 
 class RevisionWatch:

@@ -16,11 +16,11 @@ from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
 from lightning.errors import StoreError
+from lightning.store.relational.bell import Bell
 from lightning.store.relational.parents import ParentCache
 from lightning.store.relational.transaction import Operation
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign
-from lightning.store.sqlite.watching import Bell
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512
