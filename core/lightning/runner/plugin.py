@@ -23,8 +23,30 @@ def inline_runner(agent: Agent, config: Config) -> Runner:
     return InlineRunner(agent, config.runner)
 
 
+def ray_runner(agent: Agent, config: Config) -> Runner:
+    """Actors of a Ray cluster; see `lightning.runner.ray`."""
+    from lightning.runner.ray.runner import RayRunner
+
+    return RayRunner(agent, config.runner)
+
+
+def kubernetes_runner(agent: Agent, config: Config) -> Runner:
+    """Pods that are clients of the run's server; see `lightning.runner.k8s`."""
+    from lightning.runner.k8s.runner import KubernetesRunner
+
+    return KubernetesRunner(agent, config.runner)
+
+
+def remote_runner(agent: Agent, config: Config) -> Runner:
+    """Clients of the run's server, started by whoever has its URL and a token; see `lightning.runner.remote`."""
+    from lightning.runner.remote import RemoteRunner
+
+    return RemoteRunner()
+
+
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
     """`process` (the default) and `inline`."""
     register("process", process_runner)
     register("inline", inline_runner)
+    register("remote", remote_runner)

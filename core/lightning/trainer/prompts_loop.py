@@ -75,6 +75,7 @@ async def tune(
     start = await _starting_prompt(stack, algorithm, component)
     stack.prompts.bind(component, start)
     await stack.prompts.load(stack.store)
+    await stack.tell_how_to_call()
     made = len(await all_rollouts(stack.store, stack.run.id))
     bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made)
     await stack.store.log_metrics(stack.run.id, 0, {"seconds/start": time.monotonic() - began})

@@ -21,8 +21,11 @@ from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
-from lightning.runner.protocol import Runner
+from lightning.runner.protocol import ClientRunner, Runner, Site
 from lightning.runner.work import Source
+from lightning.server.control import Control, on_server_port, runner_token
+from lightning.server.exposure import check_exposure
+from lightning.server.how_to_call import HowToCall
 from lightning.store.protocol import Store
 from lightning.trainer.agents import Agents
 from lightning.trainer.plan import TRAIN
@@ -173,24 +176,46 @@ class Stack:
         """Tell the gateways of other servers over the store where the policy is served, and with which version."""
         await self.owner.open(self.upstreams(), self.policy.version)
 
+    async def tell_how_to_call(self) -> None:
+        """Tell other servers over the store how this run's agents are to call the model."""
+        prompts, temperature = self.prompts, self.config.trainer.eval_temperature
+        await HowToCall(prompts.own, prompts.bound, prompts.versions, temperature).keep(self.store, self.run.id)
+
 
 def seed_of(config: Config) -> int | None:
     """What the calls of a run are seeded with; None where they are not."""
     return config.trainer.seed if config.gateway.seed_calls else None
 
 
+async def make_gateway(
+    store: Store, policy: PolicyServer, config: Config, run: str, *, shared: bool = False
+) -> Gateway:
+    """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too."""
+    upstreams = [Upstream(policy.url, policy.model)]
+    secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
+    return Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
+
+
 async def open_gateway(
     resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
 ) -> Gateway:
-    """A gateway in front of a policy server that has started; `resources` closes it."""
-    secret = await gateway_secret(store)
-    upstream = Upstream(policy.url, policy.model)
-    gateway = Gateway(
-        store, [upstream], config.gateway, secret=secret, version=policy.version, run=run, seed=seed_of(config)
-    )
-    await gateway.start()
+    """`make_gateway`, started; `resources` closes it."""
+    gateway = await make_gateway(store, policy, config, run)
     resources.push_async_callback(gateway.close)
+    await gateway.start()
     return gateway
+
+
+async def open_server(
+    resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
+) -> tuple[Gateway, Control]:
+    """`open_gateway` on the port of the section `server`, with the control API on it."""
+    gateway = await make_gateway(store, policy, on_server_port(config), run, shared=True)
+    resources.push_async_callback(gateway.close)
+    control = Control(store, gateway, config.server.public_url)
+    resources.push_async_callback(control.close)
+    await gateway.start()
+    return gateway, control
 
 
 async def open_stack(
@@ -208,12 +233,25 @@ async def open_stack(
     policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
+    to_clients = runner.concurrency == 0 or config.server.port != 0
+    if to_clients:
+        await check_exposure(store, config.server.host)
     await together(policy.start(), runner.start())
-    gateway = await open_gateway(resources, store, policy, config, run.id)
+    control: Control | None = None
+    if to_clients:
+        gateway, control = await open_server(resources, store, policy, config, run.id)
+    else:
+        gateway = await open_gateway(resources, store, policy, config, run.id)
     stack = Stack(run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version)
     await stack.announce()
     resources.push_async_callback(stack.owner.close)
-    stack._supervisor = asyncio.create_task(stack.supervise())  # noqa: SLF001 — the factory completes its own class
+    look_after = stack.supervise()
+    if control is not None:
+        file, token = await runner_token(store, folder)
+        stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
+        if isinstance(runner, ClientRunner):
+            look_after = _both(look_after, runner.attend(Site(control.url, token, run.id, store)))
+    stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
     return stack
 
@@ -227,6 +265,10 @@ async def together(first: Coroutine[object, object, A], second: Coroutine[object
         one.cancel()
         other.cancel()
         await asyncio.gather(one, other, return_exceptions=True)
+
+
+async def _both(first: Coroutine[object, object, None], second: Coroutine[object, object, None]) -> None:
+    await together(first, second)
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

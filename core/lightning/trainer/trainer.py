@@ -153,6 +153,8 @@ class Trainer:
             if isinstance(self.algorithm, PromptAlgorithm):
                 stack = await self._open_stack(resources, self.out, run, store, agent, prompts)
                 trackers = await self._begin(resources, stack)
+                if stack.agents.elsewhere:
+                    reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
                 await tune(stack, self.algorithm, train, val, reporter, trackers, began)
                 return await summarize(store, run.id)
             engine = self._make_engine(self.config)
@@ -168,6 +170,8 @@ class Trainer:
                 ),
             )
             trackers = await self._begin(resources, stack)
+            if stack.agents.elsewhere:
+                reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
             await loop.run(started)
@@ -195,6 +199,7 @@ class Trainer:
         name_folder(self.out, stack.run.id)
         await stack.store.put_run(stack.run)
         await stack.prompts.keep(stack.store, stack.run.id)
+        await stack.tell_how_to_call()
         trackers = Trackers(
             self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store
         )

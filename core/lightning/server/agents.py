@@ -1,0 +1,67 @@
+"""What the agent of a leased attempt needs to call the model, from whichever server it was leased.
+
+The invariant: every server over a store says the same of a lease: how the agents of a run are to call the model is kept with
+the run by its trainer (`HowToCall`), and the rest is in the rollout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import replace
+
+from lightning.errors import StoreError
+from lightning.gateway import Gateway
+from lightning.server.how_to_call import TRAIN, HowToCall
+from lightning.store.protocol import Store
+from lightning.types import LLM, Lease, ResourceKind
+
+REMEMBERED = 1024
+"""Runs, and texts of prompts, that a server has at hand."""
+FRESH_SECONDS = 2.0
+"""How long it is believed what a run's trainer has said."""
+
+
+class Agents:
+    """Gives agents access to the model behind a gateway. `url` is where agents reach it, empty: where it listens."""
+
+    def __init__(self, gateway: Gateway, url: str) -> None:
+        self._gateway, self._url = gateway, url.rstrip("/")
+        self._runs: OrderedDict[str, tuple[HowToCall, float]] = OrderedDict()
+        self._texts: OrderedDict[tuple[str, str, int], str] = OrderedDict()
+
+    async def llm_for(self, lease: Lease, store: Store) -> LLM:
+        """The model as the agent of a lease is to see it; `store` is the one that the lease's holder sees."""
+        how = await self._how(lease.rollout.run, store)
+        temperature = None if lease.rollout.split == TRAIN else how.eval_temperature
+        llm = self._gateway.llm(lease, sampling=None if temperature is None else {"temperature": temperature})
+        prompts = dict(how.own)
+        chosen = {**how.versions, **lease.rollout.resources}
+        for component, name in how.bound.items():
+            if name in chosen:
+                prompts[component] = await self._text(store, lease.rollout.run, name, chosen[name])
+        return replace(llm, base_url=f"{self._url}/v1" if self._url else llm.base_url, prompts=prompts)
+
+    async def _how(self, run: str, store: Store) -> HowToCall:
+        known = self._runs.get(run)
+        now = time.monotonic()
+        if known is not None and now - known[1] < FRESH_SECONDS:
+            return known[0]
+        how = await HowToCall.of_run(store, run)
+        self._runs[run] = (how, now)
+        self._runs.move_to_end(run)
+        if len(self._runs) > REMEMBERED:
+            self._runs.popitem(last=False)
+        return how
+
+    async def _text(self, store: Store, run: str, name: str, version: int) -> str:
+        key = (run, name, version)  # the same name is another resource in another project, and a run is in one
+        text = self._texts.get(key)
+        if text is None:
+            found = await store.get_resource(name, version)
+            if found is None or found.kind is not ResourceKind.PROMPT:
+                raise StoreError(f"a rollout runs with version {version} of the prompt {name!r}, and there is none")
+            text = self._texts[key] = str(found.content)
+            if len(self._texts) > REMEMBERED:
+                self._texts.popitem(last=False)
+        return text
