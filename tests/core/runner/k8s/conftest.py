@@ -182,8 +182,8 @@ class FakeCluster:
                 await response.write(json.dumps(event).encode() + b"\n")
         finally:
             self.watchers.remove((kind, queue))
-        assert request.transport is not None
-        request.transport.abort()
+        if request.transport is not None:
+            request.transport.abort()
         return response
 
     def kubeconfig(self, folder: Path) -> str:

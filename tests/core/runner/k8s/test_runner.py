@@ -19,11 +19,12 @@ from lightning.runner.k8s.cluster import ClusterError
 from lightning.runner.k8s.health import Pace
 from lightning.runner.k8s.runner import KubernetesRunner, reference_to
 from lightning.runner.protocol import ClientRunner, Site
+from lightning.runner.ship import name_of
 from lightning.store.protocol import Store
 from lightning.types import LLM, Outcome, Rollout, Run, Task
 
 FakeCluster = Any
-PACE = Pace(look=0.02, pause=0.005, longest=0.05, settled=0.2, crashes=3)
+PACE = Pace(look=0.02, pause=0.005, longest=0.05, settled=0.1, crashes=3)
 
 
 def agent(task: Task, llm: LLM) -> float:
@@ -364,9 +365,8 @@ async def test_in_a_pod_everything_belongs_to_the_trainers_pod(
 
 
 def test_the_agents_name_is_one_that_an_import_finds() -> None:
-    from lightning_examples.raw_python.agent import agent as importable
-
-    assert reference_to(importable) == "lightning_examples.raw_python.agent:agent"
+    assert reference_to(name_of) == "lightning.runner.ship:name_of"  # type: ignore[arg-type]
+    assert reference_to(Outcome.__init__) == "lightning.types:Outcome.__init__"
     for nameless in (lambda task, llm: 1.0, contextlib.nullcontext()):
         with pytest.raises(RunnerError, match=r"no name that a pod could import.*runner.k8s.agent"):
             reference_to(nameless)  # type: ignore[arg-type]
