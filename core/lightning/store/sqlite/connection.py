@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError
+from lightning.errors import ConfigError, DataError, LightningError, SchemaError, StoreError, UnavailableError
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
@@ -223,4 +223,5 @@ def translate(error: Exception, settings: Settings) -> Exception:
         sqlite3.SQLITE_PERM: "permission denied: change the file's permissions or choose another path",
     }
     cause = causes.get(code, "SQLite refused the operation")
-    return StoreError(f"{where}: {cause} ({error})")
+    passes = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY)
+    return (UnavailableError if passes else StoreError)(f"{where}: {cause} ({error})")
