@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from lightning.errors import DataError, StoreError
 from lightning.store import Store
-from lightning.store.relational import spans as span_ops
+from lightning.store.redis import spans as redis_spans
+from lightning.store.relational import spans as relational_spans
 from lightning.types import Fault, Outcome, Rollout, Span
 
 RolloutOf = Callable[..., Rollout]
@@ -89,7 +90,8 @@ async def test_what_a_span_cannot_hold_is_named(leased: Store, changes: dict[str
 
 
 async def test_an_attempt_has_room_for_so_many(leased: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_ops, "MAX_SPANS", 3)
+    for module in (relational_spans, redis_spans):
+        monkeypatch.setattr(module, "MAX_SPANS", 3)
     assert await leased.append_spans([span(number) for number in range(1, 6)]) == 3
     assert await leased.append_spans([span(number) for number in range(1, 6)]) == 3
     assert await leased.spans("a") == [span(1), span(2), span(3)]

@@ -1,0 +1,52 @@
+"""The names of everything the store keeps in Redis.
+
+The invariant: every key begins with the store's prefix, and no two things share a key: free text comes last in a name.
+
+    meta                                hash   program, schema version, the id of this database
+    runs, tokens, revoked               hashes by id
+    counter                             the number of the rollout created last
+    columns, standing                   hashes by rollout: what never changes of it; where it stands
+    attempts, labels                    hashes by rollout:attempt: how it ended, and the names given to its calls
+    held                                sorted set of worker NUL rollout: who runs what
+    all, pending, running, succeeded, failed, step:N, followed by a run
+                                        sorted sets of its rollouts by number
+    leases:RUN                          sorted set of its running rollouts by the end of their lease
+    calls:ATTEMPT:ROLLOUT               hash by seq: the calls of an attempt
+    roots:[RUN,GROUP]                   list of calls that siblings may be stored against
+    spans:ATTEMPT:ROLLOUT               hash by span id
+    steps:RUN, proofs:RUN, metrics:RUN, state:RUN
+                                        hashes; proofs are the digests of steps
+    uses                                hash of what rollouts earned under each set of resource versions
+    kinds                               hash of the resources there are
+    versions:NAME, contents:NAME        hashes of a resource: by version; version by digest
+    aliases:NAME, moves:[NAME,ALIAS]    hash of where aliases point; list of an alias' moves
+    changes:RUN                         stream of one entry, the last change: what is watched
+    answers:CLIENT:BATCH                hash of what the batch under way was answered, for an hour at most
+"""
+
+from __future__ import annotations
+
+from lightning.errors import DataError
+
+
+def encoded(value: str | float | bytes, what: str = "this value") -> bytes:
+    """A value as Redis keeps it. Raises `DataError` for text that is no Unicode and for numbers beyond 64 bits."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise DataError(f"the redis store cannot hold {what}: {value} is beyond 64 bits")
+    try:
+        return (value if isinstance(value, str) else repr(value)).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the redis store cannot hold {what}: {error}") from error
+
+
+class Keys:
+    """Makes the names. `keys("standing")` is one table, `keys("calls", 1, "rollout")` one of many."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __call__(self, name: str, *parts: str | int) -> bytes:
+        """Raises `DataError` for a part that is no Unicode text."""
+        return encoded(":".join((self._prefix, name, *map(str, parts))), f"the name of {name}")

@@ -1,0 +1,89 @@
+"""Which earlier call a new one is stored against, and the tokens of recent calls kept at hand for that.
+
+The invariant: what is remembered here was acknowledged by Redis, and a script checks that a parent is still there, with the
+digest it had, in the moment its child is written; so no child is ever without its parent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from lightning.store import codec
+
+CACHE_BYTES: Final = 64 << 20
+MIN_SHARED: Final = 0.5
+"""A parent must hold this fraction of the prompt; a call without one is a root, and siblings of the group look at roots."""
+GROUP_ROOTS: Final = 32
+"""How many roots of a group are kept in mind."""
+
+CallKey: TypeAlias = tuple[str, int, int]
+"""Rollout, attempt and seq."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The full tokens (prompt + response, packed) of a stored call, and the digest it is stored with."""
+
+    key: CallKey
+    digest: bytes
+    full: bytes
+
+
+class ParentCache:
+    """Candidates by attempt and by group, least recently used ones dropped first. Belongs to one event loop."""
+
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._entries: OrderedDict[Hashable, tuple[Known, ...]] = OrderedDict()
+
+    def get(self, key: Hashable) -> tuple[Known, ...] | None:
+        """The candidates under a key, None when they were never loaded or have been dropped."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: Hashable, candidates: Iterable[Known]) -> tuple[Known, ...]:
+        """Remember candidates, oldest first, in place of those there were; return those worth remembering."""
+        self.drop(key)
+        entry: tuple[Known, ...] = ()
+        for known in candidates:
+            entry = extended(entry, known)
+        self._entries[key] = entry
+        self._bytes += sum(len(known.full) for known in entry)
+        while self._bytes > self._limit and len(self._entries) > 1:
+            self.drop(next(iter(self._entries)))
+        return entry
+
+    def add(self, key: Hashable, known: Known) -> None:
+        """Remember a new call under a key whose candidates are at hand."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.put(key, (*entry, known))
+
+    def drop(self, key: Hashable) -> None:
+        """Forget the candidates under a key."""
+        self._bytes -= sum(len(known.full) for known in self._entries.pop(key, ()))
+
+
+def extended(candidates: tuple[Known, ...], known: Known) -> tuple[Known, ...]:
+    """Candidates with a new one. What it extends is dropped: a prefix that is shared with that is shared with the new one."""
+    return (*(old for old in candidates if not known.full.startswith(old.full)), known)
+
+
+def choose(prompt: bytes, candidates: Iterable[Known]) -> Known | None:
+    """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it."""
+    best: Known | None = None
+    most = 0
+    whole = len(prompt) // 4
+    for known in candidates:
+        shared = codec.shared_prefix(prompt, known.full)
+        if shared > most:
+            best, most = known, shared
+            if shared == whole:
+                break
+    return best if most and most >= MIN_SHARED * whole else None

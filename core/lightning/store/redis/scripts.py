@@ -1,0 +1,67 @@
+"""The Lua scripts: every change of the store is one of them, and Redis runs one at a time, wholly or not at all.
+
+The invariant: a script touches only the keys it is given, reads the time from Redis, checks before it writes, and says again
+what it said before when the same call comes a second time because the reply was lost. So a call may be repeated until it is
+answered, and takes effect once. What a reply needs in Python (digests of transitions, compressed tokens) is computed before;
+where it depends on what is stored, the script compares and refuses, and the caller looks again.
+
+The first comments of a script name its keys and arguments; they become local variables of these names. `MORE` and `REST` are
+how many keys and arguments came before those that are not named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Final
+
+_LUA: Final = resources.files(__package__) / "lua"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script as Redis gets it; `sha` is the name by which Redis knows it once it has seen it."""
+
+    name: str
+    text: str
+    sha: bytes
+    keys: int
+    arguments: int
+
+
+def _load(name: str) -> Script:
+    common, body = (_LUA.joinpath(f"{file}.lua").read_text("utf-8") for file in ("common", name))
+    keys = ["answers", *_named(body, "keys")]
+    arguments = ["call", *_named(body, "arguments")]
+    head = [f"local {key} = KEYS[{i}]" for i, key in enumerate(keys, 1)]
+    head += [f"local {argument} = ARGV[{i}]" for i, argument in enumerate(arguments, 1)]
+    head.append(f"local MORE, REST = {len(keys)}, {len(arguments)}")
+    text = "\n".join((*head, common, body))
+    sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest().encode()
+    return Script(name, text, sha, len(keys) - 1, len(arguments) - 1)
+
+
+def _named(body: str, what: str) -> Sequence[str]:
+    lines = (line for line in body.splitlines() if line.startswith(f"-- {what}:"))
+    return next(lines, "").partition(":")[2].split()
+
+
+CREATE: Final = _load("create")
+LEASE: Final = _load("lease")
+RENEW: Final = _load("renew")
+COMPLETE: Final = _load("complete")
+RELEASE: Final = _load("release")
+APPEND: Final = _load("append")
+SPANS: Final = _load("spans")
+COMMIT: Final = _load("commit")
+PUT_RUN: Final = _load("put_run")
+PUT_STATE: Final = _load("put_state")
+KEEP_STATE: Final = _load("keep_state")
+LOG_METRICS: Final = _load("log_metrics")
+PUT_TOKEN: Final = _load("put_token")
+REVOKE_TOKEN: Final = _load("revoke_token")
+PUT_RESOURCE: Final = _load("put_resource")
+SET_ALIAS: Final = _load("set_alias")
+ROLL_BACK_ALIAS: Final = _load("roll_back_alias")

@@ -1,0 +1,105 @@
+"""What a Redis URL says: where the server is, who asks, under which prefix, and how durable an answer must be.
+
+The invariant: what cannot be meant is refused before anything is sent, and no error and no `repr` holds a password.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import unquote
+
+from lightning.errors import ConfigError
+from lightning.store.url import parse
+
+DURABILITIES: Final = ("process", "power", "everysec", "none")
+OPTIONS: Final = ("prefix", "durability", "timeout", "ca")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the database is and how hard it is held.
+
+    `durability` says what must be true of the server before anything is acknowledged: `process`, that nothing acknowledged is
+    lost when it is killed; `power`, nor when the power fails; `everysec`, that at most the last two seconds are; `none`
+    promises nothing. `timeout` is how many seconds an operation waits for a server that is away. `ca` is a file of
+    certificates to trust instead of the system's.
+    """
+
+    host: str = "localhost"
+    port: int = 6379
+    db: int = 0
+    user: str = ""
+    password: str = field(default="", repr=False)
+    tls: bool = False
+    prefix: str = "lightning"
+    durability: str = "process"
+    timeout: float = 30.0
+    ca: str = ""
+
+    def __post_init__(self) -> None:
+        if self.durability not in DURABILITIES:
+            raise ConfigError(
+                f"durability={self.durability!r} is not known for the redis store: use {', '.join(DURABILITIES)}"
+            )
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError(f"prefix={self.prefix!r} cannot begin keys: use letters, digits and . _ -")
+        if not 0 <= self.timeout <= 600:
+            raise ConfigError(f"timeout={self.timeout!r} must be seconds between 0 and 600")
+        if self.ca and not self.tls:
+            raise ConfigError("the option ca is for TLS: write rediss:// instead of redis://")
+
+    @property
+    def place(self) -> str:
+        """The store as errors name it, without user and password."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}/{self.db}?prefix={self.prefix}"
+
+
+def from_url(url: str) -> Settings:
+    """Take `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]` apart. Raises `ConfigError`."""
+    scheme, _, rest = url.partition("://")
+    userinfo, host = _split_userinfo(rest)
+    shown = f"{scheme}://{'***@' if userinfo else ''}{host}"
+    where = parse(f"{scheme}://{host}")
+    where.check_options(OPTIONS)
+    name, port = _split_port(where.host, shown)
+    user, _, password = userinfo.partition(":")
+    if where.path and not where.path.isdecimal():
+        raise ConfigError(f"{shown!r} names no database: write its number after the host, for example redis://host/0")
+    try:
+        timeout = float(where.options.get("timeout", "30"))
+    except ValueError as error:
+        raise ConfigError(f"timeout in {shown!r} must be a number of seconds") from error
+    return Settings(
+        host=name,
+        port=port,
+        db=int(where.path or 0),
+        user=unquote(user),
+        password=unquote(password),
+        tls=where.scheme == "rediss",
+        prefix=where.options.get("prefix", "lightning"),
+        durability=where.options.get("durability", "process"),
+        timeout=timeout,
+        ca=where.options.get("ca", ""),
+    )
+
+
+def _split_userinfo(rest: str) -> tuple[str, str]:
+    """User and password, and what follows them. An @ after the first / or ? belongs to the path or the options."""
+    end = min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))
+    userinfo, at_sign, host = rest[:end].rpartition("@")
+    return (userinfo, host + rest[end:]) if at_sign else ("", rest)
+
+
+def _split_port(place: str, shown: str) -> tuple[str, int]:
+    host, colon, port = place.rpartition(":")
+    if not colon or place.endswith("]"):
+        host, port = place, "6379"
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{shown!r} has no port that could be: write redis://host:6379/0")
+    if not host:
+        raise ConfigError(f"{shown!r} names no host: write redis://host:6379/0")
+    return host.removeprefix("[").removesuffix("]"), int(port)

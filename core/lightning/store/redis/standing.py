@@ -1,0 +1,91 @@
+"""Where rollouts stand: what scripts keep of them, as nouns.
+
+The invariant: what never changes of a rollout is written by Python and opaque to scripts; what changes is written by scripts.
+Numbers that must not lose a digit travel as text, since Lua keeps fourteen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.errors import StoreError
+from lightning.store import rows, rules
+from lightning.store.rules import Position
+from lightning.types import Rollout, Status
+
+
+def columns_of(rollout: Rollout) -> str:
+    """What never changes. Raises `DataError` unless the rollout is new."""
+    return rows.dump(list(rows.rollout_values(rollout)))
+
+
+def uses_of(rollout: Rollout) -> str:
+    """Under which name the rollout is counted among the uses of resources; empty when it uses none."""
+    if not rollout.resources:
+        return ""
+    return rows.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+
+
+def home_of(columns: bytes, rollout: str) -> tuple[str, str]:
+    """Run and group, from `columns_of`."""
+    try:
+        _, run, _, group, *_ = _list(columns, rollout)
+    except ValueError as error:
+        raise _corrupt(rollout, error) from error
+    return run, group
+
+
+def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
+    """From what is kept of it. Raises `StoreError` when that was damaged."""
+    found = stand(standing, rollout)
+    try:
+        name, run, task, group, step, split, index, max_attempts, resources = _list(columns, rollout)
+        row = (
+            *(name, run, task, group, step, split, index, max_attempts),
+            found["status"],
+            found["attempt"],
+            float(found["reward"]) if "reward" in found else None,
+            found.get("rewards", "{}"),
+            found.get("fault", ""),
+            found.get("error", ""),
+            float(found.get("seconds", 0.0)),
+            int(found["trained"]) if "trained" in found else None,
+            resources,
+        )
+        return rows.rollout_from_row(row)
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt(rollout, error) from error
+
+
+def position_of(standing: bytes, rollout: str) -> Position:
+    """As the rules want it."""
+    found = stand(standing, rollout)
+    try:
+        return Position(rollout, Status(found["status"]), found["attempt"], found["spent"], found["max"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt(rollout, error) from error
+
+
+def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
+    """Raise the reason why a script refused the writer of an attempt; return what to raise should there be none."""
+    rules.check_fence(position_of(standing, rollout), attempt)
+    return StoreError(f"attempt {attempt} of rollout {rollout!r} was refused: ask again")
+
+
+def stand(standing: bytes, rollout: str) -> dict[str, Any]:
+    """What scripts keep of a rollout. Raises `StoreError` when it was damaged."""
+    found = rows.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
+    if not isinstance(found, dict):
+        raise _corrupt(rollout, "expected an object")
+    return found
+
+
+def _list(columns: bytes, rollout: str) -> list[Any]:
+    found = rows.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
+    if not isinstance(found, list):
+        raise _corrupt(rollout, "expected a list")
+    return found
+
+
+def _corrupt(rollout: str, why: object) -> StoreError:
+    return StoreError(f"rollout {rollout!r} is corrupt in the database: {why}. Restore the database from a backup")
