@@ -201,7 +201,7 @@ class CallEndpoint:
                 (held if holding else now).extend(shown)
             if now:
                 await send({"type": "http.response.body", "body": bytes(now), "more_body": True})
-        if not holding:
+        if not holding or not (call.capture.failed or call.capture.finished(call.plan.choices)):
             raise UpstreamError("it ended the stream before the answer was complete")
         if call.translator is None:
             return bytes(held + cutter.rest())

@@ -1,15 +1,20 @@
 """Server-sent events cut out of a byte stream, whatever the chunk boundaries are.
 
-The invariant: the pieces, joined, are exactly the bytes that came in; parsing never changes what is passed on.
+The invariant: the pieces, joined, are exactly the bytes that came in; parsing never changes what is passed on, takes time that
+grows with the bytes alone, and holds one unfinished event of bounded length.
 """
 
 from __future__ import annotations
 
 import re
 
+from lightning.gateway.errors import UpstreamError
+
 BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 LINE = re.compile(rb"\r\n|\n|\r")
 LONGEST_BLANK = 4
+LONGEST_EVENT = 64 << 20
+"""Bytes; the longest there is has the ids of a whole prompt, at most eight bytes each."""
 
 
 class EventCutter:
@@ -21,7 +26,7 @@ class EventCutter:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completed, in order."""
+        """The events that `data` completed, in order. Raises `UpstreamError` for one without an end."""
         buffer = self._buffer
         search_from = max(0, len(buffer) - LONGEST_BLANK + 1)
         buffer += data
@@ -32,6 +37,8 @@ class EventCutter:
             start = match.end()
         if start:
             del buffer[:start]
+        if len(buffer) > LONGEST_EVENT:
+            raise UpstreamError(f"it sent an event of more than {LONGEST_EVENT} bytes")
         return events
 
     def rest(self) -> bytes:
