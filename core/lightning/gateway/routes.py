@@ -6,6 +6,7 @@ there is no such route) and says what would have worked; only `/v1/traces`, whic
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 
 import orjson
@@ -84,11 +85,13 @@ class Info:
 
     def __init__(self, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
         self._identity, self._policies, self._forwarder = identity, policies, forwarder
+        self._server = secrets.token_hex(8)
 
     async def health(self, request: Request) -> Response:
         """200 while at least one policy server is up, else 503. Needs no token and says nothing of addresses.
 
         A server without a policy of its own is well while it serves no run, too: it learns of them when they are asked for.
+        `server` is another word in each process: clients notice by it that the one they used is gone.
         """
         policies = self._policies.known
         healthy = sum(policy.pool.healthy for policy in policies)
@@ -99,6 +102,7 @@ class Info:
             "status": "ok" if well else "no policy server is up",
             "policy_version": None if own is None else own.book.current,
             "policy_servers": {"healthy": healthy, "total": total},
+            "server": self._server,
         }
         return Response(orjson.dumps(said), 200 if well else 503, media_type=JSON)
 

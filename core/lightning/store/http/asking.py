@@ -65,6 +65,13 @@ class Asking:
             self._transport = None
         await transport.close()
 
+    @property
+    def answering(self) -> str:
+        """The URL of the server that answered last. Raises `StoreError` before `open`."""
+        if self._transport is None:
+            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
+        return self._transport.answering
+
     async def version(self) -> messages.Version:
         """The release of the server, and what this store's token may do."""
         return cast("messages.Version", await self._ask("GET", ("version",), messages.Version))

@@ -58,6 +58,11 @@ class HttpStore(Asking):
         """See `Store.list_runs`."""
         return await self._all(("runs",), Run, project=project)
 
+    async def newest_runs(self, limit: int) -> list[Run]:
+        """At most `limit` runs, newest first."""
+        page = await self._ask("GET", ("runs",), wire.Slice[Run], query={"limit": min(limit, PAGE)})
+        return list(page.items)
+
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""
         return HttpWatch(lambda since, timeout: self._changed(run, since, timeout))

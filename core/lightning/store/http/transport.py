@@ -98,6 +98,11 @@ class Transport:
         """The servers."""
         return self._urls
 
+    @property
+    def answering(self) -> str:
+        """The server that answered last, or is asked next."""
+        return self._urls[self._current]
+
     async def send(self, request: Request, patience: float | None = None) -> bytes:
         """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
         answered for `patience` seconds (default: the store's)."""
