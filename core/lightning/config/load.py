@@ -21,7 +21,7 @@ from lightning.config.models import Config
 from lightning.errors import ConfigError
 
 ENV_PREFIX = "LIGHTNING_"
-NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS",)
+NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN")
 """Variables with the prefix that other parts of lightning read."""
 
 
