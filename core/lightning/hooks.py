@@ -85,6 +85,16 @@ def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
 
 
 @hookspec
+def lightning_redact(text: str, where: str) -> str | None:  # type: ignore[empty-body]
+    """Return what is to be stored instead of a text, or None to leave it as it is.
+
+    Asked of every text of an attempt before it is stored, after credentials were left out of it: `where` is `outcome.error`,
+    `tool.arguments`, `tool.output`, `tool.error`, `span.name`, `span.error` or `span.attributes`. Each plugin gets what the one
+    before made of it; when one raises, the text is not stored. Tasks and token ids cannot be redacted.
+    """
+
+
+@hookspec
 def rollout_finished(rollout: Rollout) -> None:
     """A rollout has succeeded or failed for good."""
 

@@ -21,6 +21,7 @@ from lightning.errors import DataError, MissingExtraError, StoreError
 from lightning.gateway.body import ClientGoneError, read_body, too_large
 from lightning.gateway.errors import Header, RefusalError, send_bytes
 from lightning.gateway.identity import Identity
+from lightning.gateway.redaction import redacted_span
 from lightning.gateway.stats import Counters
 from lightning.gateway.tokens import Claims
 from lightning.gateway.tracebook import TraceBook
@@ -129,8 +130,9 @@ def unzipped(payload: bytes, limit: int) -> bytes:
 
 
 def _read(content_type: str, payload: bytes) -> Sequence[Span]:
+    """The spans of a request, as they may be stored."""
     try:
-        return READERS[content_type](payload)
+        return [redacted_span(span) for span in READERS[content_type](payload)]
     except MissingExtraError as error:
         message = f"Spans in protobuf need {error} beside the gateway; or send them as {otlp.JSON}."
         raise RefusalError(501, "missing_extra", message) from error

@@ -6,10 +6,12 @@ process that talks to the database: the trainer for agents beside it, a server f
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.gateway.redaction import redacted_outcome
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Fault, Outcome, Rollout, Transition
@@ -33,6 +35,8 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
         calls = await store.transitions(rollout, attempt)
         _check_labels(rollout, attempt, outcome, calls)
         outcome = with_spans(judge(outcome, calls) if judged else outcome, spans, calls)
+    if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
+        outcome = await asyncio.to_thread(redacted_outcome, outcome)
     return await store.complete(rollout, attempt, outcome)
 
 

@@ -5,9 +5,11 @@ The invariant: whoever runs agents can end the attempts it leased and can write 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.gateway.redaction import redacted_span
 from lightning.server.api.paging import page
 from lightning.server.api.table import (
     ANY,
@@ -186,7 +188,8 @@ async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
 
 async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
     """Store spans durably. Those of unknown rollouts and of other than current attempts are not taken."""
-    return messages.Stored(await call.store.append_spans(call.body.spans))
+    storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in call.body.spans])
+    return messages.Stored(await call.store.append_spans(storable))
 
 
 async def spans(call: Call[OfAttempt, None]) -> Slice[Span]:

@@ -1,0 +1,130 @@
+"""What is left out of texts before they are stored: credentials always, and whatever a plugin's `lightning_redact` says.
+
+The invariant: of what agents and their tools say in words (errors, arguments and outputs of tools, spans) nothing is stored
+that has not passed here, and a redactor that fails costs the text, never the secret. Tasks and token ids pass as they are: an
+agent works on its task, and a run is trained on the very tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning.plugins import plugins
+from lightning.types import Json, Outcome, Span, ToolEvent
+
+log = logging.getLogger(__name__)
+
+GONE = "[redacted]"
+DEEPEST = 200
+"""Lists and mappings inside one another that are looked through; what is deeper is left out."""
+SECRET_NAME = re.compile(
+    r"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|password|passwd|client[-_]secret"
+    r"|(?:access|refresh|auth)[-_]token|private[-_]key)$",
+    re.IGNORECASE,
+)
+"""Ends of names under which a value is a credential, whatever it looks like: `http.request.header.authorization`."""
+
+
+class _Rule(NamedTuple):
+    """A credential's form. `hints` are parts of it in lower case, one of which every match has: looking for them is fast."""
+
+    hints: tuple[str, ...]
+    pattern: re.Pattern[str]
+    instead: str = GONE
+
+
+RULES = (
+    # A header or a setting as it is printed: `Authorization: Bearer x`, `'cookie': 'a=b; c=d'`, `api_key=...`.
+    _Rule(
+        ("authorization", "cookie", "api-key", "api_key", "apikey"),
+        re.compile(
+            r"""(authorization|cookie|api[-_]?key)(["']?\s*[:=]\s*)(?:"[^"\n]*"|'[^'\n]*'|[^\s,}][^\n\r"',}]*)""",
+            re.IGNORECASE,
+        ),
+        rf"\1\2{GONE}",
+    ),
+    _Rule(("bearer ", "basic "), re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1 {GONE}"),
+    _Rule(("lt_",), re.compile(r"lt_[0-9a-f]{16}_[\w-]{43}")),
+    # JSON web tokens, the gateway's among them.
+    _Rule(("eyj",), re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}")),
+    _Rule(("sk-",), re.compile(r"\bsk-[\w-]{20,}")),
+    _Rule(("hf_",), re.compile(r"\bhf_\w{30,}")),
+    _Rule(("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), re.compile(r"\bgh[pousr]_\w{36,}")),
+    _Rule(("github_pat_",), re.compile(r"github_pat_\w{40,}")),
+    _Rule(("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-"), re.compile(r"\bxox[abprs]-[\w-]{10,}")),
+    _Rule(("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
+    _Rule(("aiza",), re.compile(r"\bAIza[\w-]{35}")),
+    _Rule(
+        ("private key-----",),
+        re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL),
+    ),
+    _Rule(("://",), re.compile(r"://[^\s/@:]{0,200}:[^\s/@]{1,200}@"), f"://{GONE}@"),  # name:password@ in a URL
+)
+
+
+def redacted(text: str, where: str) -> str:
+    """The text that may be stored instead. `where` tells plugins what it is, such as `tool.output`."""
+    if not text:
+        return text
+    lowered = text.lower()
+    for rule in RULES:
+        if any(hint in lowered for hint in rule.hints):
+            text = rule.pattern.sub(rule.instead, text)
+    for implementation in reversed(plugins().hook.lightning_redact.get_hookimpls()):
+        given = {"text": text, "where": where}
+        try:
+            said = implementation.function(*(given[name] for name in implementation.argnames))
+            if not isinstance(said, str | None):
+                raise TypeError(f"it returned a {type(said).__qualname__}, not a text")
+        except Exception:
+            log.exception("the plugin %r failed to redact a text, which is not stored", implementation.plugin_name)
+            return f"[left out: the plugin {implementation.plugin_name!r} failed to redact it]"
+        text = text if said is None else said
+    return text
+
+
+def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
+    """The same for every text in a JSON value; what stands under the name of a credential is left out whole."""
+    if isinstance(value, str):
+        return redacted(value, where)
+    if not isinstance(value, (Mapping, Sequence)):
+        return value
+    if depth == DEEPEST:
+        return GONE
+    if isinstance(value, Mapping):
+        return {
+            name: GONE if item and SECRET_NAME.search(name) else redacted_json(item, where, depth + 1)
+            for name, item in value.items()
+        }
+    return [redacted_json(item, where, depth + 1) for item in value]
+
+
+def redacted_outcome(outcome: Outcome) -> Outcome:
+    """An outcome whose error and tool events may be stored."""
+    events = tuple(_redacted_event(event) for event in outcome.tool_events)
+    return replace(outcome, error=redacted(outcome.error, "outcome.error"), tool_events=events)
+
+
+def _redacted_event(event: ToolEvent) -> ToolEvent:
+    return replace(
+        event,
+        arguments=redacted_json(event.arguments, "tool.arguments"),
+        output=redacted(event.output, "tool.output"),
+        error=redacted(event.error, "tool.error"),
+    )
+
+
+def redacted_span(span: Span) -> Span:
+    """A span whose name, error and attributes may be stored."""
+    attributes = redacted_json(span.attributes, "span.attributes")
+    assert isinstance(attributes, Mapping), "a mapping stays one"
+    return replace(
+        span,
+        name=redacted(span.name, "span.name"),
+        error=redacted(span.error, "span.error"),
+        attributes=attributes,
+    )

@@ -1,0 +1,284 @@
+"""Credentials are never stored, and a plugin may leave out more."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning import hookimpl
+from lightning.config import GatewayConfig
+from lightning.gateway import Gateway, Upstream
+from lightning.gateway.redaction import GONE, redacted, redacted_json, redacted_outcome, redacted_span
+from lightning.plugins import plugins
+from lightning.runner.report import report
+from lightning.server.auth import issue_token
+from lightning.store.sqlite import SqliteStore
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.types import Fault, Lease, Outcome, Rollout, Run, Scope, Span, Task, ToolEvent
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJlLW9mLWl0"
+SECRETS = [
+    "sk-proj-abcdefghijklmnopqrstuvwx",
+    "sk-ant-" + "b" * 24,
+    JWT,
+    issue_token(Scope.ADMIN)[1],
+    "ghp_" + "a" * 36,
+    "github_pat_" + "a" * 60,
+    "hf_" + "a" * 34,
+    "AKIA" + "ABCDEFGH12345678",
+    "AIza" + "b" * 35,
+    "xoxb-123456789012-abcdef",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS, ids=[secret[:7] for secret in SECRETS])
+@pytest.mark.parametrize("around", ["{}", "key={}", "Incorrect API key provided: {}. See docs", '["{}"]', "{}\n"])
+def test_what_looks_like_a_credential_is_left_out(secret: str, around: str) -> None:
+    text = redacted(around.format(secret), "tool.output")
+    assert secret not in text
+    assert GONE in text
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("Authorization: Bearer abcdef", "abcdef"),
+        ("authorization=Token 12345", "12345"),
+        ("GET / HTTP/1.1\r\nCookie: session=12345; b=2\r\nHost: x", "12345"),
+        ("Set-Cookie: id=12345; Path=/", "12345"),
+        ("{'x-api-key': '12345', 'a': 1}", "12345"),
+        ('{"api_key": "12345"}', "12345"),
+        ("API-KEY : 12345", "12345"),
+        ("curl -H 'authorization: Basic dXNlcjpwYXNzd29yZA=='", "dXNlcjpwYXNzd29yZA"),
+        ("sent bearer abcdefghijklmnop to it", "abcdefghijklmnop"),
+        ("postgresql://me:12345@db/lightning", "12345"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE12345\n-----END RSA PRIVATE KEY-----", "12345"),
+        ("-----BEGIN PRIVATE KEY-----\nMIIE12345 and no end", "12345"),
+    ],
+)
+def test_printed_headers_and_settings_are_left_out(text: str, secret: str) -> None:
+    assert secret not in redacted(text, "tool.output")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The cookie recipe: flour, sugar",
+        "max_tokens=128, tokens: 5",
+        "see https://example.org:8000/path?x=1",
+        "the basic idea of bearer tokens",
+        "SELECT key FROM api",
+        "risk-averse task-force ask-me-anything",
+        "eyJ is how a JSON web token begins",
+    ],
+)
+def test_ordinary_text_stays(text: str) -> None:
+    assert redacted(text, "tool.output") == text
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200).filter(lambda text: redacted(text, "x") == text))
+def test_what_is_redacted_once_is_not_redacted_again_and_secrets_go_from_anywhere(text: str) -> None:
+    secret = "sk-proj-abcdefghijklmnopqrstuvwx"
+    assert secret not in redacted(f"{text} {secret} {text}", "x")
+    once = redacted(f"{text} authorization: {secret}\n{text}", "x")
+    assert redacted(once, "x") == once
+
+
+@pytest.mark.parametrize(
+    "piece", ["eyJ", "Bearer ", "://", "://a:", "sk-", "cookie", "authorization ", "api_key= ", "'cookie': '"]
+)
+def test_no_text_takes_long(piece: str) -> None:
+    began = time.process_time()
+    redacted(piece * (200_000 // len(piece)), "x")
+    assert time.process_time() - began < 5.0  # quadratic, the shortest of these takes a minute
+
+
+def test_values_under_the_names_of_credentials_go_whole() -> None:
+    said = redacted_json(
+        {
+            "http.request.header.authorization": ["Bearer 12345"],
+            "http.response.header.set-cookie": ["a=12345"],
+            "config": {
+                "password": "12345",
+                "client_secret": {"a": "12345"},
+                "API_KEY": 12345,
+                "tokens": 5,
+                "cookies": "no",
+            },
+            "gen_ai.usage.input_tokens": 7,
+            "empty": {"password": ""},
+        },
+        "span.attributes",
+    )
+    assert "12345" not in json.dumps(said)
+    assert said["gen_ai.usage.input_tokens"] == 7  # type: ignore[index,call-overload]
+    assert said["config"]["tokens"] == 5  # type: ignore[index,call-overload]
+    assert said["config"]["cookies"] == "no"  # type: ignore[index,call-overload]
+
+
+def test_what_is_nested_too_deep_is_left_out() -> None:
+    value: object = "sk-proj-abcdefghijklmnopqrstuvwx"
+    for _ in range(500):
+        value = [value]
+    assert "sk-proj" not in json.dumps(redacted_json(value, "x"))  # type: ignore[arg-type]
+
+
+# plugins ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def plugin() -> Iterator[Callable[[object], None]]:
+    """Register an object as a plugin for one test."""
+    manager = plugins()._manager
+    plugins().hook  # noqa: B018 — all others are loaded now
+    added: list[object] = []
+
+    def add(one: object) -> None:
+        manager.register(one, f"redactor-{len(added)}")
+        added.append(one)
+
+    yield add
+    for one in added:
+        manager.unregister(one)
+
+
+class Names:
+    """Leaves a name out, and says where it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @hookimpl
+    def lightning_redact(self, text: str, where: str) -> str | None:
+        self.asked.append(where)
+        return text.replace("Ada", "[name]") if "Ada" in text else None
+
+
+class Shout:
+    """Sees what the one before left."""
+
+    @hookimpl
+    def lightning_redact(self, text: str) -> str:
+        return text.upper()
+
+
+class Broken:
+    """Raises, or returns nonsense."""
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def lightning_redact(self, text: str) -> object:
+        if self.answer is None:
+            raise ValueError("no")
+        return self.answer
+
+
+def test_a_plugin_is_asked_of_every_text(plugin: Callable[[object], None]) -> None:
+    names = Names()
+    plugin(names)
+    event = ToolEvent("find", "error", arguments={"who": ["Ada"]}, output="Ada is here", error="Ada!")
+    outcome = redacted_outcome(Outcome(fault=Fault.AGENT, error="Ada failed", tool_events=(event,)))
+    span = redacted_span(Span("r", 1, "f" * 32, "e" * 16, name="for Ada", error="Ada?", attributes={"a": {"b": "Ada"}}))
+    assert "Ada" not in repr((outcome, span))
+    assert set(names.asked) == {
+        "outcome.error", "tool.arguments", "tool.output", "tool.error", "span.name", "span.error", "span.attributes",
+    }  # fmt: skip
+
+
+def test_each_plugin_gets_what_the_one_before_left(plugin: Callable[[object], None]) -> None:
+    plugin(Names())
+    plugin(Shout())
+    assert redacted("Ada", "x") in {"[NAME]", "ADA"}  # the order is that of plugins; both were asked
+
+
+@pytest.mark.parametrize("answer", [None, 5, b"bytes"])
+def test_a_plugin_that_fails_costs_the_text_and_not_the_secret(
+    answer: object, plugin: Callable[[object], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin(Broken(answer))
+    assert redacted("a private matter", "x") == "[left out: the plugin 'redactor-0' failed to redact it]"
+    assert "a private matter" not in caplog.text
+    assert "redactor-0" in caplog.text
+
+
+# what lies on the disk ----------------------------------------------------------------------------------------------
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[tuple[SqliteStore, Gateway, Lease]]:
+    """A gateway over a database in a folder, and a leased rollout."""
+    async with FakeVLLM() as fake:
+        store = SqliteStore(folder / "lightning.db")
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout("run/0", "run", Task("find it"), "g")])
+        (lease,) = await store.lease("run", "worker")
+        gateway = Gateway(store, [Upstream(fake.url, fake.model)], GatewayConfig(), secret=b"the secret of this test")
+        await gateway.start()
+        try:
+            yield store, gateway, lease
+        finally:
+            await gateway.close()
+            await store.close()
+
+
+async def test_no_credential_of_a_run_lies_in_its_database(tmp_path: Path) -> None:
+    secrets = {
+        name: f"{name.upper()}12345678901234567890" for name in ("cookie", "apikey", "password", "proxy", "forwarded")
+    }
+    async with served(tmp_path) as (store, gateway, lease):
+        llm = gateway.llm(lease)
+        headers = {
+            "authorization": f"Bearer {llm.api_key}",
+            "cookie": f"session={secrets['cookie']}",
+            "proxy-authorization": f"Basic {secrets['proxy']}",
+            "x-forwarded-authorization": secrets["forwarded"],
+        }
+        async with httpx.AsyncClient(base_url=llm.base_url, timeout=20) as client:
+            chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            assert (await client.post("chat/completions", json=chat, headers=headers)).status_code == 200
+            assert (
+                await client.post("traces", json=spans_with(secrets, llm.api_key), headers=headers)
+            ).status_code == 200
+        event = ToolEvent(
+            "http",
+            "error",
+            arguments={"headers": {"x-api-key": secrets["apikey"]}, "password": secrets["password"]},
+            output=f"Set-Cookie: {secrets['cookie']}",
+            error=f"401 for Bearer {llm.api_key}",
+        )
+        await report(store, "run/0", 1, Outcome(reward=1.0, tool_events=(event,), error=f"key {llm.api_key}"))
+        (kept,) = await store.tool_events("run/0")
+        assert (kept.name, kept.status) == ("http", "error")
+        assert len(await store.spans("run/0")) == 1
+    written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert b"redacted" in written, "the file was looked at before it was written"
+    for secret in (*secrets.values(), llm.api_key):
+        assert secret.encode() not in written
+
+
+def spans_with(secrets: dict[str, str], key: str) -> dict[str, object]:
+    """An OTLP request with one span full of credentials."""
+    values = {
+        "http.request.header.authorization": f"Bearer {key}",
+        "http.request.header.cookie": secrets["cookie"],
+        "db.connection_string": f"postgresql://me:{secrets['password']}@db/x",
+        "error.message": f"Incorrect x-api-key: {secrets['apikey']}",
+    }
+    attributes = [{"key": name, "value": {"stringValue": value}} for name, value in values.items()]
+    span = {"traceId": "f" * 32, "spanId": "e" * 16, "name": f"GET with Bearer {key}", "attributes": attributes}
+    return {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+
+
+def test_what_must_stay_exact_stays() -> None:
+    outcome = Outcome(reward=0.5, rewards={"a": 0.25}, seconds=1.5, tool_events=(ToolEvent("t", "ok", "call-1"),))
+    assert redacted_outcome(outcome) == outcome
+    span = Span("r", 1, "f" * 32, "e" * 16, attributes={"n": 5, "l": [1.5, True, None]})
+    assert redacted_span(span) == replace(span)
