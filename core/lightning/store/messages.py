@@ -64,7 +64,7 @@ class LeaseRequest:
 
     run: str
     worker: str
-    limit: int = 1
+    limit: int = field(default=1, metadata={"minimum": 0})
     ttl: float = 60.0
 
 

@@ -12,7 +12,6 @@ surrogates that agents send.
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import difflib
 import json
@@ -34,6 +33,8 @@ Schema = dict[str, Any]
 NUMBERS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON does not have."""
 INT_LIMIT: Final = 2**63
+WORDS_IN_BASE64: Final = "^([A-Za-z0-9+/]{16})*([A-Za-z0-9+/]{6}==|[A-Za-z0-9+/]{11}=)?$"
+"""Any number of words of four bytes: three of them fill sixteen characters."""
 REF: Final = "#/components/schemas/"
 
 
@@ -177,12 +178,17 @@ def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
 
     def decode(value: object, where: str, strict: bool) -> Any:
         try:
-            return unpack(base64.b64decode(_decode_text(value, where, strict), validate=True))
-        except (binascii.Error, ValueError):
+            return unpack(base64.b64decode(value if isinstance(value, str) else "?", validate=True))
+        except ValueError:  # binascii's own error among them
             raise wrong(value, where, f"base64 of little-endian {of}") from None
 
-    description = f"base64 of little-endian {of}, four bytes each"
-    return Codec(encode, decode, {"type": "string", "contentEncoding": "base64", "description": description})
+    schema = {
+        "type": "string",
+        "contentEncoding": "base64",
+        "pattern": WORDS_IN_BASE64,
+        "description": f"base64 of little-endian {of}, four bytes each",
+    }
+    return Codec(encode, decode, schema)
 
 
 _SCALARS: Final[Mapping[object, Codec[Any]]] = {
@@ -349,7 +355,10 @@ def _required(cls: type) -> list[str]:
 
 
 def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
-    """The JSON schema of a class that codecs refer to by name, and the classes that it refers to in turn."""
+    """The JSON schema of a class that codecs refer to by name, and the classes that it refers to in turn.
+
+    A field's `metadata` are further words of its schema.
+    """
     description = " ".join((cls.__doc__ or "").split())
     if issubclass(cls, Enum):
         return {"type": "string", "enum": [str(member.value) for member in cls], "description": description}, ()
@@ -357,7 +366,9 @@ def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
     schema: Schema = {
         "type": "object",
         "description": description,
-        "properties": {name: part.schema for name, part in codecs.items()},
+        "properties": {
+            field.name: codecs[field.name].schema | dict(field.metadata) for field in dataclasses.fields(cls)
+        },
         "additionalProperties": False,
     }
     if required := _required(cls):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lightning.errors import DataError, SchemaError, StoreError
+from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
 from lightning.store.sqlite.migrations import MIGRATIONS
@@ -296,8 +296,8 @@ async def test_a_lock_that_is_held_too_long_is_named_and_survived(tmp_path: Path
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [
-        (sqlite3.SQLITE_FULL, StoreError, "disk is full"),
-        (sqlite3.SQLITE_IOERR_WRITE, StoreError, "disk refused"),
+        (sqlite3.SQLITE_FULL, UnavailableError, "disk is full"),
+        (sqlite3.SQLITE_IOERR_WRITE, UnavailableError, "disk refused"),
         (sqlite3.SQLITE_READONLY, StoreError, "read-only"),
         (sqlite3.SQLITE_CANTOPEN, StoreError, "cannot be opened"),
         (sqlite3.SQLITE_PERM, StoreError, "permission"),
@@ -332,7 +332,7 @@ async def test_a_full_database_loses_nothing_and_goes_on_when_there_is_space(tmp
     errors = [result for result in results if result != 1]
     assert acknowledged
     assert errors
-    assert all(type(error) is StoreError and "disk is full" in str(error) for error in errors)
+    assert all(type(error) is UnavailableError and "disk is full" in str(error) for error in errors)
     assert all(str(path) in str(error) for error in errors)
     assert await store.transitions("a") == acknowledged
     await store._write(lambda tx: tx.one("PRAGMA max_page_count = 1000000"))
@@ -347,7 +347,7 @@ async def test_a_full_database_loses_nothing_and_goes_on_when_there_is_space(tmp
 
 DISK = """
     import asyncio, random, resource, sys
-    from lightning.errors import StoreError
+    from lightning.errors import UnavailableError
     from lightning.store.sqlite import SqliteStore
     from lightning.types import Rollout, Run, Task, Transition, logprobs, token_ids
 
@@ -364,7 +364,7 @@ DISK = """
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
         results = await asyncio.gather(*(store.append([call(i)]) for i in range(400)), return_exceptions=True)
         kept = [i for i, r in enumerate(results) if r == 1]
-        assert all(r == 1 or (type(r) is StoreError and "disk" in str(r)) for r in results), results
+        assert all(r == 1 or (type(r) is UnavailableError and "disk" in str(r)) for r in results), results
         assert 0 < len(kept) < 400, len(kept)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert [t.seq for t in await store.transitions("a")] == kept
