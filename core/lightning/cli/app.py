@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "demo": Command("lightning.cli.demo", "Watch a real agent learn, in minutes, on this machine."),
         "train": Command("lightning.cli.train", "Train the model behind your agent."),
+        "runner": Command("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
         "serve": Command("lightning.cli.serve", "Serve a model through the gateway and record every call."),
         "runs": Command("lightning.cli.runs", "List runs, or show one."),
         "resources": Command(

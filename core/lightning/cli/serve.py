@@ -1,8 +1,7 @@
-"""`lightning serve`: a model behind the gateway, for agents that run anywhere on this machine."""
+"""`lightning serve`: a model behind the gateway, for agents that run anywhere; or a server over a shared database."""
 
 from __future__ import annotations
 
-import asyncio
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,40 +9,89 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lightning.config import load_config, with_settings
-from lightning.server import serve as serving_model
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError
+from lightning.store.reference import existing_store
+from lightning.store.url import parse
 from lightning.trainer.model import resolve_model
+from lightning.trainer.trainer import run_to_end
 
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A model folder, a name on a model hub, or the folder of a finished run.")
-    ],
-    port: Annotated[int, typer.Option(help="The gateway's port; 0 takes a free one.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the database and logs.")] = None,
+        str | None, typer.Argument(help="A model folder, a name on a model hub, or the folder of a finished run.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Serve a shared database instead of a model: postgresql://, redis://, sqlite:/// or a run's folder. "
+            "Trainers on it say where the model is.",
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind (server.host), with --store.")] = None,
+    port: Annotated[int, typer.Option(help="The port; 0 takes a free one.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the database and logs; with --store, for the first tokens.")
+    ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
     seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds instead of at Ctrl-C.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
-    """Serve a model through the gateway; every call is recorded."""
-    console = Console()
-    settings = with_settings(load_config(config, set_ or []), {"gateway.port": port} if port else {})
+    """Serve a model through the gateway, or a shared database for trainers and clients; every call is recorded."""
+    console = Console(highlight=False, soft_wrap=True)
+    settings = load_config(config, set_ or [])
+    if (model is None) == (store is None):
+        raise ConfigError("give a model to serve, or --store URL to serve a database: one of the two")
+    try:
+        if store is not None:
+            given = {"server.host": host, "server.port": port or None}
+            settings = with_settings(settings, {key: value for key, value in given.items() if value is not None})
+            run_to_end(_serve_store(console, store, settings, out, seconds))
+        elif model is not None:
+            if host is not None:
+                raise ConfigError("--host goes with --store: a server with a model of its own binds gateway.host")
+            settings = with_settings(settings, {"gateway.port": port} if port else {})
+            run_to_end(_serve_model(console, model, settings, out, ttl, seconds))
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+async def _serve_model(
+    console: Console, model: str, settings: Config, out: Path | None, ttl: float, seconds: float | None
+) -> None:
+    from lightning.server.serving import serve as serving_model
+
     trained = Path(model) / "model"
     folder = resolve_model(trained if (trained / "config.json").is_file() else model)
     place = out or Path("runs") / f"serve-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})")
+    async with serving_model(folder, settings, place) as serving:
+        llm = await serving.open_session("shell", ttl)
+        console.print("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):")
+        for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
+            console.print(f"export {name}={value}")
+        console.print(f"model: {llm.model}")
+        await serving.wait(seconds)
 
-    async def run() -> None:
-        console.print(f"starting vLLM on {folder} (log: {place / 'vllm.log'})", highlight=False)
-        async with serving_model(folder, settings, place) as serving:
-            llm = await serving.open_session("shell", ttl)
-            console.print("ready; give these to any OpenAI-compatible client (Ctrl-C ends it):", highlight=False)
-            for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
-                console.print(f"export {name}={value}", highlight=False, soft_wrap=True)
-            console.print(f"model: {llm.model}", highlight=False)
-            await serving.wait(seconds)
 
-    try:
-        asyncio.run(run())
-    except KeyboardInterrupt:
-        console.print("stopped", highlight=False)
+async def _serve_store(console: Console, place: str, settings: Config, out: Path | None, seconds: float | None) -> None:
+    from lightning.server.stateless import serve_store
+
+    url = place if "://" in place else existing_store(place)
+    async with serve_store(url, settings, out or _folder(url)) as server:
+        console.print(f"ready at {server.url} (Ctrl-C ends it)")
+        if server.admin_file is not None:
+            console.print(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
+        token = f"$(cat {server.runner_file})" if server.runner_file else "..."
+        console.print(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")
+        if server.runner_file is None:
+            console.print("(a token for them: lightning token create runner --store URL)")
+        await server.wait(seconds)
+
+
+def _folder(url: str) -> Path:
+    """Where first tokens go: beside an SQLite file, else here."""
+    where = parse(url)
+    return Path(where.path).parent if where.scheme == "sqlite" else Path()

@@ -20,18 +20,29 @@ from lightning.types import Task
 
 
 def train(
-    agent: Annotated[
-        str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
-    ],
     model: Annotated[str, typer.Option(help="Model folder, or its name on a model hub.")],
     tasks: Annotated[
         Path, typer.Option(help="Training tasks: one JSON object a line with `input`, and optionally `expected`.")
     ],
+    agent: Annotated[
+        str | None,
+        typer.Argument(
+            help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Not needed with --runner remote."
+        ),
+    ] = None,
     val: Annotated[Path | None, typer.Option(help="Held-out tasks, in the same format.")] = None,
     algorithm: Annotated[str, typer.Option(help="A registered algorithm.")] = "grpo",
     train_agents: Annotated[
         list[str] | None,
         typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
+    ] = None,
+    runner: Annotated[
+        str,
+        typer.Option(help="What runs agents: process, inline, remote (`lightning runner` elsewhere), or a plugin's."),
+    ] = "process",
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The database, for many machines; default: a file in the run's folder."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -41,11 +52,13 @@ def train(
 ) -> None:
     """Train the model behind your own agent."""
     console = Console()
-    function = load_agent(agent)
+    function = None if agent is None else load_agent(agent)
     trainer = Trainer(
         model,
         algorithm,
         train_agents=train_agents or (),
+        runner=runner,
+        store=store,
         out=out,
         resume=resume,
         config=load_config(config, set_ or []),

@@ -25,7 +25,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
-from lightning.runner.protocol import Agent
+from lightning.runner.protocol import Agent, Runner
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.tracking import Trackers
@@ -101,6 +101,10 @@ class Trainer:
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         for tracker in self.config.trainer.trackers:
             plugins().tracker(tracker)
+        if store is not None and store.partition("://")[0] in ("http", "https"):
+            raise ConfigError(
+                f"{store} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
+            )
         self._store_url = store
         self.out = (
             Path(out) if out is not None else Path("runs") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
@@ -112,16 +116,17 @@ class Trainer:
         """The run's id: the name its folder had when the run was started."""
         return run_id_of(self.out)
 
-    def fit(self, agent: Agent, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
+    def fit(self, agent: Agent | None, train: Sequence[Task | Json], val: Sequence[Task | Json] = ()) -> Summary:
         """Train until `trainer.steps`, evaluating on `val`; returns what was achieved.
 
-        `agent(task, llm)` is called in worker processes with a `Task` and an `LLM`; it returns its reward. Interrupting
+        `agent(task, llm)` is called in worker processes with a `Task` and an `LLM`; it returns its reward. With
+        `runner="remote"` clients call theirs, and `agent` may be None. Interrupting
         (Ctrl-C, SIGTERM) stops cleanly; call again with `resume=True` to go on. Raises `DataError` for an empty task list,
         `ConfigError` when the folder holds another run, and what the rooms raise (`PolicyServerError`, `EngineError`, ...).
         """
         return run_to_end(self._fit(agent, as_tasks(train, "train"), as_tasks(val, "val")))
 
-    def dev(self, agent: Agent, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
+    def dev(self, agent: Agent | None, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
         """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.
 
         Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. Nothing is
@@ -135,7 +140,7 @@ class Trainer:
         """What the run in `out` has achieved so far."""
         return run_to_end(self._summary())
 
-    async def _fit(self, agent: Agent, train: list[Task], val: list[Task]) -> Summary:
+    async def _fit(self, agent: Agent | None, train: list[Task], val: list[Task]) -> Summary:
         if not train:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         if isinstance(self.algorithm, PromptAlgorithm):
@@ -181,7 +186,7 @@ class Trainer:
             return summary
 
     async def _open_stack(
-        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, agent: Agent, prompts: Prompts
+        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, agent: Agent | None, prompts: Prompts
     ) -> Stack:
         return await open_stack(
             resources,
@@ -190,9 +195,20 @@ class Trainer:
             folder=folder,
             model=self.model,
             store=store,
-            runner=self._make_runner(agent, self.config),
+            runner=self._runner_of(agent),
             prompts=prompts,
         )
+
+    def _runner_of(self, agent: Agent | None) -> Runner:
+        """The runner. Raises `ConfigError` when it runs agents in this process and there is none."""
+
+        def nobody(task: object, llm: object) -> float:
+            raise DataError("there is no agent in this process")
+
+        runner = self._make_runner(agent or nobody, self.config)
+        if agent is None and runner.concurrency:
+            raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
+        return runner
 
     async def _begin(self, resources: AsyncExitStack, stack: Stack) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over."""
@@ -205,7 +221,7 @@ class Trainer:
         )
         return resources.enter_context(trackers)
 
-    async def _dev(self, agent: Agent, tasks: list[Task]) -> DevReport:
+    async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DevReport:
         async with AsyncExitStack() as resources:
             folder = self.out / "dev"
             resources.enter_context(claim_folder(folder))

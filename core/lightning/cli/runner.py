@@ -1,0 +1,77 @@
+"""`lightning runner`: run an agent for Lightning Servers, on any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning.cli.output import fail, say
+from lightning.cli.train import load_agent
+from lightning.config import load_config
+from lightning.errors import ConfigError
+
+
+def runner(
+    agent: Annotated[
+        str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
+    ],
+    server: Annotated[
+        str, typer.Option(metavar="URL[,URL]", help="A Lightning Server; several with commas serve one database.")
+    ],
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with a token of the scope runner; default: the variable LIGHTNING_TOKEN.")
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN", help="Work for this run only; may be repeated. Default: all with work."),
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Agents at once (runner.concurrency).")] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option("--adapters", metavar="NAME", help="Adapters to install (runner.adapters); may be repeated."),
+    ] = None,
+    rollouts: Annotated[int | None, typer.Option(help="End after so many attempts.")] = None,
+    idle: Annotated[float | None, typer.Option(help="End after so many seconds without work.")] = None,
+    executor: Annotated[
+        str, typer.Option("--runner", help="What executes agents: process, inline, or a plugin's.")
+    ] = "process",
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings; the section runner counts.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
+) -> None:
+    """Run an agent for Lightning Servers. SIGTERM or Ctrl-C drains, a second one ends at once."""
+    from lightning.client import Client
+
+    client = Client(
+        server,
+        load_agent(agent),
+        token=read_token(token_file),
+        runs=run or (),
+        runner=executor,
+        config=load_config(config, set_ or []),
+        concurrency=concurrency,
+        adapters=adapters,
+        rollouts=rollouts,
+        idle=idle,
+    )
+    say(f"running {agent} for {server}; Ctrl-C lets agents end, twice ends them")
+    try:
+        done = client.run()
+    except KeyboardInterrupt:
+        fail("ended at once; what was leased has been given back")
+        raise typer.Exit(130) from None
+    say(
+        f"{done.leased} attempts: {done.succeeded} succeeded, {done.failed} failed, {done.retried} to be made again, "
+        f"{done.lost} given to others"
+    )
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token in a file; None without one. Raises `ConfigError` when the file cannot be read."""
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token in {file} cannot be read: {error}") from error

@@ -1,0 +1,148 @@
+"""`Client`: leases rollouts from Lightning Servers, runs the agent on them, and reports what came of it.
+
+The invariant: what is leased is reported or given back before `run` returns; a server that is away is waited for, a server that
+refuses (the token, say) ends it with an error that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.client.delivery import ServerDelivery, Tally
+from lightning.client.runs import Runs
+from lightning.client.servers import Servers
+from lightning.config import Config, load_config, with_settings
+from lightning.errors import ConfigError, UnavailableError
+from lightning.plugins import plugins
+from lightning.runner.protocol import Agent
+from lightning.runner.work import deliver
+from lightning.store.http import HttpStore
+from lightning.types import new_id
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+"""Seconds a single request asks again; the client itself goes on asking without end."""
+STARTING_PAUSE = 2.0
+
+__all__ = ["Client", "Tally"]
+
+
+class Client:
+    """Runs an agent for the servers at `server` (one URL, or several that serve one database).
+
+    `token` (default: the environment's `LIGHTNING_TOKEN`) has the scope `runner`. `runs` are the runs to work for; by default
+    every run of the token's project that has work. `runner` names the plugin that executes agents (`process`, `inline`, ...),
+    `config` is a `lightning.config.Config` or a TOML file, of which the section `runner` counts; `concurrency` and `adapters`
+    win over it. `rollouts` ends the client after so many attempts, `idle` after so many seconds without work.
+
+    Raises `ConfigError` for settings that cannot be meant, `PluginError` for an unknown runner.
+    """
+
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        agent: Agent,
+        *,
+        token: str | None = None,
+        runs: Sequence[str] = (),
+        runner: str = "process",
+        config: Config | str | Path | None = None,
+        concurrency: int | None = None,
+        adapters: Sequence[str] | None = None,
+        rollouts: int | None = None,
+        idle: float | None = None,
+    ) -> None:
+        base = config if isinstance(config, Config) else load_config(Path(config) if config else None)
+        given = {
+            "runner.concurrency": concurrency,
+            "runner.adapters": tuple(adapters) if adapters is not None else None,
+        }
+        self.config = with_settings(base, {key: value for key, value in given.items() if value is not None})
+        if rollouts is not None and rollouts < 1:
+            raise ConfigError(f"rollouts={rollouts} is no work: give a number from 1, or none for no end")
+        self._store = HttpStore(server, token=token, patience=PATIENCE)
+        self._runner = plugins().runner(runner)(agent, self.config)
+        if self._runner.concurrency == 0:
+            raise ConfigError(
+                f"the runner {runner!r} runs no agents itself: a client needs one that does, such as process"
+            )
+        self._given = (tuple(runs), rollouts, idle)
+
+    def run(self) -> Tally:
+        """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.
+
+        SIGTERM and Ctrl-C drain: nothing more is leased, agents get `runner.drain` seconds, then their leases are given back. A
+        second one ends everything at once. Raises `StoreError` when a server refuses, `RunnerError` when no agent can run.
+        """
+        return asyncio.run(self._with_signals())
+
+    async def work(self, stop: asyncio.Event | None = None) -> Tally:
+        """`run` on the loop that there is; set `stop` to drain. Cancelling ends the agents and gives the leases back."""
+        runs, rollouts, idle = self._given
+        servers = Servers()
+        worker = f"{socket.gethostname()}/{os.getpid()}/{new_id('client')}"
+        stop = stop or asyncio.Event()
+        try:
+            await self._runner.start()
+            if not await self._open(stop):
+                return Tally()
+            delivery = ServerDelivery(
+                self._store,
+                servers,
+                Runs(self._store, runs),
+                worker,
+                self.config.runner.lease_ttl,
+                rollouts,
+                idle,
+            )
+            await deliver(delivery, self._runner, self.config.runner, stop=stop)
+            return delivery.tally
+        finally:
+            await self._runner.close()
+            await servers.close()
+            await self._store.close()
+
+    async def _open(self, stop: asyncio.Event) -> bool:
+        """Connect; a client may be started before its server. False when it was told to end before one came."""
+        told = False
+        while not stop.is_set():
+            try:
+                await self._store.open()
+            except UnavailableError as error:
+                if not told:
+                    logger.warning("%s. Waiting for one", error)
+                    told = True
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), STARTING_PAUSE)
+            else:
+                return True
+        return False
+
+    async def _with_signals(self) -> Tally:
+        stop = asyncio.Event()
+        working = asyncio.create_task(self.work(stop))
+
+        def told() -> None:
+            if stop.is_set():
+                working.cancel()
+            stop.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Windows has no such handlers, and a thread that is not the main one may set none.
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, told)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            if not working.done() or not stop.is_set():
+                raise
+            raise KeyboardInterrupt from None

@@ -1,0 +1,158 @@
+"""Leases over HTTP: what the worker's loop gets from servers that may go away at any moment.
+
+The invariant: a server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has
+taken it or says that the attempt was given to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+
+from lightning.client.runs import Runs
+from lightning.client.servers import Servers
+from lightning.errors import StaleAttemptError, UnavailableError
+from lightning.store.http import HttpStore
+from lightning.store.protocol import Watch
+from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+"""Seconds between two attempts to tell an outcome."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile)."""
+
+    leased: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    retried: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class ServerDelivery:
+    """The `Delivery` of one client. It hands out `rollouts` attempts at most, and ends after `idle` seconds without work."""
+
+    store: HttpStore
+    servers: Servers
+    runs: Runs
+    worker: str
+    ttl: float
+    rollouts: int | None = None
+    idle: float | None = None
+    tally: Tally = field(default_factory=Tally)
+    _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
+    _busy_at: float = field(default_factory=time.monotonic)
+    _away_since: float | None = None
+
+    def watch(self) -> AbstractAsyncContextManager[Watch]:
+        """See `Delivery.watch`."""
+        return self.runs.watching()
+
+    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
+        """See `Delivery.lease`. Nothing while no server answers."""
+        if self.rollouts is not None:
+            limit = min(limit, self.rollouts - self.tally.leased)
+        found: list[tuple[Lease, LLM]] = []
+        for run in self.runs.in_turn():
+            if len(found) >= limit:
+                break
+            try:
+                leased = await self.store.lease_for_agents(run, self.worker, limit=limit - len(found), ttl=self.ttl)
+            except UnavailableError as error:
+                self._away(error)
+                break
+            self._back()
+            if leased:
+                self.runs.gave_work(run)
+                found += await self._at_server(leased)
+        if found:
+            self.tally.leased += len(found)
+            self._busy_at = time.monotonic()
+        return found
+
+    async def renew(self, lease: Lease) -> None:
+        """See `Delivery.renew`. While no server answers the agent goes on: the lease may outlive that."""
+        try:
+            await self.store.renew(lease, ttl=self.ttl)
+        except UnavailableError as error:
+            self._away(error)
+        except StaleAttemptError:
+            self._used.pop((lease.rollout.id, lease.attempt), None)
+            raise
+        else:
+            self._back()
+
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout:
+        """See `Delivery.report`. Waits as long as it takes."""
+        outcome = await self._fair(lease, outcome)
+        pause = FIRST_PAUSE
+        try:
+            while True:
+                try:
+                    rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
+                except UnavailableError as error:
+                    self._away(error)
+                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 — so that clients do not come back as one
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                else:
+                    break
+        except StaleAttemptError:
+            self.tally.lost += 1
+            raise
+        self._back()
+        self._busy_at = time.monotonic()
+        self.tally.succeeded += rollout.status is Status.SUCCEEDED
+        self.tally.failed += rollout.status is Status.FAILED
+        self.tally.retried += rollout.status is Status.PENDING
+        return rollout
+
+    async def release(self) -> None:
+        """See `Delivery.release`. When no server answers, leases expire by themselves."""
+        try:
+            await self.store.release(self.worker)
+        except UnavailableError as error:
+            logger.warning("leases were not given back and will expire: %s", error)
+
+    async def unfinished(self) -> bool:
+        """See `Delivery.unfinished`."""
+        if self.rollouts is not None and self.tally.leased >= self.rollouts:
+            return False
+        return self.idle is None or time.monotonic() - self._busy_at < self.idle
+
+    # inside -----------------------------------------------------------------------------------------------------
+    async def _at_server(self, leased: list[tuple[Lease, LLM]]) -> list[tuple[Lease, LLM]]:
+        """The leases with the model at the very server that has just answered: its address is known to work from here."""
+        url = self.store.answering
+        process = await self.servers.process_at(url)
+        for lease, _ in leased:
+            self._used[lease.rollout.id, lease.attempt] = (url, process)
+        return [(lease, replace(llm, base_url=f"{url}/v1")) for lease, llm in leased]
+
+    async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
+        """No agent is at fault whose server is gone: the attempt may be made again."""
+        url, process = self._used.pop((lease.rollout.id, lease.attempt), ("", ""))
+        if outcome.fault not in (Fault.AGENT, Fault.TIMEOUT):
+            return outcome
+        if process and await self.servers.process_at(url) == process:
+            return outcome
+        message = f"the server at {url} went away while the agent ran, then the agent failed: {outcome.error}"
+        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+
+    def _away(self, error: UnavailableError) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            logger.warning("%s. Agents that run go on; this client asks again", error)
+
+    def _back(self) -> None:
+        if self._away_since is not None:
+            logger.warning("a server answers again after %.0f s", time.monotonic() - self._away_since)
+            self._away_since = None

@@ -1,0 +1,117 @@
+"""Which runs a client works for: those it was given, or every run of its project that has work.
+
+The invariant: a run that begins to have work is found within `FIND_SECONDS`, and one that gave work lately is watched, so that
+its next rollouts are leased as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from lightning.errors import UnavailableError
+from lightning.store.http import HttpStore
+from lightning.types import Status
+
+logger = logging.getLogger(__name__)
+
+FIND_SECONDS = 5.0
+NEWEST = 8
+"""Runs that are looked at for work: a project trains a few at a time, and its newest ones."""
+WATCHED_SECONDS = 600.0
+"""How long a run without work is watched: an optimizer step lies between two lots of it."""
+ROUND = 25.0
+AWAY_SECONDS = 1.0
+"""Between two questions that no server answered."""
+
+
+class Runs:
+    """The runs to lease from. `given` names them; empty: find them."""
+
+    def __init__(self, store: HttpStore, given: Sequence[str]) -> None:
+        self._store = store
+        self._given = tuple(given)
+        self._active = {run: time.monotonic() for run in given}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._turn = 0
+
+    def in_turn(self) -> list[str]:
+        """The runs to ask, beginning with another one each time, so that none takes all the places."""
+        runs = list(self._active)
+        self._turn += 1
+        first = self._turn % len(runs) if runs else 0
+        return runs[first:] + runs[:first]
+
+    def gave_work(self, run: str) -> None:
+        """Keep watching this run."""
+        self._active[run] = time.monotonic()
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[Runs]:
+        """For the length of the block runs are found and watched."""
+        finding = asyncio.create_task(self._find() if not self._given else self._follow())
+        try:
+            yield self
+        finally:
+            tasks = [finding, *self._watches.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._watches.clear()
+
+    async def wait(self, timeout: float) -> bool:
+        """See `Watch.wait`. Raises what ended a watch, but for servers that are away."""
+        for task in self._watches.values():
+            if task.done():
+                task.result()
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout)
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
+
+    async def _find(self) -> None:
+        while True:
+            try:
+                for run in await self._store.newest_runs(NEWEST):
+                    if run.id not in self._active and await self._has_work(run.id):
+                        self._active[run.id] = time.monotonic()
+                        self._news.set()
+            except UnavailableError as error:
+                logger.debug("no runs were found: %s", error)
+            now = time.monotonic()
+            self._active = {run: since for run, since in self._active.items() if now - since < WATCHED_SECONDS}
+            self._watch_active()
+            await asyncio.sleep(FIND_SECONDS)
+
+    async def _follow(self) -> None:
+        self._watch_active()
+
+    def _watch_active(self) -> None:
+        for run in self._active:
+            if run not in self._watches:
+                self._watches[run] = asyncio.create_task(self._watch(run), name=f"lightning-watch-{run}")
+        for run in [run for run in self._watches if run not in self._active]:
+            self._watches.pop(run).cancel()
+
+    async def _watch(self, run: str) -> None:
+        while True:
+            try:
+                async with self._store.watch(run) as watch:
+                    self._news.set()
+                    while True:
+                        if await watch.wait(ROUND):
+                            self._news.set()
+            except UnavailableError:
+                await asyncio.sleep(AWAY_SECONDS)
+
+    async def _has_work(self, run: str) -> bool:
+        for status in (Status.PENDING, Status.RUNNING):
+            if (await self._store.list_rollouts(run, status=status, limit=1)).rollouts:
+                return True
+        return False
