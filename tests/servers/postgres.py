@@ -15,13 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
+import asyncpg
+
 USER = "lightning"
 """The superuser of the database. PostgreSQL refuses to run as root: root runs it as `nobody`."""
 PR_SET_PDEATHSIG = 1
+TABLES = {
+    *("schema_version", "runs", "rollouts", "attempts", "transitions", "spans", "steps", "metrics", "state"),
+    *("tokens", "resources", "aliases"),
+}
 FAST = ("fsync=off", "full_page_writes=off", "max_wal_size=256MB")
 """What a test does without: surviving the loss of power. The death of any process loses nothing with it."""
 
@@ -44,6 +51,8 @@ class PostgresServer:
         self.settings = settings
         self.port = _free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self.empty: list[str] = []
+        """Schemas that `clear` made ready for the next test."""
 
     @property
     def url(self) -> str:
@@ -98,6 +107,23 @@ class PostgresServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def clear(self, schemas: Sequence[str]) -> None:
+        """Empty the tables of the newest schema version, and drop schemas that have others."""
+        connection = await asyncpg.connect(self.url.partition("?")[0], ssl=False)
+        for schema in schemas:
+            tables = {
+                row[0]
+                for row in await connection.fetch("SELECT tablename FROM pg_tables WHERE schemaname = $1", schema)
+            }
+            if tables == TABLES:
+                await connection.execute(
+                    "".join(f"DELETE FROM {schema}.{name}; " for name in tables - {"schema_version"})
+                )
+                self.empty.append(schema)
+            else:
+                await connection.execute(f"DROP SCHEMA IF EXISTS {schema} CASCADE")
+        await connection.close()
 
     def sql(self, text: str) -> str:
         """What psql prints for a statement."""

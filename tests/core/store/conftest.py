@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +11,16 @@ import pytest
 from lightning.store import Store
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
+from lightning.store.postgres import PostgresStore
+from lightning.store.redis import RedisStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 
-BACKENDS = ("memory", "sqlite", "http")
+from tests.servers.postgres import PostgresServer
+from tests.servers.redis import RedisServer
+
+BACKENDS = ("memory", "sqlite", "http", pytest.param("postgres", marks=pytest.mark.slow), "redis")
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +28,34 @@ def control() -> Iterator[ControlServer]:
     """One server for the clients' views of all stores."""
     with ControlServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """One for all tests that share it, each in a schema of its own."""
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]:
+    """Each call gives the URL of an empty store. A schema takes longer to make than a test: it is used again."""
+    taken: list[str] = []
+
+    def take() -> str:
+        taken.append(postgres_server.empty.pop() if postgres_server.empty else f"test_{uuid.uuid4().hex}")
+        return postgres_server.url_of(taken[-1], pool=4, timeout=20, ssl="disable")
+
+    yield take
+    asyncio.run(postgres_server.clear(taken))
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One for all tests that share it, each under a prefix of its own."""
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(params=BACKENDS)
@@ -38,6 +73,11 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
             url, token = request.getfixturevalue("control").add(MemoryStore())
             served.append(url)
             return HttpStore(url, token=token)
+        if request.param == "postgres":
+            return PostgresStore.from_url(request.getfixturevalue("postgres_url")())
+        if request.param == "redis":
+            server = request.getfixturevalue("redis_server")
+            return RedisStore.from_url(server.url(f"prefix=test-{uuid.uuid4().hex}"))
         return SqliteStore(tmp_path / f"store-{made}.db")
 
     yield make
