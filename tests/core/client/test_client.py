@@ -1,0 +1,189 @@
+"""Lightning Client: work arrives over HTTP, agents outlive servers, nothing is lost and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import lightning
+import pytest
+from lightning.errors import ConfigError, StoreError
+from lightning.runner.report import NEVER_CALLED
+from lightning.server.how_to_call import HowToCall
+from lightning.types import LLM, Fault, Resource, Scope, Status, Task
+
+from tests.core.client.conftest import RUN, Site, calling
+
+
+async def ended(site: Site, run: str = RUN) -> None:
+    """Return when every rollout of a run has ended."""
+    async with site.store.watch(run) as watch:
+        while any(one.status in (Status.PENDING, Status.RUNNING) for one in (await site.rollouts(run)).values()):
+            await watch.wait(1)
+
+
+async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
+    async def agent(task: Task, llm: LLM) -> dict[str, float]:
+        value = await calling(task, llm)
+        lightning.reward(0.5)
+        return {"reward": value, "format": 1.0}
+
+    server = await site.start()
+    await site.begin(count=6)
+    await site.begin("run-2", count=2)
+    tally = await site.client(server, agent=agent, rollouts=8).work()
+    assert (tally.leased, tally.succeeded, tally.lost) == (8, 8, 0)
+    for run, count in ((RUN, 6), ("run-2", 2)):
+        found = await site.rollouts(run)
+        assert {name: one.reward for name, one in found.items()} == {f"{run}/{n}": float(n) for n in range(count)}
+    assert (await site.rollouts())[f"{RUN}/3"].rewards == {"reward": 3.0, "format": 1.0}
+    assert [step.value for step in await site.store.step_rewards(f"{RUN}/3")] == [0.5]
+    assert len(await site.store.transitions(f"{RUN}/3")) == 1
+
+
+async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(site: Site) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    await site.begin("run-2", count=1)
+    stop = asyncio.Event()
+    working = asyncio.create_task(site.client(server, runs=[RUN]).work(stop))
+    await ended(site)
+    await site.store.create_rollouts([lightning.Rollout("late", RUN, Task(7), "g")])
+    async with asyncio.timeout(4):  # less than a look takes without news
+        await ended(site)
+    stop.set()
+    tally = await working
+    assert tally.succeeded == 2
+    assert [one.status for one in (await site.rollouts("run-2")).values()] == [Status.PENDING]
+
+
+async def test_the_server_judges_what_the_agent_says(site: Site) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    tally = await site.client(server, agent=lambda task, llm: 1.0, rollouts=1).work()
+    (found,) = (await site.rollouts()).values()
+    assert (found.status, found.fault, found.error) == (Status.FAILED, Fault.AGENT, NEVER_CALLED)
+    assert tally.failed == 1
+
+
+async def test_agents_get_the_run_s_prompts_and_the_temperature_of_evaluations(site: Site) -> None:
+    prompts: dict[str, Any] = {}
+
+    async def agent(task: Task, llm: LLM) -> float:
+        prompts[str(task.input)] = dict(llm.prompts)
+        return await calling(task, llm)
+
+    server = await site.start()
+    await site.begin(count=1, resources={"writer": 2})
+    for text in ("first", "second"):
+        await site.store.put_resource(Resource("writer", text))
+    await HowToCall({"critic": "be strict"}, {"write": "writer"}, {"writer": 1}, 0.25).keep(site.store, RUN)
+    await site.store.create_rollouts([lightning.Rollout("evaluated", RUN, Task(8), "g", split="val")])
+    await site.client(server, agent=agent, rollouts=2).work()
+    assert prompts == {
+        "0": {"critic": "be strict", "write": "second"},
+        "8": {"critic": "be strict", "write": "first"},
+    }
+    asked = {one.body["messages"][0]["content"]: one.body.get("temperature") for one in site.fake.requests}
+    assert asked == {"0": None, "8": 0.25}
+
+
+async def test_an_agent_whose_server_ends_is_not_at_fault_and_another_server_takes_over(site: Site) -> None:
+    first, second = await site.start(), await site.start()
+    begun: list[str] = []
+
+    async def agent(task: Task, llm: LLM) -> float:
+        begun.append(llm.base_url)
+        if len(begun) == 1:
+            await (first if llm.base_url.startswith(first.url) else second).wire.cut()
+        return await calling(task, llm)
+
+    await site.begin(count=1, max_attempts=2)
+    tally = await site.client(first, second, agent=agent, rollouts=2).work()
+    (found,) = (await site.rollouts()).values()
+    assert (found.status, found.attempt) == (Status.SUCCEEDED, 2)
+    assert (tally.retried, tally.succeeded) == (1, 1)
+    assert {first.url, second.url} == {url.removesuffix("/v1") for url in begun}
+
+
+async def test_agents_go_on_while_no_server_answers(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    server = await site.start()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        value = await calling(task, llm)
+        await server.wire.cut()
+        asyncio.get_running_loop().call_later(1.0, lambda: asyncio.ensure_future(server.wire.mend()))
+        return value + 1
+
+    await site.begin(count=1)
+    tally = await site.client(server, agent=agent, rollouts=1).work()
+    (found,) = (await site.rollouts()).values()
+    assert (found.status, found.reward, found.attempt, tally.succeeded) == (Status.SUCCEEDED, 1.0, 1, 1)
+
+
+async def test_a_client_may_be_started_before_its_server(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    server = await site.start()
+    await server.wire.cut()
+    await site.begin(count=1)
+    client = site.client(server, rollouts=1)
+    client._store._patience = 0.1
+    working = asyncio.create_task(client.work())
+    while "Waiting for one" not in caplog.text:
+        await asyncio.sleep(0.05)
+    await server.wire.mend()
+    assert (await working).succeeded == 1
+
+
+@pytest.mark.parametrize("drain", [30.0, 0.2])
+async def test_told_to_end_it_leases_no_more_and_its_agents_may_finish(site: Site, drain: float) -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        begun.set()
+        await go.wait()
+        return await calling(task, llm)
+
+    server = await site.start()
+    await site.begin(count=2, max_attempts=1)
+    stop = asyncio.Event()
+    working = asyncio.create_task(
+        site.client(server, agent=agent, runner__concurrency=1, runner__drain=drain).work(stop)
+    )
+    await begun.wait()
+    stop.set()
+    if drain > 1:
+        await asyncio.sleep(0.1)
+        go.set()
+    tally = await working
+    finished, left = (await site.rollouts()).values()
+    assert left.status is Status.PENDING
+    assert (tally.leased, tally.succeeded) == (1, int(drain > 1))
+    assert finished.status is (Status.SUCCEEDED if drain > 1 else Status.PENDING), "given back, its attempt not spent"
+
+
+async def test_it_ends_when_there_has_been_no_work_for_a_while(site: Site) -> None:
+    server = await site.start()
+    await site.begin()
+    assert (await site.client(server, idle=0.1).work()).leased == 0
+
+
+async def test_a_token_of_another_scope_is_refused_in_words(site: Site) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    with pytest.raises(StoreError, match="scope 'viewer'; this needs runner"):
+        await site.client(server, token=site.tokens[Scope.VIEWER]).work()
+    with pytest.raises(StoreError, match="not one of this server"):
+        await site.client(server, token="lt_" + "0" * 16 + "_" + "A" * 43).work()
+    assert [one.attempt for one in (await site.rollouts()).values()] == [0]
+
+
+def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.client import Client
+
+    with pytest.raises(ConfigError, match="rollouts=0"):
+        Client("http://127.0.0.1:1", calling, token="lt_x", rollouts=0)
+    with pytest.raises(ConfigError, match="'remote' runs no agents itself"):
+        Client("http://127.0.0.1:1", calling, token="lt_x", runner="remote")
+    monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="LIGHTNING_TOKEN"):
+        Client("http://127.0.0.1:1", calling)
