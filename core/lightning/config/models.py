@@ -169,6 +169,12 @@ class RunnerConfig(Section):
     """Modules the fork server imports once, so that a new process starts at once."""
     rollouts_per_process: int = Field(default=1000, ge=1)
     """A worker process is replaced after so many rollouts."""
+    sandbox: Literal["none", "bwrap"] = "none"
+    """Keeps agents' processes in: `bwrap` shows them the system and the project read-only and no other process (Linux)."""
+    sandbox_files: tuple[str, ...] = ()
+    """Further files and folders that agents in a sandbox may read."""
+    sandbox_hidden: tuple[str, ...] = ("runs",)
+    """Files and folders of the project that they may not: where runs, and so the store and its secrets, lie."""
     ray: RayConfig = RayConfig()
     k8s: KubernetesConfig = KubernetesConfig()
 

@@ -20,12 +20,15 @@ from typing import Any
 from lightning.errors import RunnerError
 from lightning.runner import frames
 from lightning.runner.posix import how_it_ended, kill_group
+from lightning.runner.sandbox import PARENT
 
 GRACE = 5.0
 """Seconds for a process that has been told to go, or for news of one that is gone."""
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
+
+_OURS = frozenset({"LIGHTNING_TOKEN"})
 
 _COMMAND = """import json, sys
 sys.path[:], sys.argv[:] = json.loads(sys.argv[1])
@@ -82,7 +85,8 @@ class Worker:
 
 
 class ForkServer:
-    """Start with `start`, end with `close`; both belong to one event loop."""
+    """Start with `start`, end with `close`; both belong to one event loop. `sandbox` is the beginning of the command line that
+    runs it in one (`lightning.runner.sandbox`)."""
 
     def __init__(
         self,
@@ -91,8 +95,9 @@ class ForkServer:
         preload: Sequence[str] = (),
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
+        sandbox: Sequence[str] = (),
     ) -> None:
-        self._shipped = shipped
+        self._shipped, self._sandbox = shipped, list(sandbox)
         self._setup = {
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
@@ -121,13 +126,13 @@ class ForkServer:
     async def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
-            code = _COMMAND.format(descriptor=theirs.fileno(), parent=os.getpid())
+            code = _COMMAND.format(descriptor=theirs.fileno(), parent=PARENT if self._sandbox else os.getpid())
             self._process = subprocess.Popen(  # noqa: S603, ASYNC220 — our own code; a thread could end and take it along
-                [sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
+                [*self._sandbox, sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the trainer, which ends the agents itself
-                env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+                env={**_environment(), **dict.fromkeys(_ONE_THREAD, "1")},
             )
         self._control.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -210,9 +215,13 @@ class ForkServer:
                     exited.set_result(None)
 
     def _kill_groups(self) -> None:
-        """The workers die with the fork server, but what their agents started does not: end it from here."""
-        for pid in self._exits:
-            kill_group(pid)
+        """The workers die with the fork server, but what their agents started does not: end it from here.
+
+        A sandbox ends with all that is in it, and its process ids mean others out here.
+        """
+        if not self._sandbox:
+            for pid in self._exits:
+                kill_group(pid)
 
     def _heed(self, message: dict[str, int | str]) -> None:
         if "forked" in message:
@@ -233,6 +242,11 @@ class ForkServer:
             forked.set_exception(answer)
         else:
             forked.set_result(answer)
+
+
+def _environment() -> dict[str, str]:
+    """What agents get of the environment: not the token with which their runner talks to the server."""
+    return {name: value for name, value in os.environ.items() if name not in _OURS}
 
 
 class _Incoming:

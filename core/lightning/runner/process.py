@@ -14,6 +14,7 @@ from lightning.errors import DataError, RunnerError
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, encode_request, failed
 from lightning.runner.protocol import Agent
+from lightning.runner.sandbox import bubblewrap
 from lightning.runner.ship import pack_agent
 from lightning.types import LLM, Fault, Lease, Outcome
 
@@ -25,12 +26,12 @@ class ProcessRunner:
 
     Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two; what they
     print goes where this process prints; standard input is empty. Only a process that left its process group (a daemon)
-    escapes a kill.
+    escapes a kill. `agent` may be packed already (`pack_agent`), on another machine.
     """
 
-    def __init__(self, agent: Agent, config: RunnerConfig) -> None:
+    def __init__(self, agent: Agent | bytes, config: RunnerConfig) -> None:
         self._config = config
-        self._shipped = pack_agent(agent)
+        self._shipped = agent if isinstance(agent, bytes) else pack_agent(agent)
         self._server: ForkServer | None = None
         self._idle: list[Worker] = []
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -50,9 +51,12 @@ class ProcessRunner:
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this kills the agent's process group."""
+        return await self.answer(encode_request(lease.rollout.task, llm))
+
+    async def answer(self, request: bytes) -> Outcome:
+        """Run the agent on an encoded request (`encode_request`); otherwise as `run`."""
         if self._server is None:
             raise RunnerError("the process runner has not been started: await runner.start() first")
-        request = encode_request(lease.rollout.task, llm)
         async with self._slots:
             try:
                 worker = await self._take()
@@ -120,6 +124,9 @@ class ProcessRunner:
 
     async def _new_server(self) -> ForkServer:
         config = self._config
-        server = ForkServer(self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute)
+        sandbox = bubblewrap(config.sandbox_files, config.sandbox_hidden) if config.sandbox == "bwrap" else ()
+        server = ForkServer(
+            self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute, sandbox=sandbox
+        )
         await server.start()
         return server
