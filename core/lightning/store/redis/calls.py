@@ -70,7 +70,7 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
         else:
             above = None if parent is None else (str(parent[0]), int(parent[1]), int(parent[2]))
         return Stored(key, value[:DIGEST_BYTES], above, tuple(columns), value[start + length :])
-    except (ValueError, TypeError, IndexError, struct.error) as error:
+    except (ValueError, TypeError, LookupError, struct.error) as error:
         raise StoreError(f"its value makes no sense ({error})") from error
 
 

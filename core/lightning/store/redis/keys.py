@@ -33,12 +33,16 @@ def encoded(value: str | float | bytes, what: str = "this value") -> bytes:
     """A value as Redis keeps it. Raises `DataError` for text that is no Unicode and for numbers beyond 64 bits."""
     if isinstance(value, bytes):
         return value
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise DataError(f"the redis store cannot hold {what}: {value} is beyond 64 bits")
-    try:
-        return (value if isinstance(value, str) else repr(value)).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"the redis store cannot hold {what}: {error}") from error
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"the redis store cannot hold {what}: {error}") from error
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise DataError(f"the redis store cannot hold {what}: {value} is beyond 64 bits")
+        return b"%d" % value
+    return repr(value).encode()
 
 
 class Keys:
@@ -46,7 +50,10 @@ class Keys:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
+        self._tables: dict[str, bytes] = {}
 
     def __call__(self, name: str, *parts: str | int) -> bytes:
         """Raises `DataError` for a part that is no Unicode text."""
-        return encoded(":".join((self._prefix, name, *map(str, parts))), f"the name of {name}")
+        if not parts:
+            return self._tables.get(name) or self._tables.setdefault(name, encoded(f"{self._prefix}:{name}"))
+        return encoded(":".join((self._prefix, name, *map(str, parts))), "an id")

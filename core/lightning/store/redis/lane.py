@@ -41,7 +41,7 @@ class _Call:
         self.script = script
         self.commands = commands
         self.deadline = deadline
-        self.size = sum(len(part) for command in commands for part in command)
+        self.size = sum(sum(map(len, command)) for command in commands)
         self.waiter: asyncio.Future[list[Reply]] = asyncio.get_running_loop().create_future()
 
     def answer(self, replies: list[Reply]) -> None:

@@ -77,6 +77,16 @@ def pause(attempt: int) -> float:
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 — no secret
 
 
+def _packed(commands: Sequence[Command]) -> bytes:
+    """As Redis reads them. The client's own packing looks at the type of every part, and took most of a call's time."""
+    parts: list[bytes] = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for part in command:
+            parts += (b"$%d\r\n" % len(part), part, b"\r\n")
+    return b"".join(parts)
+
+
 class Wire:
     """A connection that is made when it is needed. Whoever uses it has it alone."""
 
@@ -117,7 +127,7 @@ class Wire:
         """Send all, then read all replies; an error that answers one command is returned in its place."""
         connection = self._connection
         assert connection is not None, "connect() comes first"
-        await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+        await connection.send_packed_command(_packed(commands), check_health=False)
         replies: list[Reply] = []
         for _ in commands:
             try:
