@@ -139,3 +139,9 @@ def call() -> Callable[..., Transition]:
         return Transition(**fields)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def make_redis(redis_server: RedisServer) -> Callable[[], RedisStore]:
+    """Each call makes an empty Redis store that is not open yet."""
+    return lambda: RedisStore.from_url(redis_server.url(f"prefix=test-{uuid.uuid4().hex}"))
