@@ -97,7 +97,10 @@ class Asking:
         request = Request(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
         body = await transport.send(request, patience)
         what = f"the answer to {method} {request.path}"
-        return wire.codec_of(answer).decode(wire.read(body, what), what, False)
+        try:
+            return wire.codec_of(answer).decode(wire.read(body, what), what, False)
+        except DataError as error:
+            raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
 
     async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
         payload = None if body is None else wire.write(wire.codec_of(type(body)).encode(body))

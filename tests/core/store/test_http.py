@@ -1,0 +1,348 @@
+"""The client's view: servers that go away, come back, refuse and lie, and a token that nobody sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from lightning.errors import ConfigError, ConflictError, StoreError, UnavailableError
+from lightning.plugins import plugins
+from lightning.store.http import HttpStore
+from lightning.store.memory import MemoryStore
+from lightning.testing.control import ControlServer
+from lightning.types import LLM, Lease, Resource, Rollout, Run, Scope, Task, Token, Transition, logprobs, token_ids
+
+TOKEN = "lt_0123456789abcdef_" + "s" * 43
+VERSION = {"version": "1", "api": "v1", "scope": "admin", "project": "*"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def server(handler: Handler, port: int = 0) -> AsyncIterator[str]:
+    """A stand-in for a server whose every answer is `handler`'s."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await handler(request)
+
+    app = web.Application()
+    app.router.add_route("*", "/{rest:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def opened(urls: str | list[str], patience: float = 5.0) -> AsyncIterator[HttpStore]:
+    store = HttpStore(urls, token=TOKEN, patience=patience)
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Script:
+    """Answers each path by what is prepared for it, in order, the last for ever; keeps what was asked."""
+
+    def __init__(self, **answers: list[tuple[int, object]]) -> None:
+        self.answers: dict[str, list[tuple[int, object]]] = {"version": [(200, VERSION)], **answers}
+        self.asked: list[str] = []
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        name = request.path.rsplit("/", 1)[1]
+        self.asked.append(f"{request.method} {name}")
+        prepared = self.answers[name]
+        status, body = prepared.pop(0) if len(prepared) > 1 else prepared[0]
+        if status == 0:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.Response(status=status or 200, text=body if isinstance(body, str) else json.dumps(body))
+
+
+def refused(kind: str, message: str = "for a reason") -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message}}
+
+
+# where the servers are ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("http://a:1", ("http://a:1",)),
+        ("http://a:1,b:2", ("http://a:1", "http://b:2")),
+        ("https://a/, https://b/below/", ("https://a", "https://b/below")),
+        (["http://a:1", "https://b:2"], ("http://a:1", "https://b:2")),
+        ("http://a:1,a:1?patience=3", ("http://a:1",)),
+        ("http://[::1]:80", ("http://[::1]:80",)),
+    ],
+)
+def test_urls(given: str | list[str], urls: tuple[str, ...]) -> None:
+    store = HttpStore(given, token=TOKEN)
+    assert store._urls == urls
+    assert store._patience == (3.0 if "patience" in given else 120.0)
+    assert TOKEN not in repr(store)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("http://", "is not the URL of a server"),
+        ("http://a:port", "is not the URL of a server"),
+        ("ftp://a", "is not the URL of a server"),
+        ([], "no URL"),
+        (f"http://{TOKEN}@a:1", "LIGHTNING_TOKEN"),
+        (f"http://user:{TOKEN}@a:1", "LIGHTNING_TOKEN"),
+        (f"http://a:1?token={TOKEN}", "unknown option 'token'"),
+        ("http://a:1?patience=long", "number of seconds"),
+        ("http://a:1?patience=-1", "number of seconds"),
+    ],
+)
+def test_urls_that_cannot_be_meant(given: str | list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        HttpStore(given, token=TOKEN)
+    assert TOKEN not in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["", "  ", "two words", "näh", "line\nend"])
+def test_what_is_no_token_is_refused_unseen(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_TOKEN", token)
+    with pytest.raises(ConfigError, match="LIGHTNING_TOKEN") as error:
+        HttpStore("http://a")
+    assert not token.strip() or token not in str(error.value)
+
+
+def test_the_scheme_chooses_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_TOKEN", TOKEN)
+    for url in ("http://a:1,b:2", "https://a"):
+        assert isinstance(plugins().store(url), HttpStore)
+
+
+# servers that go away -------------------------------------------------------------------------------------------
+
+
+async def test_another_server_answers_when_one_does_not() -> None:
+    script = Script(runs=[(200, {"items": [], "cursor": ""})])
+    async with server(script) as url:
+        dead = f"http://127.0.0.1:{free_port()}"
+        for urls in ([dead, url], [url, dead]):
+            async with opened(urls) as store:
+                assert await store.list_runs() == []
+
+
+async def test_a_server_that_comes_back_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    script = Script(runs=[(200, {"items": [], "cursor": ""})])
+    async with server(script, port) as url:
+        store = HttpStore(url, token=TOKEN, patience=20)
+        await store.open()
+    asking = asyncio.create_task(store.list_runs())
+    await asyncio.sleep(0.4)
+    assert not asking.done()
+    async with server(script, port):
+        assert await asyncio.wait_for(asking, 10) == []
+    await store.close()
+    assert TOKEN not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "first", [(503, refused("unavailable")), (429, refused("busy")), (502, "<html>"), (0, "")], ids=str
+)
+async def test_asking_again_helps(first: tuple[int, object]) -> None:
+    script = Script(run=[first, first, (200, {"id": "run", "name": "a run"})])
+    async with server(script) as url, opened(url) as store:
+        assert await store.get_run("run") == Run("run", "a run")
+    assert script.asked.count("GET run") == 3
+
+
+async def test_patience_ends_with_what_was_tried() -> None:
+    dead = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    store = HttpStore(dead, token=TOKEN, patience=0.2)
+    with pytest.raises(UnavailableError, match=r"no server answered within 0.2 s .*lightning serve") as error:
+        await store.open()
+    assert all(url in str(error.value) for url in dead)
+    with pytest.raises(StoreError, match="not open"):
+        await store.list_runs()
+
+
+async def test_what_must_not_be_done_twice_is_asked_once() -> None:
+    script = Script(rollback=[(0, "")], tokens=[(0, "")])
+    async with server(script) as url, opened(url) as store:
+        with pytest.raises(UnavailableError, match="not known whether it was done"):
+            await store.roll_back_alias("writer", "production")
+        with pytest.raises(UnavailableError, match="not known whether it was done"):
+            await store.put_token(Token("t", Scope.RUNNER, "a" * 64))
+    assert script.asked[1:] == ["POST rollback", "POST tokens"]
+
+
+async def test_what_was_not_done_is_asked_again_even_so() -> None:
+    alias = {"name": "w", "alias": "production", "version": 1, "at": 1.0}
+    script = Script(rollback=[(429, refused("busy")), (200, alias)])
+    async with server(script) as url, opened(url) as store:
+        assert (await store.roll_back_alias("w", "production")).version == 1
+
+
+# answers that are none ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        ((200, "<html>hello</html>"), StoreError, "the answer to GET /runs/run is not JSON"),
+        ((200, {"name": "no id"}), StoreError, "lacks 'id'"),
+        ((404, "<html>not here</html>"), StoreError, "not as a Lightning Server does"),
+        ((500, refused("server_fault")), StoreError, "for a reason"),
+        ((401, refused("invalid_token")), StoreError, "for a reason .*127.0.0.1"),
+        ((409, refused("conflict")), ConflictError, "for a reason"),
+        ((422, refused("a word of a newer release")), StoreError, "for a reason"),
+    ],
+    ids=str,
+)
+async def test_answers_become_errors(answer: tuple[int, object], error: type[Exception], words: str) -> None:
+    async with server(Script(run=[answer])) as url, opened(url) as store:
+        with pytest.raises(error, match=words):
+            await store.get_run("run")
+
+
+async def test_a_redirect_is_not_followed_so_the_token_stays_here() -> None:
+    elsewhere = Script()
+    async with server(elsewhere) as other:
+
+        async def redirecting(request: web.Request) -> web.StreamResponse:
+            return web.Response(status=307, headers={"location": f"{other}{request.path}"})
+
+        async with server(redirecting) as url:
+            store = HttpStore(url, token=TOKEN, patience=1)
+            with pytest.raises(StoreError, match="answered 307"):
+                await store.open()
+    assert elsewhere.asked == []
+
+
+async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    url, _ = control.add(MemoryStore())
+    store = HttpStore(url, token=TOKEN)
+    with pytest.raises(StoreError, match="not one of this server") as error:
+        await store.open()
+    assert TOKEN not in str(error.value)
+    assert TOKEN.rsplit("_", 1)[1] not in caplog.text
+    control.remove(url)
+
+
+# what is long ---------------------------------------------------------------------------------------------------
+
+
+async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.store.http.store.BODY_BYTES", 4000)
+    monkeypatch.setattr("lightning.store.http.store.PAGE", 7)
+    monkeypatch.setattr("lightning.server.api.rollouts.PAGE_BYTES", 3000)
+    url, token = control.add(MemoryStore())
+    store = HttpStore(url, token=token)
+    await store.open()
+    await store.put_run(Run("run", "a run"))
+    rollouts = [Rollout(f"r{i:02}", "run", Task("q" * 100), "g") for i in range(40)]
+    assert await store.create_rollouts(rollouts) == 40
+    page = await store.list_rollouts("run", limit=20)
+    rest = await store.list_rollouts("run", cursor=page.cursor, limit=100)
+    assert [item.id for item in page.rollouts + rest.rollouts] == [item.id for item in rollouts]
+    assert (len(page.rollouts), rest.cursor) == (20, "")
+    await store.lease("run", "w", limit=2)
+    calls = [
+        Transition(f"r0{i % 2}", 1, i // 2, f"c{i}", token_ids(range(100 * i)), token_ids([1]), logprobs([-1.0]))
+        for i in range(20)
+    ]
+    assert await store.append(calls) == 20
+    expected = [[call for call in calls if call.rollout == name] for name in ("r00", "r01")]
+    assert await store.transitions_of([("r00", 1), ("r01", 1), ("r02", 1)]) == [*expected, []]
+    assert await store.transitions("r01") == expected[1]
+    await store.close()
+    control.remove(url)
+
+
+async def test_ids_that_urls_know_otherwise(control: ControlServer) -> None:
+    url, token = control.add(MemoryStore())
+    store = HttpStore(url, token=token)
+    await store.open()
+    for name in ("a/b", "..", ".", "%2F", "a?b#c", "ü €", "a+b&c=d", " "):
+        await store.put_run(Run(name, name))
+        assert (await store.get_run(name)) == await store.put_run(Run(name, "another"))
+        await store.put_state(name, name, name)
+        assert await store.get_state(name, name) == name
+    await store.put_resource(Resource("a/b ü", "text"))
+    assert (await store.set_alias("a/b ü", "produktion/ü", 1)).version == 1
+    await store.close()
+    control.remove(url)
+
+
+# leases and news ------------------------------------------------------------------------------------------------
+
+
+async def test_a_lease_brings_what_the_agent_needs(control: ControlServer) -> None:
+    llm = LLM("http://g/v1", "key", "policy", {"writer": "Write."})
+
+    async def llm_for(lease: Lease, store: object) -> LLM:
+        return llm
+
+    for given in (llm_for, None):
+        url, token = control.add(MemoryStore(), llm_for=given)
+        store = HttpStore(url, token=token)
+        await store.open()
+        await store.put_run(Run("run", "a run"))
+        await store.create_rollouts([Rollout("r", "run", Task("q"), "g")])
+        if given is None:
+            with pytest.raises(StoreError, match="has no gateway"):
+                await store.lease_for_agents("run", "w")
+        else:
+            ((lease, found),) = await store.lease_for_agents("run", "w")
+            assert (lease.rollout.id, found) == ("r", llm)
+        await store.close()
+        control.remove(url)
+
+
+async def test_a_watch_that_loses_its_server_takes_it_for_a_change() -> None:
+    port = free_port()
+    changed = {"changed": False, "since": "here.0.1"}
+    async with server(Script(watch=[(200, changed)]), port) as url:
+        store = HttpStore(url, token=TOKEN, patience=5)
+        await store.open()
+        watch = store.watch("run")
+        listening = await watch.__aenter__()
+        assert not await listening.wait(0.05)
+    assert await listening.wait(0.05)
+    async with server(Script(watch=[(200, {"changed": True, "since": "there.0.0"})]), port):
+        assert await listening.wait(5)
+    await watch.__aexit__(None, None, None)
+    await store.close()
+
+
+async def test_closing_does_not_wait_for_news(control: ControlServer) -> None:
+    url, token = control.add(MemoryStore())
+    store = HttpStore(url, token=token)
+    await store.open()
+    await store.put_run(Run("run", "a run"))
+    async with store.watch("run") as watch:
+        waiting = asyncio.create_task(watch.wait(60))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(store.close(), 5)
+        assert await asyncio.wait_for(waiting, 5)  # perhaps something has changed; asking again says that it is closed
+    with pytest.raises(StoreError, match="not open"):
+        await store.list_runs()
+    control.remove(url)
