@@ -32,7 +32,8 @@ app = typer.Typer(no_args_is_help=True)
 Place = Annotated[str, typer.Argument(help="A run's folder, a database file, or a store's URL.")]
 RunNames = Annotated[list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run; may be repeated.")]
 UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-REMOTE: Final = ("http", "https")
+ASKED: Final = ("http", "https", "redis", "rediss")
+"""Stores that are looked at through their own answers alone."""
 
 
 @app.command("status")
@@ -168,7 +169,7 @@ def export(
 
 
 async def _status(url: str) -> Status:
-    if parse(url).scheme not in REMOTE:
+    if parse(url).scheme not in ASKED:
         return await keeper_of(url).status()
     store = plugins().store(url)
     await store.open()

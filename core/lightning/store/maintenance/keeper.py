@@ -5,7 +5,6 @@ The invariant: a keeper looks at a database of any schema without bringing it fo
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Protocol
 
 from lightning.errors import ConfigError
 from lightning.store.protocol import Store
-from lightning.store.url import parse
+from lightning.store.url import parse, redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ async def look(store: Store, url: str) -> Status:
                 break
         steps += len(await store.list_steps(run.id))
     return Status(
-        store=without_password(url),
+        store=redacted(url),
         schema=None,
         newest_schema=None,
         bytes=None,
@@ -131,11 +130,6 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
     return found
 
 
-def without_password(url: str) -> str:
-    """A store's URL as it may be shown."""
-    return re.sub(r"(://[^/@?]*?):[^/@]*@", r"\1:***@", url)
-
-
 def keeper_of(url: str) -> Keeper:
     """The keeper of the database behind a store's URL. Raises `ConfigError` for a store that has no database of its own."""
     scheme = parse(url).scheme
@@ -143,6 +137,15 @@ def keeper_of(url: str) -> Keeper:
         from lightning.store.maintenance.sqlite import SqliteKeeper
 
         return SqliteKeeper(url)
+    if scheme in ("postgresql", "postgres"):
+        from lightning.store.maintenance.postgres import PostgresKeeper
+
+        return PostgresKeeper(url)
+    if scheme in ("redis", "rediss"):
+        raise ConfigError(
+            "this command does not work on Redis, which has means of its own: `redis-cli --rdb FILE` backs it up while runs go "
+            "on, `lightning db export` writes what is in it to files, and runs under a ?prefix= of their own go with its keys"
+        )
     if scheme in ("http", "https"):
         raise ConfigError(
             f"{url} is a server, not a database: give this command the URL of the database that the server was started with"
