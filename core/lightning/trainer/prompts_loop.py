@@ -26,6 +26,7 @@ from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking import Trackers
 from lightning.trainer.collect import all_rollouts
+from lightning.trainer.paths import inside
 from lightning.trainer.plan import VAL
 from lightning.trainer.progress import Reporter
 from lightning.trainer.sampling import last_line
@@ -142,8 +143,8 @@ async def _starting_prompt(stack: Stack, algorithm: PromptAlgorithm, component: 
 
 
 def _write(folder: Path, component: str, text: str) -> Path:
-    file = folder / "prompts" / f"{component}.txt"
-    file.parent.mkdir(exist_ok=True)
+    file = inside(folder / "prompts", f"{component}.txt")
+    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".tmp")
     unfinished.write_text(text, encoding="utf-8")
     return unfinished.replace(file)
