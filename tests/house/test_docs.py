@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import lightning
 import pytest
@@ -15,6 +16,10 @@ from lightning import errors, hooks
 from lightning.cli.app import COMMANDS, build
 from lightning.config import Config, settings
 from lightning.config.load import NOT_SETTINGS
+from lightning.server.api import PREFIX, ROUTES, description
+from lightning.server.api.openapi import scopes_of
+from lightning.server.api.table import parameters
+from lightning.store import wire
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -80,12 +85,58 @@ def error_list() -> Iterator[str]:
             yield f"- `{name}`: {' '.join((inspect.getdoc(cls) or '').split())}"
 
 
+def server_routes() -> Iterator[str]:
+    for route in ROUTES:
+        yield f"### `{route.method} {PREFIX}{route.path}`\n\n{route.doc}\n"
+        scopes = "none needed" if route.scopes is None else ", ".join(scopes_of(route))
+        told = "any JSON" if route.answer is wire.AnyJson else _type(route.answer)
+        yield f"- token: {scopes}"
+        yield from (f"- `?{name}=` {item.metadata['doc']}" for name, item in parameters(route.query).items())
+        if route.body is not None:
+            yield f"- body: {_type(route.body)}"
+        yield f"- answer: {told}\n"
+    yield "### Types\n"
+    for name, schema in description()["components"]["schemas"].items():
+        yield f"#### {name}\n\n{schema['description']}\n"
+        yield from (f"- `{field}`: {_kind(said)}" for field, said in schema.get("properties", {}).items())
+        yield from [f"- `{value}`" for value in schema.get("enum", ())]
+        yield ""
+
+
+def _type(hint: type) -> str:
+    parts = get_args(hint)
+    return (
+        f"a page of [{parts[0].__name__}](#{parts[0].__name__.lower()})"
+        if parts
+        else f"[{hint.__name__}](#{hint.__name__.lower()})"
+    )
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """What a field may be, in few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_kind(part) for part in schema["anyOf"] if "enum" not in part)
+    if schema.get("contentEncoding"):
+        return schema["description"]
+    if schema.get("type") == "array":
+        return "list of " + (
+            _kind(schema["items"]) if schema["items"] else " and ".join(map(_kind, schema["prefixItems"]))
+        )
+    if schema.get("type") == "object":
+        return f"object of {_kind(schema['additionalProperties'])}"
+    return schema.get("type", "any JSON")
+
+
 SECTIONS = {
     "api.md": names,
     "hooks.md": hook_list,
     "configuration.md": settings_tables,
     "cli.md": commands,
     "errors.md": error_list,
+    "server-api.md": server_routes,
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import lightning
 import pytest
 from lightning import errors, hooks
 from lightning.cli.app import build
+from lightning.server.api import description
 from typer.testing import CliRunner
 
 HERE = Path(__file__).parent
@@ -92,6 +94,12 @@ def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(build(), ["--help"], terminal_width=100, env={"COLUMNS": "100"}, prog_name="lightning")
     assert result.exit_code == 0
     golden("help.txt", "\n".join(line.rstrip() for line in result.output.splitlines()) + "\n")
+
+
+def test_the_description_of_the_servers_api() -> None:
+    found = dict(description())
+    found["info"] = {**found["info"], "version": "any"}  # type: ignore[dict-item]
+    golden("openapi.json", json.dumps(found, indent=1) + "\n")
 
 
 def test_every_package_that_is_typed_says_so() -> None:
