@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -97,7 +98,7 @@ class Client:
             delivery = ServerDelivery(
                 self._store,
                 servers,
-                Runs(self._store, runs),
+                Runs(self._store, runs, math.inf if idle is None else idle),
                 worker,
                 self.config.runner.lease_ttl,
                 rollouts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,10 +30,10 @@ AWAY_SECONDS = 1.0
 
 
 class Runs:
-    """The runs to lease from. `given` names them; empty: find them."""
+    """The runs to lease from. `given` names them; empty: find them. No wait is longer than `longest` seconds."""
 
-    def __init__(self, store: HttpStore, given: Sequence[str]) -> None:
-        self._store = store
+    def __init__(self, store: HttpStore, given: Sequence[str], longest: float = math.inf) -> None:
+        self._store, self._longest = store, longest
         self._given = tuple(given)
         self._active = {run: time.monotonic() for run in given}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -69,7 +70,7 @@ class Runs:
             if task.done():
                 task.result()
         try:
-            await asyncio.wait_for(self._news.wait(), timeout)
+            await asyncio.wait_for(self._news.wait(), min(timeout, self._longest))
         except TimeoutError:
             return False
         self._news.clear()

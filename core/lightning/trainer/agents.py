@@ -36,7 +36,8 @@ SILENCE_SECONDS = 30.0
 class Agents:
     """The agents of one run. A `runner` whose `concurrency` is 0 runs none in this process: clients do.
 
-    `how_to_join` is the command that starts a client, told when nobody takes what waits.
+    `how_to_join` is the command that starts a client, told when nobody takes what waits. With `shared` clients are expected
+    beside the runner of this process.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Agents:
         self._told: Callable[[Rollout], None] = lambda rollout: None
         self._silent_since = time.monotonic()
         self.how_to_join = "lightning runner"
+        self.shared = False
 
     @property
     def elsewhere(self) -> bool:
@@ -68,7 +70,7 @@ class Agents:
         if self.elsewhere:
             await self._attend(source)
             return
-        elsewhere = asyncio.create_task(self._look_now_and_then())
+        elsewhere = asyncio.create_task(self._look_beside())
         try:
             await work(
                 self._store,
@@ -86,11 +88,17 @@ class Agents:
                 await elsewhere
         await self._look()
 
-    async def _look_now_and_then(self) -> None:
-        """Clients may work beside the runner of this process."""
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self._look()
+    async def _look_beside(self) -> None:
+        """Clients may end rollouts, too: of this run's server, or of any other over the store."""
+        if not self.shared:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                await self._look()
+        async with self._store.watch(self._run) as watch:
+            while True:
+                await self._look()
+                await watch.wait(LOOK_SECONDS)
+                await asyncio.sleep(SETTLE_SECONDS)
 
     async def _attend(self, source: Source | None) -> None:
         """Wait for what clients do."""

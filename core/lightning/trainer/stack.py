@@ -247,6 +247,7 @@ async def open_stack(
     resources.push_async_callback(stack.owner.close)
     look_after = stack.supervise()
     if control is not None:
+        stack.agents.shared = True
         file, token = await runner_token(store, folder)
         stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
         if isinstance(runner, ClientRunner):
