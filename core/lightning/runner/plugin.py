@@ -49,4 +49,6 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
     """`process` (the default) and `inline`."""
     register("process", process_runner)
     register("inline", inline_runner)
+    register("ray", ray_runner)
+    register("k8s", kubernetes_runner)
     register("remote", remote_runner)

@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import os
 import socket
-from urllib.parse import urlsplit
 
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
@@ -21,11 +20,9 @@ from lightning.runner.k8s.kinds import Jobs, Pool
 from lightning.runner.k8s.manifests import Manifests, read_template
 from lightning.runner.k8s.mirror import Mirror
 from lightning.runner.protocol import Agent, Site
+from lightning.runner.reach import is_loopback
 from lightning.runner.ship import name_of
 from lightning.types import LLM, Lease, Outcome
-
-LOOPBACK = {"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"}  # noqa: S104 — compared with, not bound
-"""Hosts that mean another machine to a pod than to us."""
 
 
 class KubernetesRunner:
@@ -105,7 +102,7 @@ def reference_to(agent: Agent) -> str:
 def check_reachable(server: str) -> None:
     """Raise `ConfigError` for a server's URL that leads a pod to itself."""
     for url in server.split(","):
-        if (urlsplit(url.strip()).hostname or "") in LOOPBACK:
+        if is_loopback(url.strip()):
             raise ConfigError(
                 f"pods cannot reach the server at {url}: set server.host to 0.0.0.0 and server.public_url to the address "
                 "that the cluster reaches it at, such as that of a Service"
