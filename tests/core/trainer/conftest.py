@@ -215,10 +215,12 @@ async def open_bench(
         runner = InlineRunner(agent, config.runner)
         await runner.start()
         resources.push_async_callback(runner.close)
-        gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
+        gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32, run=run.id)
         await gateway.start()
         resources.push_async_callback(gateway.close)
         stack = Stack(run, config, folder, store, policy, gateway, runner)
+        await stack.announce()
+        resources.push_async_callback(stack.owner.close)
         engine.open(folder, OptimizerConfig(), seed=0)
         with Trackers((), config, run="run", folder=folder, store=store) as trackers:
             loop = Loop(stack, engine, algorithm, TASKS, VAL, (), Reporter(enabled=False), trackers)
