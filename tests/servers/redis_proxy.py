@@ -10,7 +10,7 @@ from typing import Self
 
 
 class LossyProxy:
-    """Forwards to a port; `chance` is how probably a piece of a reply is lost, and the connection with it."""
+    """Forwards to a port; `chance` is how probably the answer of scripts is lost, and the connection with it."""
 
     def __init__(self, target: int, chance: float = 0.0, seed: int = 0) -> None:
         self.target, self.chance = target, chance
@@ -48,8 +48,9 @@ class LossyProxy:
         except OSError:
             writer.close()
             return
-        there = asyncio.create_task(self._forward(reader, below, lossy=False))
-        back = asyncio.create_task(self._forward(above, writer, lossy=True))
+        asked = bytearray()
+        there = asyncio.create_task(self._ask(reader, below, asked))
+        back = asyncio.create_task(self._answer(above, writer, asked))
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
         for task in (there, back):
@@ -57,11 +58,19 @@ class LossyProxy:
         for end in (below, writer):
             end.close()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, lossy: bool) -> None:
+    async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: bytearray) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             while piece := await reader.read(1 << 16):
-                if lossy and self._random.random() < self.chance:
+                asked += piece
+                writer.write(piece)
+                await writer.drain()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, asked: bytearray) -> None:
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            while piece := await reader.read(1 << 16):
+                if b"EVALSHA" in asked and self._random.random() < self.chance:
                     self.lost += 1
                     return
+                asked.clear()
                 writer.write(piece)
                 await writer.drain()
