@@ -95,9 +95,14 @@ def leased(rollout: Rollout) -> Rollout:
     return replace(rollout, status=Status.RUNNING, attempt=rollout.attempt + 1, fault=None, error="", seconds=0.0)
 
 
+def may_write(position: Position, attempt: int) -> bool:
+    """Whether `attempt` is the running one."""
+    return attempt == position.attempt and position.status is Status.RUNNING
+
+
 def check_fence(position: Position, attempt: int) -> None:
     """Raise `StaleAttemptError` unless `attempt` is the running one."""
-    if attempt == position.attempt and position.status is Status.RUNNING:
+    if may_write(position, attempt):
         return
     if attempt < position.attempt:
         why = f"attempt {position.attempt} has taken its place"

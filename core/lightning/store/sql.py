@@ -95,7 +95,7 @@ TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
 INSERT_TRANSITION: Final = (
     "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
     "temperature, constrained, started_at, ended_at, tool_calls, digest, tokens) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
 SELECT_TRANSITIONS: Final = (

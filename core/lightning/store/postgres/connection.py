@@ -20,6 +20,7 @@ from lightning.store.rows import Row, Value
 
 CONNECT_SECONDS: Final = 10.0
 _NOW: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
+_LOCKED: Final = "SELECT locked.*, extract(epoch FROM clock_timestamp())::float8 FROM ({} FOR UPDATE) AS locked"
 _ALONE: Final = "SELECT pg_advisory_xact_lock($1)"
 _SESSION: Final = {
     "application_name": "lightning",
@@ -120,8 +121,11 @@ class PostgresTransaction:
         return rows
 
     async def locked(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
-        """See `Transaction.locked`."""
-        return await self.all(f"{sql} FOR UPDATE", values)
+        """See `Transaction.locked`. Brings the time with it, which most of those who lock a row ask for next."""
+        found = await self._connection.fetch(_numbered(_LOCKED.format(sql)), *values)
+        if found and self._now is None:
+            self._now = found[0][-1]
+        return [row[:-1] for row in found]
 
     async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """See `Transaction.free`."""
@@ -144,9 +148,10 @@ class PostgresTransaction:
         elif rows:
             await self._connection.executemany(_numbered(sql), rows)
 
-    async def insert(self, sql: str, values: Sequence[Value]) -> int:
+    async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
         """See `Transaction.insert`."""
-        return int(await self._connection.fetchval(f"{_numbered(sql)} RETURNING n", *values))
+        number: int | None = await self._connection.fetchval(f"{_numbered(sql)} RETURNING n", *values)
+        return number
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
         """See `Transaction.insert_new`."""

@@ -174,9 +174,11 @@ async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
 async def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.Ending) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
     where = await held_standing(transaction, rollout)
-    earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
-    if earlier is None or earlier[0] != end.digest:
-        rules.check_fence(where.position, attempt)
+    if not rules.may_write(where.position, attempt):
+        earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
+        if earlier is None or earlier[0] != end.digest:
+            rules.check_fence(where.position, attempt)
+    else:
         status = rules.after(where.position, end)
         await transaction.run(
             sql.END_ROLLOUT, (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n)

@@ -58,8 +58,8 @@ class Transaction(Protocol):
     async def many(self, sql: str, rows: Sequence[Sequence[Value]]) -> None:
         """Execute for each row."""
 
-    async def insert(self, sql: str, values: Sequence[Value]) -> int:
-        """Insert one row; return its `n`."""
+    async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
+        """Insert one row; return its `n`, None when the statement leaves it out because it exists."""
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
         """Insert rows by a statement that leaves out those that exist; return how many were new."""

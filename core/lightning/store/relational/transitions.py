@@ -39,9 +39,10 @@ async def append_again(transaction: Transaction, new: int, transitions: Sequence
 
 async def _append_one(transaction: Transaction, where: Standing, transition: Transition) -> bool:
     key = (where.n, transition.attempt, transition.seq)
-    if await _is_repeated(transaction, key, transition):
+    if not rules.may_write(where.position, transition.attempt):
+        if not await _is_repeated(transaction, key, transition):
+            rules.check_fence(where.position, transition.attempt)
         return False
-    rules.check_fence(where.position, transition.attempt)
     prompt = codec.pack(transition.prompt_ids)
     parent = choose(prompt, await _candidates(transaction, where, transition.attempt))
     blob = codec.encode(_tokens(transition), parent.full if parent else b"")
@@ -49,6 +50,9 @@ async def _append_one(transaction: Transaction, where: Standing, transition: Tra
         sql.INSERT_TRANSITION,
         (*key, parent.n if parent else None, *_values(transition, codec.stored_digest(blob)), blob),
     )
+    if n is None:
+        assert await _is_repeated(transaction, key, transition), "what is in the way of a call has its key"
+        return False
     known = Known(n, prompt + codec.pack(transition.response_ids))
     transaction.parents.add((where.n, transition.attempt), known)
     if parent is None:

@@ -118,11 +118,10 @@ class SqliteTransaction:
         if rows:
             self._connection.executemany(sql, rows)
 
-    async def insert(self, sql: str, values: Sequence[Value]) -> int:
+    async def insert(self, sql: str, values: Sequence[Value]) -> int | None:
         """See `Transaction.insert`."""
-        number = self._connection.execute(sql, values).lastrowid
-        assert number is not None, "an INSERT that succeeded has a row id"
-        return number
+        done = self._connection.execute(sql, values)
+        return done.lastrowid if done.rowcount else None
 
     async def insert_new(self, sql: str, rows: Sequence[Sequence[Value]]) -> int:
         """See `Transaction.insert_new`."""
