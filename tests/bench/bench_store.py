@@ -1,9 +1,10 @@
 """The store beside the naive way: one JSON text per transition, one commit per call.
 
 Measures bytes per transition (1,000 prompt + 256 response ids, the prompt of each turn continuing the one before), durable
-appends per second with one and with many callers, and lease + complete per second.
+appends per second with one and with many callers, lease + complete per second, and whole rollouts per second (create, lease,
+three transitions, complete) on SQLite and on a PostgreSQL of its own, which flushes every commit to the disk.
 
-    python tests/bench/bench_store.py [--json FILE]
+    python tests/bench/bench_store.py [--json FILE] [--only rollouts]
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from lightning.store import Store
+from lightning.store.postgres import PostgresStore
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition, VersionRun, logprobs, token_ids
+from lightning.types import Caller, Outcome, Rollout, Run, Status, Task, Transition, VersionRun, logprobs, token_ids
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.servers.postgres import PostgresServer
 
 VOCABULARY = 151_000
 PROMPT, RESPONSE, OBSERVATION = 1000, 256, 50
@@ -149,6 +155,48 @@ async def leases(path: Path, count: int, callers: int) -> float:
     return count / seconds
 
 
+async def whole_rollouts(store: Store, count: int, callers: int) -> tuple[float, float]:
+    """Create, lease, append three calls one after the other, complete: rollouts per second, and microseconds of this process's
+    CPU for one."""
+    await store.open()
+    calls = {made[0].rollout: made for made in conversations(count, 3, 8)}
+    groups = [rollouts_of(count, 8)[at : at + 8] for at in range(0, count, 8)]
+
+    async def worker(name: str) -> None:
+        while groups or (await store.list_rollouts("run", status=Status.PENDING, limit=1)).rollouts:
+            if groups:
+                await store.create_rollouts(groups.pop(0))
+            for held in await store.lease("run", name, limit=8):
+                for call in calls[held.rollout.id]:
+                    await store.append([call])
+                await store.complete(held.rollout.id, held.attempt, Outcome(reward=1.0))
+
+    began, cpu = time.perf_counter(), time.process_time()
+    await store.put_run(Run("run", "bench"))
+    await asyncio.gather(*(worker(f"w{i}") for i in range(callers)))
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    done = await store.list_rollouts("run", status=Status.SUCCEEDED, limit=count + 1)
+    assert len(done.rollouts) == count, "every rollout was completed"
+    await store.close()
+    return count / seconds, cpu / count * 1e6
+
+
+def whole(root: Path, count: int = 1600) -> dict[str, float]:
+    """Whole rollouts per second on each store, 64 workers at once."""
+    found: dict[str, float] = {}
+    with PostgresServer(root / "postgres", settings=()) as server:
+        stores = {
+            "sqlite": SqliteStore(root / "normal.db"),
+            "sqlite_full": SqliteStore(root / "full.db", sync="full"),
+            "postgres": PostgresStore.from_url(server.url),
+        }
+        for name, store in stores.items():
+            per_second, cpu = asyncio.run(whole_rollouts(store, count, 64))
+            found[f"{name}_rollouts_per_second"], found[f"{name}_rollout_cpu_us"] = per_second, cpu
+    found["postgres_to_sqlite_full"] = found["postgres_rollouts_per_second"] / found["sqlite_full_rollouts_per_second"]
+    return found
+
+
 def _size(path: Path) -> int:
     """Bytes of the database with its log folded in."""
     connection = sqlite3.connect(path)
@@ -157,8 +205,19 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-def main(out: Path | None = None, rollouts: int = 512, turns: int = 4, group: int = 8) -> dict[str, float]:
+def main(out: Path | None = None, only: str = "") -> dict[str, float]:
     """Measure, print a table, write JSON to `out`."""
+    found: dict[str, float] = {} if only else appends()
+    with tempfile.TemporaryDirectory(prefix="lightning-bench-") as folder:
+        found |= whole(Path(folder))
+    sys.stdout.write("".join(f"{name:<48}{value:>12,.1f}\n" for name, value in found.items()))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=2))
+    return found
+
+
+def appends(rollouts: int = 512, turns: int = 4, group: int = 8) -> dict[str, float]:
+    """What is measured on SQLite alone."""
     calls = conversations(rollouts, turns, group)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -186,13 +245,12 @@ def main(out: Path | None = None, rollouts: int = 512, turns: int = 4, group: in
     found["normal_64_callers_ratio"] = (
         found["normal_64_callers_appends_per_second"] / found["naive_normal_appends_per_second"]
     )
-    sys.stdout.write("".join(f"{name:<48}{value:>12,.1f}\n" for name, value in found.items()))
-    if out is not None:
-        out.write_text(json.dumps(found, indent=2))
     return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    main(parser.parse_args().json)
+    parser.add_argument("--only", choices=["rollouts"], default="", help="measure whole rollouts only")
+    given = parser.parse_args()
+    main(given.json, given.only)
