@@ -24,8 +24,8 @@ from lightning.runner.protocol import Site
 CONTAINER = "runner"
 RUN_LABEL = "lightning/run"
 TOKEN_KEY = "token"  # noqa: S105 — a name, not a secret
-FORWARDED = ("timeout", "lease_ttl", "drain", "adapters", "reroute", "preload", "rollouts_per_process")
-"""Settings of `runner` that the clients take over from the trainer."""
+OURS = frozenset({"concurrency", "max_attempts", "prompts", "ray", "k8s"})
+"""Settings of `runner` that a client does not take over from the trainer: it has its share, or needs none of them."""
 
 _LABELS = {
     "app.kubernetes.io/name": "lightning",
@@ -207,7 +207,7 @@ class Manifests:
         """The template's variables, then the settings' and ours, each name once."""
         runner = self.config.model_dump(mode="json")
         ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
-        for name in FORWARDED:
+        for name in sorted(runner.keys() - OURS):
             if runner[name] is not None:
                 ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": json.dumps(runner[name])}
         reference = {"name": secret["metadata"]["name"], "key": TOKEN_KEY}

@@ -91,8 +91,8 @@ class RayRunner:
             raise RunnerError("the Ray runner has not been started: await runner.start() first")
         if self._many_machines and is_loopback(llm.base_url):
             raise RunnerError(
-                f"agents on other nodes of the Ray cluster cannot reach the model at {llm.base_url}: set gateway.host (or, "
-                "where there is a server, server.host and server.public_url) to an address that the nodes reach"
+                f"agents on other nodes of the Ray cluster cannot reach the model at {llm.base_url}: set gateway.host "
+                "(server.host, where server.port is set) to the address of this machine that the nodes reach"
             )
         host = await self._place()
         started = time.monotonic()
