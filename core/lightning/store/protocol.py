@@ -135,7 +135,8 @@ class Store(Protocol):
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
         """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
 
-        A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead.
+        A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead; with a
+        `limit` of 0 that is all that happens.
         Clocks are the database's; `ttl` is in seconds.
         """
 

@@ -250,6 +250,14 @@ async def test_the_last_allowed_attempt_expires_into_failure(store: Store, rollo
         await store.complete("a", 1, Outcome(reward=1.0))
 
 
+async def test_a_lease_of_nothing_ends_what_was_lost_and_takes_nothing(store: Store, rollout: RolloutOf) -> None:
+    await store.create_rollouts([rollout(max_attempts=1), rollout("b"), rollout("c")])
+    await store.lease("run", "w1", limit=2, ttl=0)
+    assert await store.lease("run", "w2", limit=0) == []
+    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).rollouts}
+    assert found == {"a": (Status.FAILED, 1), "b": (Status.RUNNING, 1), "c": (Status.PENDING, 0)}
+
+
 async def test_only_the_holder_renews(store: Store, rollout: RolloutOf) -> None:
     await store.create_rollouts([rollout()])
     (lease,) = await store.lease("run", "w1")
