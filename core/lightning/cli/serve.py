@@ -92,6 +92,6 @@ async def _serve_store(console: Console, place: str, settings: Config, out: Path
 
 
 def _folder(url: str) -> Path:
-    """Where first tokens go: beside an SQLite file, else here."""
+    """Where first tokens go: beside an SQLite file, else where runs are."""
     where = parse(url)
-    return Path(where.path).parent if where.scheme == "sqlite" else Path()
+    return Path(where.path).parent if where.scheme == "sqlite" else Path("runs")

@@ -1,0 +1,175 @@
+"""Servers, clients and a trainer in processes of their own, over one database: whichever is killed, the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from lightning.config import Config
+from lightning.gateway import Upstream
+from lightning.gateway.owner import Owner
+from lightning.plugins import plugins
+from lightning.runner.remote import RemoteRunner
+from lightning.store.protocol import Store
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.trainer.agents import Agents
+from lightning.trainer.collect import all_rollouts
+from lightning.types import LLM, CallStatus, Lease, Rollout, Run, Status, Task
+
+from tests.servers.postgres import PostgresServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+AGENT = """
+import openai
+
+def agent(task, llm):
+    with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+        for turn in range(3):
+            messages = [{"role": "user", "content": f"{task.input}, turn {turn}"}]
+            client.chat.completions.create(model=llm.model, messages=messages)
+    return 1.0
+"""
+
+
+@dataclass
+class Processes:
+    """What a test has started; everything ends with it."""
+
+    folder: Path
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, name: str, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lightning", *arguments],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder, env={**os.environ, **env},
+                start_new_session=True,
+            )  # fmt: skip
+        self.running.append(process)
+        return process
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def said(self, name: str, pattern: str, seconds: float = 100) -> str:
+        """The first group of a pattern in what a process says, as soon as it has said it."""
+        deadline = time.monotonic() + seconds
+        while (found := re.search(pattern, self.log(name).read_text())) is None:
+            assert time.monotonic() < deadline, self.log(name).read_text()
+            time.sleep(0.1)
+        return found[1]
+
+    def end(self) -> None:
+        left = []
+        for process in self.running:
+            if process.poll() is None:
+                left += [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+                process.kill()
+                process.wait()
+        for one in left:
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=10)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    (tmp_path / "an_agent.py").write_text(AGENT)
+    yield made
+    made.end()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with ExitStack() as resources:
+        if request.param == "sqlite":
+            yield f"sqlite:///{tmp_path / 'shared.db'}"
+        else:
+            yield resources.enter_context(PostgresServer()).url
+
+
+@asynccontextmanager
+async def training(url: str, count: int) -> AsyncIterator[tuple[Store, Agents, list[Rollout]]]:
+    """A trainer's part without its engine: a policy server that every server learns of, and rollouts to run."""
+    async with FakeVLLM(default=Reply("yes", delay=0.15)) as fake:
+        store = plugins().store(url)
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        owner = Owner(store, "run")
+        await owner.open([Upstream(fake.url, fake.model)], 0)
+        rollouts = [Rollout(f"run/{n}", "run", Task(n), "g", index=n, max_attempts=4) for n in range(count)]
+        await store.create_rollouts(rollouts)
+        agents = Agents(store, "run", RemoteRunner(), Config().runner, _never)
+        agents.expect(rollouts)
+        try:
+            yield store, agents, rollouts
+        finally:
+            await owner.close()
+            await store.close()
+
+
+def _never(lease: Lease) -> LLM:
+    raise AssertionError("nothing is leased here")
+
+
+async def test_a_server_and_a_client_are_killed_and_the_run_goes_on(url: str, processes: Processes) -> None:
+    names = ["server-0", "server-1"]
+    servers = [processes.start(name, "serve", "--store", url, "--out", "tokens") for name in names[:1]]
+    urls = [processes.said("server-0", r"ready at (http://\S+)")]
+    token = (processes.folder / "tokens" / "runner-token").read_text().strip()
+    assert (processes.folder / "tokens" / "runner-token").stat().st_mode & 0o777 == 0o600
+    servers.append(processes.start("server-1", "serve", "--store", url, "--out", "tokens"))
+    urls.append(processes.said("server-1", r"ready at (http://\S+)"))
+    clients = [
+        processes.start(
+            f"client-{n}", "runner", "an_agent:agent", "--server", ",".join(urls), "--concurrency", "4",
+            "--set", "runner.lease_ttl=3", LIGHTNING_TOKEN=token,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    async with training(url, 24) as (store, agents, _):
+        told: list[Rollout] = []
+        killed = asyncio.create_task(_kill_after(told, 6, servers[0]))
+        killed_too = asyncio.create_task(_kill_after(told, 12, clients[0]))
+        async with asyncio.timeout(150):
+            await agents.work(told.append)
+        await asyncio.gather(killed, killed_too)
+        found = await all_rollouts(store, "run")
+        assert len(told) == len({one.id for one in told}) == 24, "each is told once"
+        assert {one.status for one in found} == {Status.SUCCEEDED}, [one.error for one in found if one.error]
+        assert any(one.attempt > 1 for one in found), "something was lost with what was killed, and made again"
+        for one in found:
+            calls = await store.transitions(one.id)
+            assert [call.status for call in calls] == [CallStatus.OK] * 3
+    clients[1].send_signal(signal.SIGTERM)
+    assert clients[1].wait(30) == 0, processes.log("client-1").read_text()
+    assert "succeeded" in processes.log("client-1").read_text()
+    servers[1].send_signal(signal.SIGTERM)
+    assert servers[1].wait(40) == 0, processes.log("server-1").read_text()
+
+
+async def _kill_after(told: list[Rollout], count: int, process: subprocess.Popen[bytes]) -> None:
+    await _until(lambda: len(told) >= count)
+    process.kill()
+    process.wait()
+
+
+async def _until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not what():
+            await asyncio.sleep(0.05)
