@@ -32,6 +32,12 @@ def demo(
         bool, typer.Option("--resume", help="Go on with the run in --out, or the newest of this demo.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the demo's own number.")] = None,
+    runner: Annotated[
+        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` elsewhere).")
+    ] = "process",
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="The database, for many machines; default: a file in the folder.")
+    ] = None,
     held_out: Annotated[int, typer.Option(help="Held-out tasks to evaluate on.", min=1)] = HELD_OUT,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
@@ -48,6 +54,8 @@ def demo(
         chosen.model,
         chosen.algorithm(),
         train_agents=chosen.train_agents,
+        runner=runner,
+        store=store,
         out=folder,
         resume=resume,
         config=config,
