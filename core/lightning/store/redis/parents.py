@@ -11,11 +11,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from lightning.store import codec
-
 CACHE_BYTES: Final = 64 << 20
-MIN_SHARED: Final = 0.5
-"""A parent must hold this fraction of the prompt; a call without one is a root, and siblings of the group look at roots."""
+"""For each event loop that uses the store: usually one."""
 GROUP_ROOTS: Final = 32
 """How many roots of a group are kept in mind."""
 
@@ -73,17 +70,3 @@ class ParentCache:
 def extended(candidates: tuple[Known, ...], known: Known) -> tuple[Known, ...]:
     """Candidates with a new one. What it extends is dropped: a prefix that is shared with that is shared with the new one."""
     return (*(old for old in candidates if not known.full.startswith(old.full)), known)
-
-
-def choose(prompt: bytes, candidates: Iterable[Known]) -> Known | None:
-    """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it."""
-    best: Known | None = None
-    most = 0
-    whole = len(prompt) // 4
-    for known in candidates:
-        shared = codec.shared_prefix(prompt, known.full)
-        if shared > most:
-            best, most = known, shared
-            if shared == whole:
-                break
-    return best if most and most >= MIN_SHARED * whole else None

@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from lightning.errors import ConfigError
-from lightning.store.url import parse
+from lightning.store.url import parse, redacted, split_userinfo
 
 DURABILITIES: Final = ("process", "power", "everysec", "none")
 OPTIONS: Final = ("prefix", "durability", "timeout", "ca")
@@ -60,10 +60,9 @@ class Settings:
 
 def from_url(url: str) -> Settings:
     """Take `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]` apart. Raises `ConfigError`."""
-    scheme, _, rest = url.partition("://")
-    userinfo, host = _split_userinfo(rest)
-    shown = f"{scheme}://{'***@' if userinfo else ''}{host}"
-    where = parse(f"{scheme}://{host}")
+    userinfo, rest = split_userinfo(url)
+    shown = redacted(url)
+    where = parse(rest)
     where.check_options(OPTIONS)
     name, port = _split_port(where.host, shown)
     user, _, password = userinfo.partition(":")
@@ -85,13 +84,6 @@ def from_url(url: str) -> Settings:
         timeout=timeout,
         ca=where.options.get("ca", ""),
     )
-
-
-def _split_userinfo(rest: str) -> tuple[str, str]:
-    """User and password, and what follows them. An @ after the first / or ? belongs to the path or the options."""
-    end = min((at for at in (rest.find("/"), rest.find("?")) if at >= 0), default=len(rest))
-    userinfo, at_sign, host = rest[:end].rpartition("@")
-    return (userinfo, host + rest[end:]) if at_sign else ("", rest)
 
 
 def _split_port(place: str, shown: str) -> tuple[str, int]:

@@ -21,9 +21,10 @@ from lightning.store.redis import calls, scripts
 from lightning.store.redis.calls import Decoder, Stored
 from lightning.store.redis.keys import encoded
 from lightning.store.redis.link import Link, unexpected
-from lightning.store.redis.parents import GROUP_ROOTS, CallKey, Known, choose, extended
+from lightning.store.redis.parents import GROUP_ROOTS, CallKey, Known, extended
 from lightning.store.redis.standing import refuse, stand
 from lightning.store.redis.wire import Command
+from lightning.store.relational.parents import choose
 from lightning.types import Caller, Transition
 
 ATTEMPTS_AT_ONCE: Final = 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from lightning.errors import StoreError
 from lightning.store import codec
@@ -90,9 +90,20 @@ class ParentCache:
         self._bytes -= sum(len(known.full) for known in self._entries.pop(key, ()))
 
 
-def choose(prompt: bytes, candidates: Iterable[Known]) -> Known | None:
+class Candidate(Protocol):
+    """What may be a parent."""
+
+    @property
+    def full(self) -> bytes:
+        """Its packed full tokens."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def choose(prompt: bytes, candidates: Iterable[C]) -> C | None:
     """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it."""
-    best: Known | None = None
+    best: C | None = None
     most = 0
     whole = len(prompt) // 4
     for known in candidates:
