@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread is fastest where trainer and policy server share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-frameworks test-slow lint fix bench compare ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo raw
@@ -42,6 +42,10 @@ fix: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tests/bench/run.py --out bench
+
+# kill -9 of everything that takes part in a run, again and again, and what of it was lost (nothing).
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos.campaign $(ARGS)
 
 # Hours, on a machine that does nothing else; both go on where they were stopped (tests/bench/compare/README.md).
 compare: $(READY)
