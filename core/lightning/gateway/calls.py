@@ -32,6 +32,7 @@ from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.gateway.stats import Counters
+from lightning.gateway.tokens import Claims
 from lightning.gateway.versions import LiveCall
 from lightning.types import CallStatus
 
@@ -52,6 +53,7 @@ class Call:
     """A request that was admitted. `started` turns true when the first bytes of the answer have left."""
 
     dialect: Dialect
+    claims: Claims
     policy: Policy
     plan: Plan
     ticket: Ticket
@@ -59,6 +61,13 @@ class Call:
     headers: list[tuple[str, str]]
     translator: Translator | None = None
     started: bool = False
+
+    async def draw_seed(self, seed: int) -> int:
+        """The seed of this call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
+        try:
+            return call_seed(seed, self.claims, await self.ticket.counter.first() + self.ticket.offset)
+        except StoreError as error:
+            raise refuse_unstored(error) from error
 
     @property
     def capture(self) -> Capture:
@@ -129,15 +138,7 @@ class CallEndpoint:
         plan.temperature, plan.constrained = temperature, constrained
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
-        if policy.seed is not None and plan.body.get("seed") is None:
-            plan.body["seed"] = call_seed(policy.seed, claims, await self._first_seq(ticket))
-        return Call(self._dialect, policy, plan, ticket, live, forwarded_headers(scope), translator)
-
-    async def _first_seq(self, ticket: Ticket) -> int:
-        try:
-            return await ticket.counter.first() + ticket.offset
-        except StoreError as error:
-            raise refuse_unstored(error) from error
+        return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.book.follow(call.live)
@@ -158,7 +159,7 @@ class CallEndpoint:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         path, plan = call.dialect.upstream, call.plan
         response = await self._forwarder.send(
-            call.policy, call.ticket.rollout, path, plan.body, call.headers, call.live
+            call.policy, call.ticket.rollout, path, plan.body, call.headers, call.live, call.draw_seed
         )
         try:
             if response.status == 200 and plan.stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,14 @@ class Forwarder:
         return self._session
 
     async def send(
-        self, policy: Policy, rollout: str, path: str, body: Body, headers: list[tuple[str, str]], live: LiveCall
+        self,
+        policy: Policy,
+        rollout: str,
+        path: str,
+        body: Body,
+        headers: list[tuple[str, str]],
+        live: LiveCall,
+        draw_seed: Callable[[int], Awaitable[int]],
     ) -> aiohttp.ClientResponse:
         """The answer, from its headers on; the caller closes it. Raises `UpstreamError` when a server broke off before.
 
@@ -70,6 +78,8 @@ class Forwarder:
         while len(tried) < MAX_TRIES:
             policy.check()
             waited = await gate.wait(waited)
+            if policy.seed is not None and body.get("seed") is None:  # known as soon as the gate has been open
+                body["seed"] = await draw_seed(policy.seed)
             asked = loop.time()
             try:
                 slot = await pool.pick(rollout, tried=tried)

@@ -256,7 +256,9 @@ class Gateway:
         live = LiveCall(f"{self.name}x{next(self._numbers)}", 1, 1, policy.book.current, Capture("c"))
         policy.book.follow(live)
         try:
-            request = await self._forwarder.send(policy, "rollout", "/chat", {"length": length}, [], live)
+            request = await self._forwarder.send(
+                policy, "rollout", "/chat", {"length": length, "seed": 0}, [], live, _no_seed
+            )
             call.dispatched = loop.time()
             await self._answer(request, live, streamed=streamed)
             await self._forwarder.settle(policy, live)
@@ -284,6 +286,10 @@ class Gateway:
         await self._world.travel()
         await self.line.stand()
         choice.add([0] * (request.length - len(choice.response_ids)), None)
+
+
+async def _no_seed(seed: int) -> int:
+    raise AssertionError("the call has one")
 
 
 @dataclass

@@ -1,0 +1,277 @@
+"""Several gateways over one store, before one policy: whichever an agent asks, its calls are recorded as they were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+
+import httpx
+import pytest
+from lightning.config.models import GatewayConfig
+from lightning.gateway import Gateway, Upstream
+from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.owner import Owner
+from lightning.policy_server.protocol import Update
+from lightning.spans.trace import root_span_id, trace_id_of
+from lightning.store.memory import MemoryStore
+from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition, VersionRun
+
+HI = {"messages": [{"role": "user", "content": "hi there"}]}
+TEN = Reply("a b c d e f g h i", token_delay=0.01)
+
+
+@dataclass
+class Fleet:
+    """A trainer with its own gateway and policy server, and servers that have none, over one store."""
+
+    store: MemoryStore
+    fake: FakeVLLM
+    owner: Owner
+    trainers: Gateway
+    servers: list[Gateway]
+    resources: AsyncExitStack
+    made: list[Rollout] = field(default_factory=list)
+
+    async def llm(self, gateway: Gateway, run: str = "run") -> LLM:
+        rollout = Rollout(f"{run}/{len(self.made)}", run, Task(len(self.made)), "g")
+        self.made.append(rollout)
+        await self.store.create_rollouts([rollout])
+        (lease,) = await self.store.lease(run, "worker")
+        return gateway.llm(lease)
+
+    async def ask(self, llm: LLM, **asked: object) -> httpx.Response:
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(timeout=30) as http:
+            return await http.post(f"{llm.base_url}/chat/completions", json={**HI, **asked}, headers=headers)
+
+    async def update(self, version: int) -> Update:
+        """As the trainer does it."""
+        async with self.owner.hold() as hold, self.trainers.hold():
+            self.fake.pause()
+            await asyncio.sleep(0.02)
+            hold.update = Update(version, self.fake.in_flight())
+            self.fake.resume()
+            self.trainers.policy_updated(hold.update)
+        return hold.update
+
+    async def calls(self, number: int = 0) -> list[Transition]:
+        return await self.store.transitions(self.made[number].id)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def open_server() -> AsyncIterator[Callable[..., object]]:
+    async with AsyncExitStack() as resources:
+
+        async def make(store: MemoryStore, upstreams: list[Upstream], **kwargs: object) -> Gateway:
+            settings = GatewayConfig(**kwargs.pop("settings", {}))  # type: ignore[arg-type]
+            secret = await gateway_secret(store)
+            gateway = Gateway(store, upstreams, settings, secret=secret, shared=True, **kwargs)  # type: ignore[arg-type]
+            await gateway.start()
+            resources.push_async_callback(gateway.close)
+            return gateway
+
+        yield make
+
+
+@pytest.fixture
+async def fleet(open_server) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as resources:
+        store = MemoryStore()
+        await store.open()
+        resources.push_async_callback(store.close)
+        await store.put_run(Run("run", "run"))
+        fake = await resources.enter_async_context(FakeVLLM())
+        served = [Upstream(fake.url, fake.model)]
+        owner = Owner(store, "run")
+        await owner.open(served, 0)
+        trainers = await open_server(store, served, run="run")
+        servers = [await open_server(store, []) for _ in range(2)]
+        yield Fleet(store, fake, owner, trainers, servers, resources)
+        await owner.close()
+
+
+async def test_a_server_that_knows_only_the_store_finds_the_policy(fleet):
+    llm = await fleet.llm(fleet.servers[0])
+    assert (await fleet.ask(llm)).status_code == 200
+    await fleet.update(1)
+    assert (await fleet.ask(llm)).status_code == 200
+    assert [call.versions for call in await fleet.calls()] == [(VersionRun(0, 0),), (VersionRun(0, 1),)]
+
+
+async def test_calls_in_flight_at_every_server_are_split_where_vllm_was_frozen(fleet):
+    gateways = [fleet.trainers, *fleet.servers]
+    llms = [await fleet.llm(gateway) for gateway in gateways]
+    fleet.fake.default = TEN
+    asking = [asyncio.create_task(fleet.ask(llm)) for llm in llms]
+    await fleet.until(lambda: len(counts := fleet.fake.in_flight()) == 3 and all(counts.values()))
+    update = await fleet.update(5)
+    for number, asked in enumerate(asking):
+        assert (await asked).status_code == 200
+        (call,) = await fleet.calls(number)
+        frozen = update.in_flight[call.id.removeprefix("chatcmpl-")]
+        assert 0 < frozen < len(call.response_ids)
+        assert call.versions == (VersionRun(0, 0), VersionRun(frozen, 5))
+        assert call.status is CallStatus.OK
+
+
+async def test_requests_wait_at_every_server_while_weights_change(fleet):
+    llms = [await fleet.llm(gateway) for gateway in (fleet.trainers, *fleet.servers)]
+    for llm in llms:
+        await fleet.ask(llm)
+    async with fleet.owner.hold() as hold, fleet.trainers.hold():
+        asking = [asyncio.create_task(fleet.ask(llm)) for llm in llms]
+        await fleet.until(lambda: sum(gateway.stats().held for gateway in (fleet.trainers, *fleet.servers)) == 3)
+        assert len(fleet.fake.requests) == 3
+        hold.update = Update(1)
+        fleet.trainers.policy_updated(hold.update)
+    assert {(await asked).status_code for asked in asking} == {200}
+    assert [(await fleet.calls(number))[1].version for number in range(3)] == [1, 1, 1]
+
+
+async def test_a_server_follows_the_policy_server_to_another_address(fleet):
+    llm = await fleet.llm(fleet.servers[0])
+    await fleet.ask(llm)
+    async with FakeVLLM() as other:
+        moved = [Upstream(other.url, other.model)]
+        async with fleet.owner.moving(lambda: moved):
+            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
+            asking = asyncio.create_task(fleet.ask(llm))
+            await fleet.until(lambda: fleet.servers[0].stats().held)
+        assert (await asking).status_code == 200
+        assert (len(fleet.fake.requests), len(other.requests)) == (1, 1)
+
+
+async def test_each_runs_calls_go_to_its_own_policy_server(fleet):
+    await fleet.store.put_run(Run("other", "other"))
+    async with FakeVLLM() as another:
+        owner = Owner(fleet.store, "other")
+        await owner.open([Upstream(another.url, another.model)], 7)
+        for gateway in (fleet.servers[0], fleet.trainers):
+            assert (await fleet.ask(await fleet.llm(gateway, "other"))).status_code == 200
+            assert (await fleet.ask(await fleet.llm(gateway, "run"))).status_code == 200
+        assert (len(fleet.fake.requests), len(another.requests)) == (2, 2)
+        assert [(await fleet.calls(number))[0].version for number in range(4)] == [7, 0, 7, 0]
+
+
+async def test_calls_wait_for_a_trainer_that_has_not_begun(fleet):
+    await fleet.store.put_run(Run("late", "late"))
+    asking = asyncio.create_task(fleet.ask(await fleet.llm(fleet.servers[0], "late")))
+    await asyncio.sleep(0.1)
+    owner = Owner(fleet.store, "late")
+    await owner.open([Upstream(fleet.fake.url, fleet.fake.model)], 3)
+    assert (await asking).status_code == 200
+    assert [call.version for call in await fleet.calls()] == [3]
+
+
+async def test_a_run_whose_trainer_has_ended_is_a_503_with_the_cure(fleet, open_server):
+    server = await open_server(fleet.store, [], settings={"hold_timeout": 0.3})
+    llm = await fleet.llm(server)
+    assert (await fleet.ask(llm)).status_code == 200
+    await fleet.owner.close()
+    async with asyncio.timeout(30):
+        while (answer := await fleet.ask(llm)).status_code == 200:  # it hears of it in a moment
+            await asyncio.sleep(0.01)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert "the trainer that owns it" in answer.json()["error"]["message"]
+
+
+async def test_a_key_that_names_no_run_is_told_so_by_a_server_without_a_policy(fleet):
+    server = fleet.servers[0]
+    llm = LLM(f"{server.url}/v1", server.issue("somebody", 1), "policy")
+    answer = await fleet.ask(llm)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "key_without_run")
+
+
+async def test_a_call_whose_version_nobody_knows_is_answered_and_not_trained_on(fleet, caplog):
+    llm = await fleet.llm(fleet.servers[0])
+    fleet.fake.default = TEN
+    asking = asyncio.create_task(fleet.ask(llm))
+    await fleet.until(lambda: any(fleet.fake.in_flight().values()))
+    with pytest.raises(asyncio.CancelledError):
+        async with fleet.owner.hold():
+            raise asyncio.CancelledError
+    assert (await asking).status_code == 200
+    (call,) = await fleet.calls()
+    assert call.status is CallStatus.ERROR
+    assert "its tokens' policy version is not known" in caplog.text
+    assert (await asyncio.wait_for(fleet.store.get_state("", "policy/run"), 5))["version"] == -1
+
+
+async def test_two_servers_serve_one_attempt_at_once(fleet):
+    """Both count from 0, in bursts: every call gets a number of its own, and none is refused."""
+    llm = await fleet.llm(fleet.servers[0])
+    elsewhere = replace(llm, base_url=f"{fleet.servers[1].url}/v1")
+    for _ in range(2):
+        answers = await asyncio.gather(*(fleet.ask(one) for one in (llm, elsewhere) * 30))
+        assert {answer.status_code for answer in answers} == {200}
+    calls = await fleet.calls()
+    assert len({call.id for call in calls}) == len({call.seq for call in calls}) == 120
+
+
+async def test_a_span_finds_its_attempt_at_a_server_that_never_saw_the_key(fleet):
+    llm = await fleet.llm(fleet.servers[0])
+    trace_id = trace_id_of(llm.api_key)
+    span = {
+        "traceId": trace_id,
+        "spanId": "00000000000000aa",
+        "parentSpanId": root_span_id(trace_id),
+        "name": "look",
+        "startTimeUnixNano": "1",
+        "endTimeUnixNano": "2",
+    }
+    strange = {**span, "traceId": "ab" * 16}
+    body = {"resourceSpans": [{"scopeSpans": [{"spans": [span, strange]}]}]}
+    async with httpx.AsyncClient() as http:
+
+        async def send() -> object:
+            headers = {"content-type": "application/json"}
+            url = f"{fleet.servers[1].url}/v1/traces"
+            return (await http.post(url, content=json.dumps(body), headers=headers)).json()
+
+        async with asyncio.timeout(30):
+            while not await fleet.store.spans(fleet.made[0].id):
+                said = await send()
+    assert said["partialSuccess"]["rejectedSpans"] == "1"  # type: ignore[index]
+    (kept,) = await fleet.store.spans(fleet.made[0].id)
+    assert (kept.name, kept.attempt) == ("look", 1)
+
+
+async def test_health_of_a_server_without_a_policy(fleet):
+    async with httpx.AsyncClient() as http:
+        fresh = await http.get(f"{fleet.servers[0].url}/health")
+        assert (fresh.status_code, fresh.json()["policy_version"]) == (200, None)
+        await fleet.ask(await fleet.llm(fleet.servers[0]))
+        busy = (await http.get(f"{fleet.servers[0].url}/health")).json()
+        assert busy["policy_servers"] == {"healthy": 1, "total": 1}
+
+
+async def test_seeds_follow_from_the_place_in_the_run(fleet, open_server):
+    """Two runs of one plan, at the trainer's own gateway and elsewhere: the same seeds, but for another run's seed."""
+    seeds: list[list[int]] = []
+    for run, seed in (("first", 1), ("second", 1), ("third", 2)):
+        await fleet.store.put_run(Run(run, run))
+        fleet.made.clear()
+        served = [Upstream(fleet.fake.url, fleet.fake.model)]
+        await Owner(fleet.store, run, seed=seed).open(served, 0)
+        own = await open_server(fleet.store, served, run=run, seed=seed)
+        fleet.fake.requests.clear()
+        llm = await fleet.llm(own, run)
+        for place in (llm, replace(llm, base_url=f"{fleet.servers[0].url}/v1")):
+            await fleet.ask(place)
+            await fleet.ask(place, seed=11)
+        await fleet.ask(await fleet.llm(own, run))
+        seeds.append([request.body["seed"] for request in fleet.fake.requests])
+    first, second, third = seeds
+    assert first == second
+    assert first[1] == first[3] == 11, "an agent's own is kept"
+    assert len({*first, *third}) == 3 + 3 + 1
+    assert all(0 <= seed < 2**63 for seed in first)
