@@ -57,7 +57,9 @@ def kind(error: BaseException) -> Failure:
     # asyncpg says with an InterfaceError that a connection is closed, and with its DataError that a value has no place.
     if isinstance(error, asyncpg.InterfaceError) and not isinstance(error, ValueError):
         return Failure.LOST
-    return Failure.LOST if isinstance(error, OSError | TimeoutError | EOFError) else Failure.FINAL
+    # Its InternalClientError says that the server spoke out of turn, as one that goes down does.
+    broken = isinstance(error, OSError | TimeoutError | EOFError | asyncpg.InternalClientError)
+    return Failure.LOST if broken else Failure.FINAL
 
 
 def in_doubt(error: BaseException) -> bool:
