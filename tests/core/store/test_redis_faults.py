@@ -244,6 +244,22 @@ async def test_close_gives_up_what_cannot_be_sent(own_server: RedisServer) -> No
         await waiting
 
 
+async def test_a_server_that_becomes_a_replica_is_waited_for(own_server: RedisServer) -> None:
+    """As in a failover: until another takes over, or this one again, it may be read but not written."""
+    store, hasty = await opened(own_server.url()), await opened(own_server.url("timeout=0.1"))
+    own_server.command("REPLICAOF", "127.0.0.1", str(own_server.port))
+    with pytest.raises(UnavailableError, match="read only replica"):
+        await hasty.put_state("run", "k", 0)
+    waiting = asyncio.create_task(store.put_state("run", "k", 1))
+    await asyncio.wait([waiting], timeout=0.1)
+    assert not waiting.done()
+    own_server.command("REPLICAOF", "NO", "ONE")
+    await waiting
+    assert await hasty.get_state("run", "k") == 1
+    await store.close()
+    await hasty.close()
+
+
 async def test_scripts_that_redis_forgot_are_told_again(redis_server: RedisServer) -> None:
     store = await opened(redis_server.url("prefix=flushed"))
     for number in range(3):

@@ -89,6 +89,11 @@ class Lane:
             self._wake.set()
         return call.waiter
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed, or its task ended with those of its loop."""
+        return self._task.done()
+
     async def close(self) -> None:
         """Answer what waits, then disconnect."""
         self._closing = True

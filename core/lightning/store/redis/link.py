@@ -37,6 +37,11 @@ class Link:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it is of no more use."""
+        return self.writes.ended or self.reads.ended
+
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """For the length of the block, the link is not closed."""

@@ -20,9 +20,8 @@ from lightning.store.redis.standing import columns_of, position_of, read_rollout
 from lightning.store.redis.wire import Reply
 from lightning.types import Lease, Rollout, Status
 
-CREATED_AT_ONCE: Final = 5000
-"""Rollouts in one script: Redis answers nobody else meanwhile."""
-LEASED_AT_ONCE: Final = 1_000_000
+LEASED_AT_ONCE: Final = 10_000
+"""Rollouts in one lease at most: Redis answers nobody else meanwhile."""
 SMALLEST_LOOK, LARGEST_LOOK = 100, 1000
 """Rollouts looked at in one go when a page is filtered."""
 _RELEASE_TRIES: Final = 100

@@ -27,8 +27,6 @@ class Script:
     name: str
     text: str
     sha: bytes
-    keys: int
-    arguments: int
 
 
 def _load(name: str) -> Script:
@@ -40,7 +38,7 @@ def _load(name: str) -> Script:
     head.append(f"local MORE, REST = {len(keys)}, {len(arguments)}")
     text = "\n".join((*head, common, body))
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest().encode()
-    return Script(name, text, sha, len(keys) - 1, len(arguments) - 1)
+    return Script(name, text, sha)
 
 
 def _named(body: str, what: str) -> Sequence[str]:

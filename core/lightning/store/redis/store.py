@@ -105,7 +105,7 @@ class RedisStore:
     def _link_here(self) -> Link:
         loop = asyncio.get_running_loop()
         with self._lock:
-            for other in [other for other in self._links if other.is_closed()]:
+            for other in [other for other, link in self._links.items() if other.is_closed() or link.ended]:
                 del self._links[other]
             if loop not in self._links:
                 self._links[loop] = Link(self._settings, self._keys, self._greet)

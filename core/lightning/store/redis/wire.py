@@ -17,6 +17,10 @@ from redis.asyncio.connection import Connection, SSLConnection
 from lightning.errors import LightningError, SchemaError, StoreError, UnavailableError
 from lightning.store.redis.settings import Settings
 
+_WAIT: Final = ("READONLY", "MASTERDOWN", "BUSY ")
+_WAIT_KINDS: Final = (exceptions.ReadOnlyError, exceptions.MasterDownError)
+"""What a server answers, to a command or from inside a script, while another takes over from it or a script takes long."""
+
 Command = Sequence[bytes]
 Reply = Any
 """Bytes, integers, None, lists of them, or the error that a command was answered with."""
@@ -33,9 +37,7 @@ def away(error: BaseException) -> bool:
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError | ssl.SSLCertVerificationError):
         return False
     if isinstance(error, exceptions.ResponseError):
-        return isinstance(error, exceptions.ReadOnlyError | exceptions.MasterDownError) or str(error).startswith(
-            "BUSY "
-        )
+        return any(word in str(error) for word in _WAIT) or isinstance(error, _WAIT_KINDS)
     return isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError | EOFError)
 
 
@@ -56,19 +58,19 @@ def translate(error: BaseException, settings: Settings) -> LightningError:
         return StoreError(
             f"{where} is out of memory: raise its maxmemory or delete old runs; everything acknowledged is kept ({text})"
         )
-    if text.startswith("MISCONF") or (isinstance(error, exceptions.ResponseError) and "MISCONF" in text):
+    if "MISCONF" in text:
         return StoreError(
             f"{where} cannot write to its disk: free some space there; everything acknowledged is kept ({text})"
         )
     if isinstance(error, exceptions.MovedError | exceptions.ClusterError):
         return StoreError(f"{where} is a Redis Cluster, which cannot keep a store: use a single server ({text})")
-    if "WRONGTYPE" in text or "cjson" in text or "user_script" in text:
-        return SchemaError(f"{where} is damaged or holds what is not its own ({text}): restore it from a backup")
     if away(error):
         return UnavailableError(
             f"{where} cannot be reached or does not answer: check that Redis runs there; what was acknowledged is kept, "
             f"asking again may help ({text})"
         )
+    if "WRONGTYPE" in text or "cjson" in text or "user_script" in text:
+        return SchemaError(f"{where} is damaged or holds what is not its own ({text}): restore it from a backup")
     return StoreError(f"{where} refused the operation ({text})")
 
 

@@ -17,25 +17,15 @@ end
 local before = recalled()
 if before then return give(before) end
 
-local ready, spent = {}, 0
+local ready, spent = {}, {}
 for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do
   local position = stand(standing, rollout)
   if position.spent >= position.max then
-    close(attempts, rollout, position, 'expired', {})
-    let_go(leases, held, rollout, position)
-    move(rollout, running, failed)
-    position.error = "the lease of worker '" .. position.worker .. "' expired on attempt " .. position.attempt
-      .. ', the last one allowed'
-    position.status, position.fault, position.worker = 'failed', 'infrastructure', nil
-    settle(standing, rollout, position)
-    tally(uses, position, 'failed')
-    spent = spent + 1
+    spent[#spent + 1] = {rollout, position}
   else
     ready[#ready + 1] = {tonumber(redis.call('ZSCORE', running, rollout)), rollout, position}
   end
 end
-if spent > 0 then changed(changes) end
-
 limit = tonumber(limit)
 if limit > 0 then
   local fresh = redis.call('ZRANGE', pending, 0, limit - 1, 'WITHSCORES')
@@ -44,6 +34,19 @@ if limit > 0 then
   end
 end
 table.sort(ready, function(a, b) return a[1] < b[1] end)
+
+for _, each in ipairs(spent) do
+  local rollout, position = each[1], each[2]
+  close(attempts, rollout, position, 'expired', {})
+  let_go(leases, held, rollout, position)
+  move(rollout, running, failed)
+  position.error = "the lease of worker '" .. position.worker .. "' expired on attempt " .. position.attempt
+    .. ', the last one allowed'
+  position.status, position.fault, position.worker = 'failed', 'infrastructure', nil
+  settle(standing, rollout, position)
+  tally(uses, position, 'failed')
+end
+if #spent > 0 then changed(changes) end
 
 local till = string.format('%.6f', tonumber(now) + tonumber(ttl))
 local begun = {till}
