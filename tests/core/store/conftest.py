@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lightning.store import Store
+from lightning.store import Store, sqlite_url
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.postgres import PostgresStore
@@ -83,6 +83,14 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Calla
     yield make
     for url in served:
         request.getfixturevalue("control").remove(url)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store that other processes can open too."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("postgres_url")())
+    return sqlite_url(tmp_path / "store.db")
 
 
 @pytest.fixture

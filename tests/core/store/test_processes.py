@@ -1,4 +1,4 @@
-"""Several processes on one file: nothing acknowledged is lost by `kill -9`, and no rollout is leased twice."""
+"""Several processes on one database: nothing acknowledged is lost by `kill -9`, and no rollout is leased twice."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from lightning.store.sqlite import SqliteStore
+from lightning.plugins import plugins
 from lightning.types import Outcome, Rollout, Run, Status, Task
 
 APPEND = """
     import asyncio, os, sys
-    from lightning.store.sqlite import SqliteStore
+    from lightning.store.plugin import register_stores
     from lightning.types import Rollout, Task, Transition, logprobs, token_ids
 
-    async def main(path):
-        store = SqliteStore(path)
+    async def main(url):
+        stores = {}
+        register_stores(stores.__setitem__)
+        store = stores[url.partition(":")[0]](url)
         await store.open()
         names = [f"r{i}" for i in range(8)]
         await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in names])
@@ -40,12 +41,13 @@ APPEND = """
 """
 WORK = """
     import asyncio, random, sys
-    from lightning.errors import StaleAttemptError
-    from lightning.store.sqlite import SqliteStore
+    from lightning.store.plugin import register_stores
     from lightning.types import Outcome
 
     async def main(path, worker):
-        store = SqliteStore(path)
+        stores = {}
+        register_stores(stores.__setitem__)
+        store = stores[url.partition(":")[0]](url)
         await store.open()
         rng = random.Random(worker)
         while held := await store.lease("run", worker, limit=rng.randint(1, 4), ttl=3600):
@@ -72,9 +74,8 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
 @pytest.mark.parametrize("after", [1, 60, 400])
-async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, after: int) -> None:
-    path = tmp_path / "store.db"
-    process = start(APPEND, str(path))
+async def test_what_was_acknowledged_survives_kill_9(store_url: str, after: int) -> None:
+    process = start(APPEND, store_url)
     assert process.stdout is not None
     assert process.stderr is not None
     lines = [process.stdout.readline() for _ in range(after)]
@@ -85,7 +86,7 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, after: int)
     process.stderr.close()
     acknowledged = {(name, int(seq)) for name, seq in (line.split() for line in lines if line.endswith("\n"))}
     assert len(acknowledged) >= after
-    store = SqliteStore(path)
+    store = plugins().store(store_url)
     await store.open()
     stored = await store.transitions_of([(f"r{i}", 1) for i in range(8)])
     assert acknowledged <= {(t.rollout, t.seq) for calls in stored for t in calls}
@@ -95,14 +96,13 @@ async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, after: int)
     await store.close()
 
 
-async def test_many_processes_never_hold_one_attempt_twice(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = SqliteStore(path)
+async def test_many_processes_never_hold_one_attempt_twice(store_url: str) -> None:
+    store = plugins().store(store_url)
     await store.open()
     await store.put_run(Run("run", "run"))
     names = [f"r{i}" for i in range(150)]
     await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in names])
-    workers = [start(WORK, str(path), f"w{i}") for i in range(4)]
+    workers = [start(WORK, store_url, f"w{i}") for i in range(4)]
     outputs = [worker.communicate(timeout=120) for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * 4, outputs
     events = [tuple(line.split()) for out, _ in outputs for line in out.splitlines()]
