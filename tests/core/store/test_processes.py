@@ -44,7 +44,7 @@ WORK = """
     from lightning.store.plugin import register_stores
     from lightning.types import Outcome
 
-    async def main(path, worker):
+    async def main(url, worker):
         stores = {}
         register_stores(stores.__setitem__)
         store = stores[url.partition(":")[0]](url)
