@@ -24,7 +24,7 @@ from lightning.gateway.identity import ROLLOUT_HEADER
 CLIENTS = 32_768
 """Tokens and addresses that are remembered at most."""
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
-OPEN = ("/health", "/version", "/openapi.json")
+OPEN = ("/health", "/openapi.json")
 """Ends of the paths that need no token, so that an answer there says nothing of one."""
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 

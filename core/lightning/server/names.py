@@ -12,8 +12,18 @@ from lightning.errors import DataError
 from lightning.store.protocol import Alias
 from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout
 
+LONGEST_ID = 512
 RESERVED = "project::"
 """Begins the stored name of every resource of a project that has a name."""
+
+
+def check_id(identity: str, what: str) -> None:
+    """Raise `DataError` for what no database and no log should get as a name: nothing, control characters, endless text."""
+    if not 0 < len(identity) <= LONGEST_ID or not identity.isprintable():
+        raise DataError(
+            f"{identity[:80]!r} cannot name a {what}: use 1 to {LONGEST_ID} printable characters; lightning.types.new_id() "
+            "makes a name"
+        )
 
 
 class Names:

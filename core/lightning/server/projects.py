@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.server.names import Names
+from lightning.server.names import Names, check_id
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store, Watch
 from lightning.store.rules import unknown_rollout
 from lightning.types import (
@@ -127,12 +127,11 @@ class ProjectStore:
     async def put_run(self, run: Run) -> Run:
         """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
         `ConflictError` when another project has the id."""
+        check_id(run.id, "run")
         if self._project is None:
             return await self._store.put_run(run)
         if run.project not in (DEFAULT_PROJECT, self._project):
             raise DataError(f"run {run.id!r} is of project {run.project!r}, and the token of {self._project!r}")
-        if run.id == WHOLE_STORE:
-            raise DataError("a run needs an id: lightning.types.new_id('run') makes one")
         stored = await self._store.put_run(replace(run, project=self._project))
         if stored.project != self._project:
             raise ConflictError(f"the id {run.id!r} of a run is taken: choose another one")
@@ -164,6 +163,8 @@ class ProjectStore:
         """See `Store.create_rollouts`. Raises `StoreError` for a run that is not there."""
         for run in dict.fromkeys(rollout.run for rollout in rollouts):
             await self._check_run(run)
+        for rollout in rollouts:
+            check_id(rollout.id, "rollout")
         try:
             return await self._store.create_rollouts([self._names.rollout_in(rollout) for rollout in rollouts])
         except ConflictError as error:
@@ -199,6 +200,7 @@ class ProjectStore:
         """See `Store.lease`. Workers of two projects may have one name and stay two."""
         if not await self._sees_run(run):
             return []
+        check_id(worker, "worker")
         leases = await self._store.lease(run, self._names.worker_in(worker), limit=limit, ttl=ttl)
         return [self._names.lease_out(lease) for lease in leases]
 
@@ -297,6 +299,7 @@ class ProjectStore:
 
     async def _check_state(self, run: str, key: str) -> None:
         await self._check_run(run)
+        check_id(key, "key of the state")
         if is_secret(key):
             raise StoreError(f"the state {key!r} is a secret of the servers: use a key without the word secret")
 

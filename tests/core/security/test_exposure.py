@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
+from lightning.gateway.guard import is_loopback
 from lightning.server.auth import issue_token
 from lightning.server.exposure import AUTOMATIC, check_exposure
+from lightning.server.stateless import serve_store
 from lightning.store import Store
+from lightning.store.url import sqlite_url
 from lightning.types import Scope
 
 
@@ -37,3 +42,17 @@ async def test_a_servers_own_a_revoked_or_an_expired_token_is_none(changes: dict
     await store.put_token(replace(token, created_at=time.time(), **changes))
     with pytest.raises(ConfigError, match="nobody has made a token"):
         await check_exposure(store, "0.0.0.0")
+
+
+def test_every_default_address_is_loopback() -> None:
+    config = Config()
+    for host in (config.gateway.host, config.server.host, config.policy_server.host):
+        assert is_loopback(host)
+
+
+async def test_a_server_asks_before_it_listens(tmp_path: Path) -> None:
+    url, config = sqlite_url(tmp_path / "a.db"), with_settings(Config(), {"server.host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match="nobody has made a token"):
+        async with serve_store(url, config, tmp_path):
+            raise AssertionError("it listens")
+    assert not list(tmp_path.glob("*-token")), "no token was made of its own accord"

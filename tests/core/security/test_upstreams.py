@@ -224,3 +224,18 @@ async def test_no_request_chooses_the_upstream(store: Store) -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
         writer.close()
     assert asked == []
+
+
+async def test_no_credential_of_an_agent_is_passed_on(store: Store) -> None:
+    heard: list[dict[str, str]] = []
+
+    async def hear(request: web.Request) -> web.Response:
+        heard.append({name.lower(): value for name, value in request.headers.items()})
+        return web.Response(status=400, text="{}")
+
+    sent = {"cookie": "s=1", "proxy-authorization": "Basic x", "x-api-key": "k", "api-key": "k", "traceparent": "kept"}
+    async with listening(hear) as url, gateway_before(store, Upstream(url, "m")) as llm, client_of(llm) as client:
+        await client.post("/v1/chat/completions", json=CHAT, headers=sent)
+    (last,) = [headers for headers in heard if "traceparent" in headers]
+    assert not {"authorization", "cookie", "proxy-authorization", "x-api-key", "api-key"} & set(last)
+    assert llm.api_key not in repr(heard)
