@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.errors import ConfigError
-from lightning.store.url import sqlite_url
+from lightning.store.reference import DATABASE, store_in
 from lightning.trainer.runs import run_id_of
-
-DATABASE = "lightning.db"
 
 
 def locate(run: str, runs: Path) -> tuple[str, str]:
     """The store's URL and the run's id. Raises `ConfigError` naming where it looked."""
     for folder in (Path(run), runs / run):
-        if (folder / DATABASE).is_file():
-            return sqlite_url((folder / DATABASE).resolve()), run_id_of(folder)
+        if url := store_in(folder):
+            return url, run_id_of(folder)
     raise ConfigError(
-        f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}. `lightning runs` lists what there is"
+        f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}, or a run.json that names a store. "
+        "`lightning runs` lists what there is"
     )

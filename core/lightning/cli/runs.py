@@ -15,11 +15,11 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from lightning.cli.locate import DATABASE
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
+from lightning.store.reference import DATABASE, store_in
 from lightning.store.url import sqlite_url
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import run_id_of
@@ -88,7 +88,7 @@ def show(
 ) -> None:
     """Show one run: its steps and its rollouts."""
     place = where or str(context.obj or "runs")
-    if (Path(run) / DATABASE).is_file():
+    if store_in(Path(run)):
         place, run = run, run_id_of(Path(run))
     for url in databases(place):
         found = asyncio.run(with_store(url, _details(run, step)))
@@ -114,8 +114,8 @@ def databases(where: str) -> list[str]:
         if where == "runs":
             return []
         raise ConfigError(f"{where} is neither a folder nor a database: give a folder of runs, or a run's folder")
-    files = [path / DATABASE, *sorted(path.glob(f"*/{DATABASE}"))]
-    return [sqlite_url(file) for file in files if file.is_file()]
+    folders = [path, *sorted(file.parent for file in path.glob("*/*") if file.name in (DATABASE, "run.json"))]
+    return list(dict.fromkeys(url for folder in folders if (url := store_in(folder))))
 
 
 async def with_store(url: str, read: Callable[[Store], Awaitable[T]]) -> T:

@@ -117,6 +117,8 @@ class ServerDelivery:
 
     async def release(self) -> None:
         """See `Delivery.release`. When no server answers, leases expire by themselves."""
+        if not self._used:
+            return
         try:
             await self.store.release(self.worker)
         except UnavailableError as error:

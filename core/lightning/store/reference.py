@@ -5,6 +5,7 @@ The invariant: a reference names one resource, and one that leads nowhere is an 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from lightning.types import Resource
 
 PREFIX = "resource:"
 """Begins a setting that names a resource instead of giving its content."""
+
+
+DATABASE = "lightning.db"
+"""The file in a run's folder, unless its run is kept elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +56,24 @@ async def find(store: Store, reference: Reference) -> Resource:
     raise StoreError(f"there is no resource {reference}; there are: {known}{', '.join(there) or 'none'}")
 
 
+def store_in(folder: Path) -> str:
+    """The URL of the store of a run in a folder: the database there, else what its `run.json` names; empty for neither."""
+    if (folder / DATABASE).is_file():
+        return sqlite_url((folder / DATABASE).resolve())
+    try:
+        kept = json.loads((folder / "run.json").read_text())["store"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # a run that failed to start, or of a release that named none
+    return kept if isinstance(kept, str) else ""
+
+
 def existing_store(place: str) -> str:
     """The URL of the store at a place: a run's folder, a database file, or a URL. Raises `ConfigError` for a file that is not
     there, since opening it would make an empty one."""
     url = place
     if "://" not in place:
         path = Path(place)
-        url = sqlite_url((path / "lightning.db" if path.is_dir() else path).resolve())
+        url = store_in(path) or sqlite_url((path / DATABASE if path.is_dir() else path).resolve())
     where = parse(url)
     if where.scheme == "sqlite" and not Path(where.path).is_file():
         raise ConfigError(

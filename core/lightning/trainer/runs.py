@@ -16,6 +16,7 @@ from lightning.config import Config
 from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
+from lightning.store.url import split_userinfo
 from lightning.types import Json, Run
 
 MAY_CHANGE = (
@@ -119,12 +120,18 @@ def run_id_of(folder: Path) -> str:
         raise ConfigError(f"{folder / RUN_FILE} cannot be read ({error}): restore it, or give another `out`") from error
 
 
-def name_folder(folder: Path, run: str) -> None:
-    """Write the run's id into its folder, once and whole."""
+def name_folder(folder: Path, run: str, store: str = "") -> None:
+    """Write the run's id into its folder, once and whole, and where it is kept, when that is another place.
+
+    `store` is a URL; its password is left out.
+    """
     if (folder / RUN_FILE).exists():
         return
     unfinished = folder / f".{RUN_FILE}"
-    unfinished.write_text(json.dumps({"id": run}) + "\n")
+    user, bare = split_userinfo(store)
+    name = user.partition(":")[0]
+    named = bare.replace("://", f"://{name}@", 1) if name else bare
+    unfinished.write_text(json.dumps({"id": run} | ({"store": named} if store else {})) + "\n")
     unfinished.replace(folder / RUN_FILE)
 
 

@@ -27,7 +27,7 @@ from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.protocol import Store
-from lightning.store.url import sqlite_url
+from lightning.store.url import parse, sqlite_url
 from lightning.tracking import Trackers
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
@@ -212,7 +212,7 @@ class Trainer:
 
     async def _begin(self, resources: AsyncExitStack, stack: Stack) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over."""
-        name_folder(self.out, stack.run.id)
+        name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
         await stack.prompts.keep(stack.store, stack.run.id)
         await stack.tell_how_to_call()
@@ -249,6 +249,15 @@ class Trainer:
 
     def _url(self) -> str:
         return self._store_url or sqlite_url((self.out / "lightning.db").resolve())
+
+    def _elsewhere(self) -> str:
+        """The URL of a store outside the run's folder, as it is understood from any folder; empty when there is none."""
+        if self._store_url is None:
+            return ""
+        where = parse(self._store_url)
+        if where.scheme != "sqlite":
+            return self._store_url
+        return sqlite_url(Path(where.path).resolve(), sync=where.options.get("sync", ""))
 
     def _optimizer(self) -> OptimizerConfig:
         engine = self.config.engine

@@ -12,6 +12,8 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
+from lightning.store.reference import existing_store, store_in
+from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 
@@ -134,6 +136,16 @@ async def test_a_check_writes_nothing() -> None:
     await store.open()
     await check_run(store, "run", _described(), resume=True)
     assert await store.list_runs() == []
+
+
+def test_a_folder_says_where_its_run_is_kept_and_no_password(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert store_in(folder) == ""
+    name_folder(folder, "run", "postgresql://me:secret@host/database?schema=a")
+    assert store_in(folder) == existing_store(str(folder)) == "postgresql://me@host/database?schema=a"
+    (folder / "lightning.db").touch()
+    assert store_in(folder) == sqlite_url(folder / "lightning.db"), "its own comes first"
 
 
 def test_a_renamed_folder_keeps_its_run(tmp_path: Path) -> None:
