@@ -55,13 +55,13 @@ class File:
 
 
 class Redis:
-    """Redis, every command of which is in its append-only file before it is answered."""
+    """Redis, every command of which is in its append-only file, and on the disk, before it is answered."""
 
     is_process = True
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        self._server = RedisServer(folder, appendfsync="everysec")
+        self._server = RedisServer(folder)
         self._runs = False
 
     @property
