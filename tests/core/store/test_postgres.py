@@ -373,7 +373,7 @@ async def test_operations_that_lock_one_another_are_sorted_out(store: PostgresSt
         return operation
 
     assert await asyncio.gather(store._write(take("a", "b")), store._write(take("b", "a"))) == ["a", "b"]
-    assert len(tries) == 3
+    assert len(tries) > 2
 
 
 async def test_a_failed_operation_leaves_no_parent_behind(
