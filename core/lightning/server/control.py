@@ -15,7 +15,7 @@ from lightning.errors import ConfigError
 from lightning.gateway import Gateway
 from lightning.runner.report import report
 from lightning.server.agents import Agents
-from lightning.server.api import Api
+from lightning.server.api import Api, Limits
 from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, digest_of, issue_token
 from lightning.server.exposure import AUTOMATIC
 from lightning.store.protocol import Store
@@ -28,13 +28,14 @@ RUNNER_FILE = "runner-token"
 class Control:
     """The control API on a gateway that has not started yet. Close it before the gateway.
 
-    `public_url` is where clients reach the port; empty: where the gateway listens.
+    Clients reach the port at `server.public_url`; where that is empty, at the address where the gateway listens.
     """
 
-    def __init__(self, store: Store, gateway: Gateway, public_url: str = "") -> None:
-        self._gateway, self._public_url = gateway, public_url.rstrip("/")
+    def __init__(self, store: Store, gateway: Gateway, config: Config) -> None:
+        self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
         agents = Agents(gateway, self._public_url)
-        self._api = Api(store, Authenticator(store), finish=report, llm_for=agents.llm_for)
+        limits = Limits(body_bytes=config.gateway.max_body_bytes)
+        self._api = Api(store, Authenticator(store), finish=report, llm_for=agents.llm_for, limits=limits)
         gateway.mount(self._api)
 
     @property

@@ -56,7 +56,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         settings = on_server_port(config).gateway
         gateway = Gateway(store, [], settings, secret=await gateway_secret(store), shared=True)
         resources.push_async_callback(gateway.close)
-        control = Control(store, gateway, config.server.public_url)
+        control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
         await gateway.start()
         admin = await first_admin_token(store, folder)

@@ -212,7 +212,7 @@ async def open_server(
     """`open_gateway` on the port of the section `server`, with the control API on it."""
     gateway = await make_gateway(store, policy, on_server_port(config), run, shared=True)
     resources.push_async_callback(gateway.close)
-    control = Control(store, gateway, config.server.public_url)
+    control = Control(store, gateway, config)
     resources.push_async_callback(control.close)
     await gateway.start()
     return gateway, control

@@ -115,7 +115,7 @@ class Site:
 
     async def start(self) -> Server:
         gateway = Gateway(self.store, [], self.config.gateway, secret=await gateway_secret(self.store), shared=True)
-        control = Control(self.store, gateway)
+        control = Control(self.store, gateway, self.config)
         await gateway.start()
         wire = Wire(int(gateway.url.rpartition(":")[2]))
         await wire.mend()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
@@ -107,7 +107,7 @@ class Api:
             body = await self._body(route, scope, receive)
             call = Call(principal, self._projects.of(principal.project), self._services, path, query, body)
             if route is records.WATCH and _wants_events(scope):
-                await self._stream(call, receive, send)
+                await self._stream(call, _authorization(scope), receive, send)
                 return
             answered = await route.handler(call)
             await answer(send, 200, await _beside(route, _written, route, answered))
@@ -118,15 +118,14 @@ class Api:
         payload = await read_body(scope, receive, self._limits.body_bytes)
         return await _beside(route, _read, route, payload)
 
-    async def _stream(self, call: Call[Any, None], receive: Receive, send: Send) -> None:
+    async def _stream(self, call: Call[Any, None], authorization: str, receive: Receive, send: Send) -> None:
         asked = call.query
 
         async def wait(since: str, timeout: float) -> Changed:
-            key = (call.principal.project, asked.run)
-            return await self._services.watchers.wait(call.store, key, asked.run, since, timeout)
+            changed = await records.watch(replace(call, query=replace(asked, since=since, timeout=timeout)))
+            await self._authenticator.principal(authorization)  # a token that was revoked meanwhile hears no more
+            return changed
 
-        if not asked.run:
-            call.principal.require()
         await stream(send, receive, wait, asked.since, self._stopped)
 
     @contextmanager

@@ -1,12 +1,13 @@
 """Answers that go on: changes as server-sent events.
 
-The invariant: a stream ends when its client goes, when the server stops, or after `LONGEST`, and a client that goes on with the
-last event's `since` misses nothing.
+The invariant: a stream ends when its client goes, when the server stops, or when the next wait fails (the store is away, the
+token was revoked), and a client that goes on with the last event's `since` misses nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
@@ -14,18 +15,15 @@ from starlette.types import Receive, Send
 from lightning.store import wire
 from lightning.store.messages import Changed
 
+log = logging.getLogger(__name__)
 PING = 15.0
 """Seconds without a change until a comment is sent, which keeps proxies from cutting the stream."""
-LONGEST = 3600.0
-"""Seconds of one stream; a token that was revoked does not read on for longer."""
 
 
 async def stream(
     send: Send, receive: Receive, wait: Callable[[str, float], Awaitable[Changed]], since: str, stopped: asyncio.Event
 ) -> None:
     """Send an event for each change; `wait(since, timeout)` waits for the next. Raises what the first `wait` raises."""
-    loop = asyncio.get_running_loop()
-    ends = loop.time() + LONGEST
     first = await wait(since, 0)
     headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -33,13 +31,16 @@ async def stream(
     gone = asyncio.create_task(_gone(receive))
     try:
         since = first.since
-        while not gone.done() and not stopped.is_set() and loop.time() < ends:
+        while not gone.done() and not stopped.is_set():
             waiting = asyncio.ensure_future(wait(since, PING))
             try:
                 await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 waiting.cancel()
             if gone.done():
+                break
+            if (fault := waiting.exception()) is not None:
+                log.info("a stream of changes ends: %s", fault)
                 break
             changed = waiting.result()
             since = changed.since

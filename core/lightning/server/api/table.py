@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from lightning.errors import DataError
@@ -118,13 +119,19 @@ class Route:
 
 def query_of(route: Route, given: list[tuple[str, str]]) -> Any:
     """The query of a request as the route's own type. Raises `DataError` for unknown, repeated and impossible parameters."""
+    if not given:
+        return route.query()
     found = dict(given)
     if len(found) != len(given):
         raise DataError("the query has a parameter twice: send each of them once")
-    known = parameters(route.query)
-    wire.check_names(found, known, "the query")
-    hints = get_type_hints(route.query)
+    hints = _hints(route.query)
+    wire.check_names(found, hints, "the query")
     return route.query(**{name: _parsed(text, hints[name], name) for name, text in found.items()})
+
+
+@cache
+def _hints(query: type) -> dict[str, Any]:
+    return get_type_hints(query)
 
 
 def parameters(query: type) -> dict[str, Field[Any]]:

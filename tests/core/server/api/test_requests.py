@@ -96,7 +96,7 @@ async def test_pages_end_where_they_should(world: World) -> None:
         ("POST", "/leases", {"run": "run"}, 400, "lacks 'worker'"),
         ("POST", "/leases", {"run": "run", "worker": "w", "amount": 2}, 400, "no field 'amount'"),
         ("POST", "/leases", {"run": "run", "worker": "w", "ttl": "NaN"}, 400, "ttl"),
-        ("POST", "/leases", {"run": "run", "worker": ""}, 400, "name of its worker"),
+        ("POST", "/leases", {"run": "run", "worker": ""}, 400, "cannot name a worker"),
         ("POST", "/runs", {"id": "r", "name": "n" * 200_000}, 413, "the limit is 100000"),
         ("POST", "/tokens", {"id": "t", "scope": "runner", "digest": "hunter2"}, 400, "SHA-256"),
         ("POST", "/tokens", {"id": "t", "scope": "runner", "digest": "a" * 64, "project": "*"}, 400, "one project"),

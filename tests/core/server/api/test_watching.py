@@ -138,3 +138,17 @@ def event(message: dict[str, Any]) -> dict[str, Any]:
     assert (name, rest) == ("event: changed", ["", ""])
     found: dict[str, Any] = json.loads(data.removeprefix("data: "))
     return found
+
+
+async def test_a_revoked_token_hears_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.0)
+    sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    scope = connection("GET", "/watch?run=run", (*world.authorization("viewer"), (b"accept", b"text/event-stream")))
+    serving = asyncio.create_task(world.api(scope, asyncio.Event().wait, sent.put))  # type: ignore[arg-type]
+    for _ in range(2):
+        await asyncio.wait_for(sent.get(), 5)
+    await world.store.revoke_token(world.tokens["viewer"].split("_")[1])
+    await add(world, "run/1")
+    last = await asyncio.wait_for(sent.get(), 5)
+    assert (last["body"], last["more_body"]) == (b"", False)
+    await asyncio.wait_for(serving, 5)
