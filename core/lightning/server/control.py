@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.gateway import Gateway
+from lightning.gateway.guard import is_loopback
 from lightning.runner.report import report
 from lightning.server.agents import Agents
 from lightning.server.api import Api, Limits
@@ -31,7 +33,8 @@ class Control:
     Clients reach the port at `server.public_url`; where that is empty, at the address where the gateway listens.
     """
 
-    def __init__(self, store: Store, gateway: Gateway, config: Config) -> None:
+    def __init__(self, store: Store, gateway: Gateway, config: Config | None = None) -> None:
+        config = config or Config()
         self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
         agents = Agents(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
@@ -49,8 +52,12 @@ class Control:
 
 
 def on_server_port(config: Config) -> Config:
-    """The configuration with the gateway on the port of the section `server`."""
-    return with_settings(config, {"gateway.host": config.server.host, "gateway.port": config.server.port})
+    """The configuration with the gateway on the port of the section `server`, under the name that clients know it by."""
+    settings: dict[str, object] = {"gateway.host": config.server.host, "gateway.port": config.server.port}
+    name = urlsplit(config.server.public_url).hostname
+    if name and is_loopback(config.server.host):  # a proxy is before it, and passes the name on
+        settings["gateway.limits.hosts"] = [*config.gateway.limits.hosts, name]
+    return with_settings(config, settings)
 
 
 async def first_admin_token(store: Store, folder: Path) -> Path | None:
