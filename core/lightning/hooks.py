@@ -85,7 +85,7 @@ def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
 
 
 @hookspec
-def lightning_redact(text: str, where: str) -> str | None:  # type: ignore[empty-body]
+def lightning_redact(text: str, where: str) -> str | None:
     """Return what is to be stored instead of a text, or None to leave it as it is.
 
     Asked of every text of an attempt before it is stored, after credentials were left out of it: `where` is `outcome.error`,

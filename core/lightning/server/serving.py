@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.config import Config
-from lightning.errors import ConfigError, PolicyServerError
+from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer
+from lightning.server.exposure import check_exposure
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.runs import claim_folder
 from lightning.trainer.stack import open_gateway
 from lightning.types import LLM, Rollout, Run, Task, new_id
-
-LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +58,17 @@ class Serving:
 
 @asynccontextmanager
 async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serving]:
-    """Serve a model folder through a gateway that records into `folder`. Raises what the rooms raise."""
-    if config.gateway.host not in LOOPBACK:
-        raise ConfigError(
-            f"gateway.host is {config.gateway.host}: this server has no transport security, so it binds loopback only; "
-            "put a TLS proxy in front of it and leave gateway.host at 127.0.0.1"
-        )
+    """Serve a model folder through a gateway that records into `folder`.
+
+    Raises `ConfigError` for a bind beyond loopback before anybody has made a token, and what the rooms raise.
+    """
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
         store = plugins().store(sqlite_url(database))
         await store.open()
         resources.push_async_callback(store.close)
+        await check_exposure(store, config.gateway.host, place=sqlite_url(database))
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
         policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
         resources.push_async_callback(policy.close)

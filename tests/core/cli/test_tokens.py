@@ -14,7 +14,9 @@ from lightning.cli.tokens import seconds
 from lightning.errors import ConfigError
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
+from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
+from lightning.testing.control import ControlServer
 from lightning.types import Scope
 
 Lightning = Callable[..., Any]
@@ -94,3 +96,19 @@ def test_times_are_read(text: str, value: float) -> None:
 def test_what_is_no_time_is_said(text: str) -> None:
     with pytest.raises(ConfigError, match="no time"):
         seconds(text)
+
+
+def test_tokens_are_made_through_a_server(
+    lightning: Lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ControlServer() as server:
+        place, admin = server.add(SqliteStore(tmp_path / "served.db"))
+        monkeypatch.setenv("LIGHTNING_TOKEN", admin)
+        made = lightning("token", "create", "viewer", "--store", place)
+        assert made.code == 0, made.err
+        identity = made.out.split("_")[1]
+        assert identity in lightning("token", "ls", "--store", place).out
+        assert lightning("token", "revoke", identity, "--store", place).code == 0
+        monkeypatch.setenv("LIGHTNING_TOKEN", made.out.strip())
+        refused = lightning("token", "ls", "--store", place)
+    assert (refused.code, "revoked" in refused.err) == (2, True)
