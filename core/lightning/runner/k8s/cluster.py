@@ -65,14 +65,20 @@ class Cluster:
         await self._client.close()
 
     async def create(self, path: str, body: Object) -> Object:
-        """Create an object in `path` (`pods`, `jobs`, `secrets`); one of this name that is there already is left as it is."""
+        """Create an object in `path` (`pods`, `jobs`, `secrets`), or return the one of this name that is there already.
+
+        A Secret is made anew then: the right to read Secrets is not asked for.
+        """
         name = body["metadata"]["name"]
         try:
             return await self._call("POST", path, f"creating {_ONE[path]}", body=body)
         except ClusterError as error:
             if error.status != 409:  # ours: names are random, and an answer may have been lost
                 raise
+        if path != "secrets":
             return await self.get(path, name)
+        await self.delete(path, name)
+        return await self._call("POST", path, f"creating {_ONE[path]}", body=body)
 
     async def get(self, path: str, name: str) -> Object:
         """One object. Raises `ClusterError` with status 404 when there is none."""
@@ -216,6 +222,7 @@ async def _authenticate(config: KubernetesConfig, settings: Configuration) -> st
             load_incluster_config(settings)  # type: ignore[no-untyped-call]
             return (ACCOUNT / "namespace").read_text().strip()
         file = config.kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+        _check_there(file)
         await load_kube_config(file, config.context or None, settings, persist_config=False)
         return _namespace(file, config.context)
     except (ConfigException, OSError, ValueError, KeyError, TypeError) as error:
@@ -223,6 +230,12 @@ async def _authenticate(config: KubernetesConfig, settings: Configuration) -> st
             f"no Kubernetes cluster to run agents in: {error}. Run the trainer in a pod with a service account, or name a "
             "kubeconfig by runner.k8s.kubeconfig (and runner.k8s.context)"
         ) from error
+
+
+def _check_there(file: str) -> None:
+    """Raise `FileNotFoundError` when none of the kubeconfigs is there: the loader would take that for an empty one."""
+    if not any(Path(part).is_file() for part in file.split(os.pathsep)):
+        raise FileNotFoundError(f"there is no kubeconfig at {file}")
 
 
 def inside(config: KubernetesConfig) -> bool:

@@ -102,8 +102,8 @@ class Jobs:
 
     async def _unfinished(self) -> int:
         """Rollouts of the run that wait or run, counted up to the limit."""
-        site, found = self._manifests.site, 0
+        site, found = self._manifests.site, set[str]()  # by id: one may be leased between the two questions
         for status in (Status.PENDING, Status.RUNNING):
             page = await site.store.list_rollouts(site.run, status=status, limit=self._limit)
-            found += len(page.rollouts)
-        return min(found, self._limit)
+            found |= {rollout.id for rollout in page.rollouts}
+        return min(len(found), self._limit)

@@ -10,18 +10,16 @@ import asyncio
 import logging
 
 from lightning.runner.k8s.cluster import Cluster, ClusterError, Object
+from lightning.runner.k8s.health import Pace
 
 logger = logging.getLogger(__name__)
-
-LONGEST_PAUSE = 30.0
-"""Seconds between tries while the API does not answer."""
 
 
 class Mirror:
     """Run `follow` in a task; `changed` is set whenever `objects` (by name) changed, for the reader to clear."""
 
-    def __init__(self, cluster: Cluster, path: str, selector: str, changed: asyncio.Event, pause: float = 1.0) -> None:
-        self._cluster, self._path, self._selector, self._pause = cluster, path, selector, pause
+    def __init__(self, cluster: Cluster, path: str, selector: str, changed: asyncio.Event, pace: Pace) -> None:
+        self._cluster, self._path, self._selector, self._pace = cluster, path, selector, pace
         self.objects: dict[str, Object] = {}
         self.changed, self.ready = changed, asyncio.Event()
 
@@ -41,7 +39,7 @@ class Mirror:
                     version = body["metadata"]["resourceVersion"]
                     self._heed(kind, body)
                     failures = 0
-                await asyncio.sleep(self._pause / 10)  # an API that ends each watch at once is not hurried
+                await asyncio.sleep(self._pace.pause / 10)  # an API that ends each watch at once is not hurried
             except ClusterError as error:
                 if error.status == 410:
                     version = ""
@@ -53,7 +51,7 @@ class Mirror:
                 failures += 1
                 if failures == 2:
                     logger.warning("%s; asking again", error)
-                await asyncio.sleep(min(LONGEST_PAUSE, self._pause * 2 ** min(failures, 10)))
+                await asyncio.sleep(min(self._pace.longest, self._pace.pause * 2 ** min(failures, 10)))
 
     async def _list(self) -> str:
         found, version = await self._cluster.list(self._path, self._selector)

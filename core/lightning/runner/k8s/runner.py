@@ -64,7 +64,7 @@ class KubernetesRunner:
         changed = asyncio.Event()
 
         def mirror(path: str) -> Mirror:
-            return Mirror(cluster, path, manifests.selector, changed, self._pace.pause)
+            return Mirror(cluster, path, manifests.selector, changed, self._pace)
 
         pods, each = mirror("pods"), self._config.k8s.mode == "job"
         kind: Kind = Jobs(cluster, manifests, mirror("jobs")) if each else Pool(cluster, manifests, pods)

@@ -142,7 +142,6 @@ class RayRunner:
         while not await self._started(cluster):
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        self._many_machines = await asyncio.to_thread(cluster.spans_machines)
 
     async def _started(self, cluster: RayCluster) -> bool:
         """Whether one more actor runs now."""
@@ -166,6 +165,7 @@ class RayRunner:
                 self._start_failed(wrong, hopeless=True)
                 return False
             break
+        self._many_machines = await asyncio.to_thread(cluster.spans_machines)
         host.ready, self._failed_starts = True, 0
         for _ in range(self._config.ray.agents_per_actor):
             self._places.put_nowait(host)

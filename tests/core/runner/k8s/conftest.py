@@ -6,14 +6,27 @@ import asyncio
 import copy
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from aiohttp import web
 
 Object = dict[str, Any]
+
+
+def _role() -> dict[str, list[str]]:
+    """The verbs by kind of the Role in docs/runners.md: nobody here may do more."""
+    page = (Path(__file__).parents[4] / "docs" / "runners.md").read_text()
+    written = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (role,) = [one for block in written for one in yaml.safe_load_all(block) if one["kind"] == "Role"]
+    return {kind: rule["verbs"] for rule in role["rules"] for kind in rule["resources"]}
+
+
+ROLE = _role()
 
 
 class FakeCluster:
@@ -109,6 +122,11 @@ class FakeCluster:
     def _refused(self, request: web.Request, kind: str) -> web.Response | None:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             return _status(401, "Unauthorized")
+        verb = {"POST": "create", "DELETE": "delete"}.get(request.method, "get")
+        if verb == "get" and "name" not in request.match_info:
+            verb = "watch" if request.query.get("watch") else "list"
+        if verb not in ROLE.get(kind, ()):
+            return _status(403, f'{kind} is forbidden: User "trainer" cannot {verb} resource "{kind}"')
         for place in (self.refusals, self.always_refuse):
             for refusal in place:
                 method, of, status, message = refusal

@@ -121,7 +121,7 @@ async def test_rollouts_are_run_by_clients_in_pods(
         env={"SEEN": str(tmp_path / "seen")},
     )
     config = RunnerConfig(concurrency=2, lease_ttl=2.0, drain=0.0, timeout=30.0, adapters=(), k8s=k8s)
-    await site.store.create_rollouts([Rollout(f"run-1/{i}", "run-1", Task(i), "g", max_attempts=5) for i in range(3)])
+    await site.store.create_rollouts([Rollout(f"run-1/{i}", "run-1", Task(i), "g", max_attempts=5) for i in range(2)])
     runner = KubernetesRunner(lambda task, llm: 0.0, config, Pace(look=0.2, pause=0.1))
     await runner.start()
     attending = asyncio.create_task(runner.attend(site))
@@ -140,7 +140,7 @@ async def test_rollouts_are_run_by_clients_in_pods(
         return (tmp_path / "seen").exists()
 
     async def all_ended() -> bool:
-        return len(await ended()) == 3
+        return len(await ended()) == 2
 
     try:
         await until(seen)
@@ -154,5 +154,5 @@ async def test_rollouts_are_run_by_clients_in_pods(
         await kubelet.close()
     assert max(one.attempt for one in await ended()) > 1
     made = [body for body in cluster.made if body["kind"] in ("Pod", "Job")]
-    assert len(made) >= (2 if mode == "pool" else 4)  # every rollout once, what was killed again
+    assert len(made) >= (2 if mode == "pool" else 3)  # every rollout once, what was killed again
     assert not any(cluster.objects.values())

@@ -310,6 +310,7 @@ async def test_there_is_a_job_for_each_rollout_that_is_not_done(
         await create(2, 5)
         await until(lambda: len(jobs()) == 4, task)  # runner.concurrency
         for _ in range(7):
+            await until(lambda: any("status" not in job for job in jobs()), task)
             await finish(next(job for job in jobs() if "status" not in job))
             await asyncio.sleep(0.03)
         assert len(jobs()) == 7
@@ -345,7 +346,9 @@ async def test_a_server_that_pods_cannot_reach_is_refused(
 async def test_without_a_cluster_it_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     missing = RunnerConfig(k8s=KubernetesConfig(agent="a:b", kubeconfig=str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match=r"no Kubernetes cluster to run agents in.*runner.k8s.kubeconfig"):
+    with pytest.raises(
+        ConfigError, match=r"no Kubernetes cluster to run agents in: there is no kubeconfig at .*none\. "
+    ):
         await KubernetesRunner(agent, missing).start()
 
 
