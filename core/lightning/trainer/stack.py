@@ -234,8 +234,7 @@ async def open_stack(
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     to_clients = runner.concurrency == 0 or config.server.port != 0
-    if to_clients:
-        await check_exposure(store, config.server.host)
+    await check_exposure(store, config.server.host if to_clients else config.gateway.host)
     await together(policy.start(), runner.start())
     control: Control | None = None
     if to_clients:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from lightning.config import GatewayConfig, LimitsConfig
+from lightning.config import Config, GatewayConfig, LimitsConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
@@ -105,7 +105,7 @@ async def house_of(**settings: Any) -> AsyncIterator[House]:
     async with FakeVLLM() as fake:
         config = GatewayConfig(**settings)
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config, secret=SECRET, run="run", shared=True)
-        control = Control(store, gateway)
+        control = Control(store, gateway, Config(gateway=config))
         await gateway.start()
         (lease,) = await store.lease("run", "default::w", limit=1, ttl=600.0)
         await store.lease("theirs", "theirs::w", limit=1, ttl=600.0)

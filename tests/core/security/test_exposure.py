@@ -11,6 +11,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.gateway.guard import is_loopback
 from lightning.server.auth import issue_token
+from lightning.server.control import on_server_port
 from lightning.server.exposure import AUTOMATIC, check_exposure
 from lightning.server.stateless import serve_store
 from lightning.store import Store
@@ -56,3 +57,22 @@ async def test_a_server_asks_before_it_listens(tmp_path: Path) -> None:
         async with serve_store(url, config, tmp_path):
             raise AssertionError("it listens")
     assert not list(tmp_path.glob("*-token")), "no token was made of its own accord"
+
+
+async def test_the_database_password_is_no_part_of_the_message(store: Store) -> None:
+    with pytest.raises(ConfigError) as refused:
+        await check_exposure(store, "0.0.0.0", place="postgresql://me:hunter2@db:5432/lightning")
+    assert "hunter2" not in str(refused.value)
+    assert "postgresql://db:5432/lightning" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "names"), [("127.0.0.1", ("a.example", "lightning.example")), ("0.0.0.0", ("a.example",))]
+)
+def test_a_proxy_before_loopback_may_pass_its_name_on(host: str, names: tuple[str, ...]) -> None:
+    given = {
+        "server.host": host,
+        "server.public_url": "https://lightning.example:8443/x",
+        "gateway.limits.hosts": ["a.example"],
+    }
+    assert on_server_port(with_settings(Config(), given)).gateway.limits.hosts == names
