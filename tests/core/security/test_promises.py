@@ -56,7 +56,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{HERE}/test_upstreams.py::test_no_credential_of_an_agent_is_passed_on",
     ),
     "Credentials are not stored.": (
-        f"{HERE}/test_redaction.py::test_no_credential_of_a_run_lies_in_its_database",
+        f"{HERE}/test_redaction.py::test_no_credential_of_a_run_lies_in_its_database_or_in_a_log",
         f"{HERE}/test_redaction.py::test_what_looks_like_a_credential_is_left_out",
         f"{HERE}/test_redaction.py::test_a_plugin_is_asked_of_every_text",
         f"{HERE}/test_redaction.py::test_a_plugin_that_fails_costs_the_text_and_not_the_secret",

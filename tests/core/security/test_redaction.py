@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -229,7 +230,10 @@ async def served(folder: Path) -> AsyncIterator[tuple[SqliteStore, Gateway, Leas
             await store.close()
 
 
-async def test_no_credential_of_a_run_lies_in_its_database(tmp_path: Path) -> None:
+async def test_no_credential_of_a_run_lies_in_its_database_or_in_a_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
     secrets = {
         name: f"{name.upper()}12345678901234567890" for name in ("cookie", "apikey", "password", "proxy", "forwarded")
     }
@@ -244,9 +248,10 @@ async def test_no_credential_of_a_run_lies_in_its_database(tmp_path: Path) -> No
         async with httpx.AsyncClient(base_url=llm.base_url, timeout=20) as client:
             chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             assert (await client.post("chat/completions", json=chat, headers=headers)).status_code == 200
-            assert (
-                await client.post("traces", json=spans_with(secrets, llm.api_key), headers=headers)
-            ).status_code == 200
+            for path, status in (("chat/completions", 200), ("nowhere", 404)):
+                assert (await client.post(f"{llm.url_with_token}/{path}", json=chat)).status_code == status
+            spans = spans_with(secrets, llm.api_key)
+            assert (await client.post("traces", json=spans, headers=headers)).status_code == 200
         event = ToolEvent(
             "http",
             "error",
@@ -260,8 +265,10 @@ async def test_no_credential_of_a_run_lies_in_its_database(tmp_path: Path) -> No
         assert len(await store.spans("run/0")) == 1
     written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert b"redacted" in written, "the file was looked at before it was written"
+    logged = "\n".join(record.getMessage() for record in caplog.records if record.name != "httpx")  # the client's own
     for secret in (*secrets.values(), llm.api_key):
         assert secret.encode() not in written
+        assert secret not in logged
 
 
 def spans_with(secrets: dict[str, str], key: str) -> dict[str, object]:
