@@ -362,18 +362,16 @@ def describe(cls: type) -> tuple[Schema, tuple[type, ...]]:
     description = " ".join((cls.__doc__ or "").split())
     if issubclass(cls, Enum):
         return {"type": "string", "enum": [str(member.value) for member in cls], "description": description}, ()
-    codecs = {field.name: codec_of(hint) for field, hint in _fields(cls)}
+    codecs = [(field, codec_of(hint)) for field, hint in _fields(cls)]
     schema: Schema = {
         "type": "object",
         "description": description,
-        "properties": {
-            field.name: codecs[field.name].schema | dict(field.metadata) for field in dataclasses.fields(cls)
-        },
+        "properties": {field.name: part.schema | dict(field.metadata) for field, part in codecs},
         "additionalProperties": False,
     }
     if required := _required(cls):
         schema["required"] = required
-    return schema, tuple(dict.fromkeys(use for part in codecs.values() for use in part.uses))
+    return schema, tuple(dict.fromkeys(use for _, part in codecs for use in part.uses))
 
 
 def check_names(given: Mapping[str, object], known: Mapping[str, object], where: str) -> None:

@@ -8,16 +8,33 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from lightning.errors import ConfigError, ConflictError, StoreError, UnavailableError
+from lightning.errors import ConfigError, ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.plugins import plugins
-from lightning.store.http import HttpStore
+from lightning.server.api import answers
+from lightning.server.auth import issue_token
+from lightning.store.http import HttpStore, transport
 from lightning.store.memory import MemoryStore
+from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
-from lightning.types import LLM, Lease, Resource, Rollout, Run, Scope, Task, Token, Transition, logprobs, token_ids
+from lightning.types import (
+    LLM,
+    Lease,
+    Outcome,
+    Resource,
+    Rollout,
+    Run,
+    Scope,
+    Task,
+    Token,
+    Transition,
+    logprobs,
+    token_ids,
+)
 
 TOKEN = "lt_0123456789abcdef_" + "s" * 43
 VERSION = {"version": "1", "api": "v1", "scope": "admin", "project": "*"}
@@ -198,6 +215,49 @@ async def test_what_was_not_done_is_asked_again_even_so() -> None:
     script = Script(rollback=[(429, refused("busy")), (200, alias)])
     async with server(script) as url, opened(url) as store:
         assert (await store.roll_back_alias("w", "production")).version == 1
+
+
+async def test_work_goes_on_when_one_of_two_servers_over_one_database_ends(tmp_path: Path) -> None:
+    first, second = ControlServer(), ControlServer()
+    with second:
+        with first:
+            urls = []
+            for one in (first, second):
+                url, token = one.add(SqliteStore(tmp_path / "store.db"))
+                urls.append(url)
+            # Each server knows its own token alone: one that both know is in the database.
+            shared, plain = issue_token(Scope.TRAINER)
+            admin = HttpStore(urls[-1], token=token)
+            await admin.open()
+            await admin.put_token(shared)
+            store = HttpStore(urls, token=plain, patience=20)
+            await store.open()
+            await store.put_run(Run("run", "a run"))
+            await store.create_rollouts([Rollout(f"run/{i}", "run", Task(i), "g") for i in range(12)])
+            await finish_some(store, 4)
+        await finish_some(store, 8)  # the first server has ended
+    done = SqliteStore(tmp_path / "store.db")
+    await done.open()
+    page = await done.list_rollouts("run")
+    assert [(r.reward, r.attempt) for r in page.rollouts] == [(float(i), 1) for i in range(12)]
+    for opened_store in (store, admin, done):
+        await opened_store.close()
+
+
+async def finish_some(store: HttpStore, count: int) -> None:
+    for _ in range(count):
+        (lease,) = await store.lease("run", "w")
+        await store.renew(lease)
+        index = lease.rollout.task.input
+        assert isinstance(index, int)
+        await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=float(index)))
+
+
+def test_an_error_is_the_same_on_both_sides() -> None:
+    for kind, status, word in answers.KINDS:
+        if issubclass(kind, StoreError | DataError) and status != 503:
+            assert transport.KINDS.get(word, StoreError) is kind
+    assert transport.KINDS["schema"] is SchemaError  # 503 too, and no reason to ask again
 
 
 # answers that are none ------------------------------------------------------------------------------------------

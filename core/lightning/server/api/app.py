@@ -130,7 +130,11 @@ class Api:
 
     @contextmanager
     def _room(self, route: Route) -> Iterator[None]:
-        """Count a request, or refuse it while there are too many. Those that only wait have a count of their own."""
+        """Count a request, or refuse it while there are too many. Those that only wait have a count of their own; what needs no
+        token is never refused so: a busy server is not a dead one."""
+        if route.scopes is None:
+            yield
+            return
         waits = route is records.WATCH
         count, most = (self._watches, self._limits.watches) if waits else (self._requests, self._limits.requests)
         if count >= most:

@@ -132,6 +132,7 @@ async def test_too_many_requests_are_told_to_come_again() -> None:
     for target in ("/runs", "/watch?run=run"):
         answer = await world.ask("GET", target)
         assert (answer.status, answer.error, answer.headers["retry-after"]) == (429, "busy", "1")
+    assert (await world.ask("GET", "/health", token="")).status == 200  # busy is not dead
     await world.store.close()
 
 
