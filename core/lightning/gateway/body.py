@@ -14,12 +14,18 @@ from starlette.types import Receive, Scope
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
 
+LONGEST_LENGTH = 18
+"""Digits of a length that is read as one."""
+
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The whole request body. Raises `RefusalError` (413) above `limit` bytes, `ClientGoneError` when it is cut off."""
     for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise too_large(int(value), limit)
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > LONGEST_LENGTH:
+                raise RefusalError(400, "bad_length", "The header content-length is no number of bytes; send one.")
+            if int(value) > limit:
+                raise too_large(int(value), limit)
     parts: list[bytes] = []
     size = 0
     while True:
