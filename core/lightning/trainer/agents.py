@@ -36,8 +36,8 @@ SILENCE_SECONDS = 30.0
 class Agents:
     """The agents of one run. A `runner` whose `concurrency` is 0 runs none in this process: clients do.
 
-    `how_to_join` is the command that starts a client, told when nobody takes what waits. With `shared` clients are expected
-    beside the runner of this process.
+    `how_to_join` is the command that starts a client (empty: the runner does), told when nobody takes what waits. With
+    `shared` clients are expected beside the runner of this process.
     """
 
     def __init__(
@@ -153,11 +153,13 @@ class Agents:
         if (await self._store.list_rollouts(self._run, status=Status.RUNNING, limit=1)).rollouts:
             return
         logger.warning(
-            "%d rollouts of run %s wait, and no client has taken one for %.0f s. Start one where the agents are to run: %s",
+            "%d rollouts of run %s wait, and no client has taken one for %.0f s. %s",
             len(self._open),
             self._run,
             SILENCE_SECONDS,
-            self.how_to_join,
+            f"Start one where the agents are to run: {self.how_to_join}"
+            if self.how_to_join
+            else "The runner starts them",
         )
 
 

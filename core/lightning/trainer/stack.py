@@ -250,6 +250,7 @@ async def open_stack(
         file, token = await runner_token(store, folder)
         stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
         if isinstance(runner, ClientRunner):
+            stack.agents.how_to_join = ""
             look_after = _both(look_after, runner.attend(Site(control.url, token, run.id, store)))
     stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above

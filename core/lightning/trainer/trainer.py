@@ -145,6 +145,7 @@ class Trainer:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         if isinstance(self.algorithm, PromptAlgorithm):
             check_prompt_tasks(self.algorithm, val)
+        runner = self._runner_of(agent)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
             resources.enter_context(claim_folder(self.out))
@@ -156,16 +157,15 @@ class Trainer:
             prompts = await resolve_prompts(store, run.id, self.config.runner.prompts)
             reporter.phase("starting the policy server and loading the model")
             if isinstance(self.algorithm, PromptAlgorithm):
-                stack = await self._open_stack(resources, self.out, run, store, agent, prompts)
+                stack = await self._open_stack(resources, self.out, run, store, runner, prompts)
                 trackers = await self._begin(resources, stack)
-                if stack.agents.elsewhere:
-                    reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
+                _say_how_to_join(stack, reporter)
                 await tune(stack, self.algorithm, train, val, reporter, trackers, began)
                 return await summarize(store, run.id)
             engine = self._make_engine(self.config)
             resources.callback(engine.close)
             stack, _ = await together(
-                self._open_stack(resources, self.out, run, store, agent, prompts),
+                self._open_stack(resources, self.out, run, store, runner, prompts),
                 asyncio.to_thread(
                     engine.open,
                     self.model,
@@ -175,8 +175,7 @@ class Trainer:
                 ),
             )
             trackers = await self._begin(resources, stack)
-            if stack.agents.elsewhere:
-                reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
+            _say_how_to_join(stack, reporter)
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
             await loop.run(started)
@@ -186,7 +185,7 @@ class Trainer:
             return summary
 
     async def _open_stack(
-        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, agent: Agent | None, prompts: Prompts
+        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, runner: Runner, prompts: Prompts
     ) -> Stack:
         return await open_stack(
             resources,
@@ -195,7 +194,7 @@ class Trainer:
             folder=folder,
             model=self.model,
             store=store,
-            runner=self._runner_of(agent),
+            runner=runner,
             prompts=prompts,
         )
 
@@ -222,6 +221,7 @@ class Trainer:
         return resources.enter_context(trackers)
 
     async def _dev(self, agent: Agent | None, tasks: list[Task]) -> DevReport:
+        runner = self._runner_of(agent)
         async with AsyncExitStack() as resources:
             folder = self.out / "dev"
             resources.enter_context(claim_folder(folder))
@@ -232,7 +232,8 @@ class Trainer:
             run = await store.put_run(Run("dev", "dev", self._described(tasks, [])))
             prompts = await resolve_prompts(store, run.id, self.config.runner.prompts, home=self._url())
             reporter.phase("starting the policy server")
-            stack = await self._open_stack(resources, folder, run, store, agent, prompts)
+            stack = await self._open_stack(resources, folder, run, store, runner, prompts)
+            _say_how_to_join(stack, reporter)
             return await dry_run(stack, tasks, self.train_agents, reporter)
 
     async def _summary(self) -> Summary:
@@ -281,6 +282,11 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
         }
+
+
+def _say_how_to_join(stack: Stack, reporter: Reporter) -> None:
+    if stack.agents.elsewhere and stack.agents.how_to_join:
+        reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
 
 
 def _check_lifetimes(config: Config) -> None:

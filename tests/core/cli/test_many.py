@@ -1,0 +1,51 @@
+"""The commands for many machines: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def test_a_server_says_how_to_join_it(lightning, tmp_path: Path) -> None:
+    place = tmp_path / "shared.db"
+    ran = lightning("serve", "--store", f"sqlite:///{place}", "--seconds", "0.05")
+    assert ran.code == 0, ran.err
+    assert f"the first admin token is in {tmp_path / 'admin-token'}" in ran.out
+    assert f"LIGHTNING_TOKEN=$(cat {tmp_path / 'runner-token'}) lightning runner --server http://127.0.0.1:" in ran.out
+    secret = (tmp_path / "admin-token").read_text().strip()
+    assert secret not in ran.out + ran.err
+    (tmp_path / "runner-token").unlink()
+    again = lightning("serve", "--store", str(place), "--seconds", "0.05")
+    assert "LIGHTNING_TOKEN=... lightning runner" in again.out
+    assert "admin" not in again.out
+
+
+@pytest.mark.parametrize("arguments", [(), ("a-model", "--store", "memory://")])
+def test_a_model_or_a_database_is_served(lightning, arguments: tuple[str, ...]) -> None:
+    ran = lightning("serve", *arguments)
+    assert (ran.code, ran.err) == (
+        2,
+        "error: give a model to serve, or --store URL to serve a database: one of the two\n",
+    )
+
+
+def test_a_runner_needs_a_token(lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
+    ran = lightning("runner", "json:dumps", "--server", "http://127.0.0.1:1")
+    assert ran.code == 2
+    assert "set the variable LIGHTNING_TOKEN" in ran.err
+    ran = lightning("runner", "json:dumps", "--server", "http://127.0.0.1:1", "--token-file", str(tmp_path / "none"))
+    assert ran.code == 2
+    assert f"the token in {tmp_path / 'none'} cannot be read" in ran.err
+
+
+def test_a_trainer_needs_an_agent_and_a_database(tmp_path: Path) -> None:
+    from lightning import Trainer
+    from lightning.errors import ConfigError
+    from lightning_examples.raw_python import MODEL
+
+    with pytest.raises(ConfigError, match=r"there is no agent: give one, or runner='remote'"):
+        Trainer(MODEL, out=tmp_path / "run").fit(None, ["a task"])
+    with pytest.raises(ConfigError, match=r"http://here is a server: a trainer needs the database itself"):
+        Trainer(MODEL, store="http://here")

@@ -1,0 +1,84 @@
+"""A port opened to clients: the first tokens, and what refuses to open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from lightning.config import Config, with_settings
+from lightning.errors import ConfigError
+from lightning.server.auth import ALL_PROJECTS, Authenticator
+from lightning.server.control import first_admin_token, runner_token
+from lightning.server.exposure import AUTOMATIC
+from lightning.server.stateless import serve_store
+from lightning.store.memory import MemoryStore
+from lightning.store.url import sqlite_url
+from lightning.types import Scope
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore()
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def test_the_first_admin_token_is_made_once_for_its_owner_s_eyes(store: MemoryStore, tmp_path: Path) -> None:
+    file = await first_admin_token(store, tmp_path / "new")
+    assert file is not None
+    assert file.stat().st_mode & 0o777 == 0o600
+    principal = await Authenticator(store).principal(f"Bearer {file.read_text().strip()}")
+    assert (principal.scope, principal.project, principal.name) == (Scope.ADMIN, None, AUTOMATIC)
+    assert await first_admin_token(store, tmp_path) is None
+    (token,) = await store.list_tokens()
+    assert token.project == ALL_PROJECTS
+    await store.revoke_token(token.id)
+    assert await first_admin_token(store, tmp_path / "new") is not None, "one that opens nothing does not count"
+
+
+async def test_a_runner_s_token_is_kept_as_long_as_it_is_good(store: MemoryStore, tmp_path: Path) -> None:
+    file, first = await runner_token(store, tmp_path)
+    file.chmod(0o644)
+    assert await runner_token(store, tmp_path) == (file, first)
+    (token,) = await store.list_tokens()
+    assert (token.scope, token.project) == (Scope.RUNNER, "default")
+    await store.revoke_token(token.id)
+    file, second = await runner_token(store, tmp_path)
+    assert second != first
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.write_text("nonsense")
+    assert (await runner_token(store, tmp_path))[1] not in (first, second)
+
+
+async def test_a_token_that_cannot_be_written_is_not_made(store: MemoryStore, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the first admin token cannot be written to"):
+        await first_admin_token(store, tmp_path / "file")
+    assert await store.list_tokens() == []
+
+
+async def test_servers_over_one_database_are_one(tmp_path: Path) -> None:
+    url, config = sqlite_url(tmp_path / "shared.db"), Config()
+    async with serve_store(url, config, tmp_path) as one, serve_store(url, config, tmp_path) as other:
+        assert one.admin_file == tmp_path / "admin-token"
+        assert other.admin_file is None
+        assert one.runner_file == other.runner_file == tmp_path / "runner-token"
+        headers = {"authorization": f"Bearer {(tmp_path / 'admin-token').read_text().strip()}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.post(f"{one.url}/api/v1/runs", json={"id": "run", "name": "made there"}) as reply:
+                assert reply.status == 200
+            async with session.get(f"{other.url}/api/v1/runs/run") as reply:
+                assert (await reply.json())["name"] == "made there"
+
+
+async def test_a_server_is_not_served_and_the_world_is_not_let_in(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 is a server"):
+        async with serve_store("http://127.0.0.1:1", Config(), tmp_path):
+            pass
+    everywhere = with_settings(Config(), {"server.host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match=r"will not listen on 0\.0\.0\.0"):
+        async with serve_store(sqlite_url(tmp_path / "shared.db"), everywhere, tmp_path):
+            pass
