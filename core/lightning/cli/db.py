@@ -32,7 +32,7 @@ app = typer.Typer(no_args_is_help=True)
 Place = Annotated[str, typer.Argument(help="A run's folder, a database file, or a store's URL.")]
 RunNames = Annotated[list[str] | None, typer.Option("--run", metavar="RUN", help="Only this run; may be repeated.")]
 UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-ASKED: Final = ("http", "https", "redis", "rediss")
+ASKED: Final = ("http", "https")
 """Stores that are looked at through their own answers alone."""
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ def test_status(lightning: Command, runs: Path) -> None:
 
 
 def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_path: Path) -> None:
-    import sqlite3
-
     path = tmp_path / "old.db"
     connection = sqlite3.connect(path)
     connection.executescript((FROZEN / "version-2.sql").read_text())
@@ -97,10 +93,9 @@ def test_export(lightning: Command, runs: Path, tmp_path: Path) -> None:
     assert (ran.code, "takes one table as JSON lines" in ran.err) == (2, True)
 
 
-def test_export_to_standard_output_is_rows_and_nothing_else(runs: Path) -> None:
-    command = [sys.executable, "-m", "lightning", "db", "export", str(runs / "small"), "-", "--table", "steps"]
-    ran = subprocess.run(command, capture_output=True, check=True, env={**os.environ, "NO_COLOR": "1"})
-    assert json.loads(ran.stdout)["metrics"]["loss"] == 0.125
+def test_export_to_standard_output_is_rows_and_nothing_else(lightning: Command, runs: Path) -> None:
+    ran = lightning("db", "export", str(runs / "small"), "-", "--table", "steps")
+    assert (ran.code, json.loads(ran.out)["metrics"]["loss"]) == (0, 0.125)
 
 
 @pytest.mark.parametrize(("age", "seconds"), [("30d", 2_592_000), ("12h", 43_200), ("1.5m", 90), ("2w", 1_209_600)])

@@ -142,10 +142,9 @@ def keeper_of(url: str) -> Keeper:
 
         return PostgresKeeper(url)
     if scheme in ("redis", "rediss"):
-        raise ConfigError(
-            "this command does not work on Redis, which has means of its own: `redis-cli --rdb FILE` backs it up while runs go "
-            "on, `lightning db export` writes what is in it to files, and runs under a ?prefix= of their own go with its keys"
-        )
+        from lightning.store.maintenance.redis import RedisKeeper
+
+        return RedisKeeper(url)
     if scheme in ("http", "https"):
         raise ConfigError(
             f"{url} is a server, not a database: give this command the URL of the database that the server was started with"

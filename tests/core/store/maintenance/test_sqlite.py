@@ -240,8 +240,3 @@ async def test_space_is_given_back(database: Path) -> None:
     assert large is not None
     assert small is not None
     assert small < large - 900_000
-
-
-def test_redis_is_pointed_to_its_own_means() -> None:
-    with pytest.raises(ConfigError, match="redis-cli --rdb"):
-        keeper_of("redis://host/0")

@@ -1,0 +1,292 @@
+"""`RedisKeeper`: looks after the keys of one prefix.
+
+The invariant: a group loses its calls, and a rollout all that is its own, in one transaction; what is broken off in between can
+be asked for again. Whoever appends has Redis look for the parent of a call, so that one which was removed is not taken.
+
+Redis makes copies of itself by its own means, and of all its prefixes: `backup` and `restore` name them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from lightning.errors import ConfigError, StoreError
+from lightning.store.maintenance.keeper import Status, Weight, count_tokens
+from lightning.store.protocol import Store
+from lightning.store.redis import RedisStore
+from lightning.store.redis.keys import Keys, encoded
+from lightning.store.redis.opening import SCHEMA
+from lightning.store.redis.settings import from_url
+from lightning.store.redis.standing import home_of, stand
+from lightning.store.redis.wire import Command, Wire, translate
+from lightning.store.url import redacted
+from lightning.types import Status as RolloutStatus
+
+BATCH: Final = 500
+"""Commands on their way at once."""
+ENDED: Final = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
+OWN_OF_RUN: Final = ("all", *RolloutStatus, "leases", "steps", "proofs", "metrics", "state", "changes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rollout of a run: its group and step, its attempts so far, and whether it has ended. `worker` holds it, if any does."""
+
+    rollout: str
+    group: str
+    step: int
+    attempts: int
+    ended: bool
+    worker: str
+
+
+class RedisKeeper:
+    """The keeper of the prefix that a `redis://` URL names."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._settings = from_url(url)
+        self._keys = Keys(self._settings.prefix)
+
+    async def status(self) -> Status:
+        """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates."""
+        store: Store = RedisStore.from_url(self._url)
+        await store.open()
+        try:
+            runs, tokens = await store.list_runs(), await store.list_tokens()
+        finally:
+            await store.close()
+        async with self._connected() as wire:
+            counts, size = await self._measure(wire)
+            rollouts: dict[str, int] = {}
+            for status in RolloutStatus:
+                found = await self._ask(wire, [(b"ZCARD", self._keys(status.value, run.id)) for run in runs])
+                rollouts[status.value] = sum(found)
+        activity = await self.activity()
+        return Status(
+            store=redacted(self._url),
+            schema=SCHEMA,
+            newest_schema=SCHEMA,
+            bytes=size,
+            runs=len(runs),
+            rollouts={status: count for status, count in rollouts.items() if count},
+            calls=counts["calls"],
+            spans=counts["spans"],
+            steps=counts["steps"],
+            resources=counts["versions"],
+            tokens=count_tokens([(token.expires_at, token.revoked_at) for token in tokens], time.time()),
+            oldest=min((run.created_at for run in runs), default=None),
+            newest=max(activity.values(), default=None),
+        )
+
+    async def backup(self, target: Path) -> None:
+        """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""
+        raise ConfigError(
+            f"{target} cannot be made of Redis, which copies itself: run `redis-cli --rdb {target}`, while runs go on; "
+            "`lightning db export` writes the content to files"
+        )
+
+    async def restore(self, source: Path) -> None:
+        """See `Keeper.restore`. Raises `ConfigError`: Redis has its own means."""
+        raise ConfigError(
+            f"{source} cannot be read into Redis: start Redis with a copy that it made itself (dbfilename), and restore a "
+            "backup that this program made into PostgreSQL or a file"
+        )
+
+    async def activity(self) -> dict[str, float]:
+        """See `Keeper.activity`."""
+        newest: dict[str, float] = {}
+
+        def note(run: str | None, at: object) -> None:
+            if run is not None and at is not None:
+                newest[run] = max(newest.get(run, 0.0), float(str(at)))
+
+        runs: dict[str, str] = {}
+        async with self._connected() as wire:
+            async for rollout, text in self._fields(wire, "standing"):
+                found = stand(text, rollout)
+                runs[rollout] = found["run"]
+                note(found["run"], found.get("leased_at"))
+            async for place, text in self._fields(wire, "attempts"):
+                note(runs.get(place.rpartition(":")[0]), json.loads(text).get("ended_at"))
+        return newest
+
+    async def busy_runs(self) -> frozenset[str]:
+        """See `Keeper.busy_runs`."""
+        async with self._connected() as wire:
+            (names, (seconds, micros)) = await self._ask(wire, [(b"HKEYS", self._keys("runs")), (b"TIME",)])
+            now = b"(%d.%06d" % (int(seconds), int(micros))
+            held = await self._ask(
+                wire, [(b"ZCOUNT", self._keys("leases", name.decode()), now, b"+inf") for name in names]
+            )
+        return frozenset(name.decode() for name, count in zip(names, held, strict=True) if count)
+
+    async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
+        """See `Keeper.weigh`."""
+        async with self._connected() as wire:
+            members = await self._members(wire, run)
+            found = []
+            for group in groups:
+                keys = [self._of_attempts(member) for member in members if member.group == group]
+                calls = [key for each in keys for key in each[0]]
+                spans = [key for each in keys for key in each[1]]
+                sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in calls])
+                found.append(
+                    Weight(
+                        sum(await self._ask(wire, [(b"HLEN", key) for key in calls])),
+                        sum(await self._ask(wire, [(b"HLEN", key) for key in spans])),
+                        sum(size or 0 for size in sizes),
+                    )
+                )
+        return found
+
+    async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
+        """See `Keeper.forget_calls`."""
+        async with self._connected() as wire:
+            members = await self._members(wire, run)
+            for group in groups:
+                mine = [member for member in members if member.group == group]
+                if mine and all(member.ended for member in mine):
+                    await self._forget(wire, run, group, mine)
+
+    async def forget_run(self, run: str) -> None:
+        """See `Keeper.forget_run`. Rollout by rollout, the run itself last."""
+        if run in await self.busy_runs():
+            raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
+        async with self._connected() as wire:
+            members = await self._members(wire, run)
+            await self._forget_uses(wire, run)
+            for member in members:
+                await self._transact(wire, self._removal(run, member))
+            steps = {member.step for member in members}
+            groups = {member.group for member in members}
+            own = [self._keys(name, run) for name in OWN_OF_RUN]
+            own += [self._keys("step", step, run) for step in steps]
+            own += [self._keys("roots", _name(run, group)) for group in groups]
+            await self._ask(wire, [(b"DEL", key) for key in own])
+            await self._ask(wire, [(b"HDEL", self._keys("runs"), encoded(run))])
+
+    async def vacuum(self) -> None:
+        """See `Keeper.vacuum`. Redis does so by itself: memory at once, its append-only file at the next rewrite."""
+
+    # keys -------------------------------------------------------------------------------------------------------
+    async def _members(self, wire: Wire, run: str) -> list[_Member]:
+        (names,) = await self._ask(wire, [(b"ZRANGE", self._keys("all", run), b"0", b"-1")])
+        columns = await self._ask(wire, [(b"HGET", self._keys("columns"), name) for name in names])
+        standings = await self._ask(wire, [(b"HGET", self._keys("standing"), name) for name in names])
+        found = []
+        for name, text, standing in zip(names, columns, standings, strict=True):
+            rollout = name.decode()
+            position = stand(standing, rollout)
+            _, group = home_of(text, rollout)
+            step = int(json.loads(text)[4])
+            ended = position["status"] in ENDED
+            found.append(_Member(rollout, group, step, position["attempt"], ended, position.get("worker", "")))
+        return found
+
+    def _of_attempts(self, member: _Member) -> tuple[list[bytes], list[bytes]]:
+        """The keys of its calls and of its spans."""
+        attempts = range(1, member.attempts + 1)
+        calls = [self._keys("calls", attempt, member.rollout) for attempt in attempts]
+        return calls, [self._keys("spans", attempt, member.rollout) for attempt in attempts]
+
+    async def _forget(self, wire: Wire, run: str, group: str, members: Sequence[_Member]) -> None:
+        places = [
+            encoded(f"{member.rollout}:{attempt}") for member in members for attempt in range(1, member.attempts + 1)
+        ]
+        records = await self._ask(wire, [(b"HGET", self._keys("attempts"), place) for place in places])
+        commands: list[Command] = [(b"DEL", self._keys("roots", _name(run, group)))]
+        for member in members:
+            commands += [(b"DEL", key) for keys in self._of_attempts(member) for key in keys]
+        for place, text in zip(places, records, strict=True):
+            commands.append((b"HDEL", self._keys("labels"), place))
+            if text is not None:  # an attempt that has ended is never written again
+                emptied = {**json.loads(text), "tool_events": "[]", "step_rewards": "[]"}
+                commands.append((b"HSET", self._keys("attempts"), place, json.dumps(emptied).encode()))
+        await self._transact(wire, commands)
+
+    def _removal(self, run: str, member: _Member) -> list[Command]:
+        """What takes a rollout out of everything but the counts of resources."""
+        rollout = encoded(member.rollout)
+        commands: list[Command] = [(b"DEL", key) for keys in self._of_attempts(member) for key in keys]
+        for attempt in range(1, member.attempts + 1):
+            place = encoded(f"{member.rollout}:{attempt}")
+            commands += [(b"HDEL", self._keys(name), place) for name in ("attempts", "labels")]
+        lists = [self._keys(name, run) for name in ("all", *RolloutStatus, "leases")]
+        commands += [(b"ZREM", key, rollout) for key in (*lists, self._keys("step", member.step, run))]
+        commands.append((b"ZREM", self._keys("held"), encoded(f"{member.worker}\0{member.rollout}")))
+        return [*commands, *((b"HDEL", self._keys(name), rollout) for name in ("standing", "columns"))]
+
+    async def _forget_uses(self, wire: Wire, run: str) -> None:
+        fields = [field async for field, _ in self._fields(wire, "uses")]
+        mine = [field for field in fields if json.loads(field.partition(" ")[2])[0] == run]
+        await self._ask(wire, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
+
+    async def _measure(self, wire: Wire) -> tuple[dict[str, int], int]:
+        """How many entries the hashes of calls, spans, steps and versions have, and the bytes of all keys."""
+        counts = dict.fromkeys(("calls", "spans", "steps", "versions"), 0)
+        size, cursor = 0, b"0"
+        start = len(self._settings.prefix) + 1
+        while True:
+            ((cursor, keys),) = await self._ask(
+                wire, [(b"SCAN", cursor, b"MATCH", f"{self._settings.prefix}:*".encode(), b"COUNT", b"%d" % BATCH)]
+            )
+            sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in keys])
+            size += sum(found or 0 for found in sizes)
+            for kind in counts:
+                mine = [key for key in keys if key[start:].startswith(f"{kind}:".encode())]
+                counts[kind] += sum(await self._ask(wire, [(b"HLEN", key) for key in mine]))
+            if cursor == b"0":
+                return counts, size
+
+    async def _fields(self, wire: Wire, name: str) -> AsyncIterator[tuple[str, bytes]]:
+        """The fields of a table, some of them twice when it grows meanwhile."""
+        cursor = b"0"
+        while True:
+            ((cursor, flat),) = await self._ask(wire, [(b"HSCAN", self._keys(name), cursor, b"COUNT", b"%d" % BATCH)])
+            for field, value in zip(flat[::2], flat[1::2], strict=True):
+                yield field.decode(), value
+            if cursor == b"0":
+                return
+
+    # the connection ---------------------------------------------------------------------------------------------
+    async def _ask(self, wire: Wire, commands: Sequence[Command]) -> list[Any]:
+        """The replies, asked for in batches. Raises the error that one of them is."""
+        replies: list[Any] = []
+        for begin in range(0, len(commands), BATCH):
+            for reply in await wire.exchange(commands[begin : begin + BATCH]):
+                if isinstance(reply, Exception):
+                    raise reply
+                replies.append(reply)
+        return replies
+
+    async def _transact(self, wire: Wire, commands: Sequence[Command]) -> None:
+        """All of the commands, or none."""
+        *queued, done = await wire.exchange([(b"MULTI",), *commands, (b"EXEC",)])
+        for reply in (*queued, done, *(done if isinstance(done, list) else ())):
+            if isinstance(reply, Exception):
+                raise reply
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Wire]:
+        wire = Wire(self._settings)
+        try:
+            await wire.connect()
+            yield wire
+        except (RedisError, OSError, EOFError) as error:
+            raise translate(error, self._settings) from error
+        finally:
+            await wire.disconnect()
+
+
+def _name(run: str, group: str) -> str:
+    """As the list of a group's roots is called."""
+    return json.dumps([run, group], separators=(",", ":"))

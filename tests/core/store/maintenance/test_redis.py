@@ -1,0 +1,133 @@
+"""A prefix of a Redis: looked at, and pruned so that what stays is read as it was."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.errors import ConfigError, StoreError, UnavailableError
+from lightning.store.maintenance import Weight, keeper_of
+from lightning.store.maintenance.prune import Choice, carry_out, plan
+from lightning.store.redis import RedisStore
+from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token
+
+from tests.servers.redis import RedisServer
+
+
+@pytest.fixture
+def url(redis_server: RedisServer) -> str:
+    """A prefix that has no keys yet."""
+    return redis_server.url(f"prefix=kept-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+async def store(url: str, filled: Callable[..., Any]) -> AsyncIterator[RedisStore]:
+    made = RedisStore.from_url(url)
+    await made.open()
+    await filled(made)
+    await made.put_resource(Resource("writer", "Write."))
+    await made.put_resource(Resource("writer", "Rhyme."))
+    await made.put_token(Token("t1", Scope.RUNNER, "ab" * 32, "lab", "ci", 1000.0, 2000.0))
+    yield made
+    await made.close()
+
+
+async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
+    rollouts = (await store.list_rollouts(run)).rollouts
+    return {
+        "runs": await store.list_runs(),
+        "rollouts": rollouts,
+        "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
+        "events": [await store.tool_events(rollout.id) for rollout in rollouts],
+        "spans": [await store.spans(rollout.id) for rollout in rollouts],
+        "steps": await store.list_steps(run),
+        "state": await store.get_state(run, "gateway_secret"),
+        "uses": await store.resource_uses("writer"),
+    }
+
+
+async def test_status(store: RedisStore, url: str) -> None:
+    found = await keeper_of(url).status()
+    assert (found.runs, found.rollouts, found.steps) == (1, {"succeeded": 9, "failed": 1}, 2)
+    assert (found.calls, found.spans, found.resources) == (20, 10, 2)
+    assert found.tokens == {"active": 0, "expired": 1, "revoked": 0}
+    assert found.bytes is not None
+    assert found.bytes > 10_000
+    assert found.newest is not None
+    assert found.newest > 1e9
+
+
+async def test_pruning(store: RedisStore, url: str) -> None:
+    keeper = keeper_of(url)
+    before = await content(store)
+    plans = await plan(store, keeper, Choice())
+    assert (plans[0].groups, plans[0].weight.calls, plans[0].weight.spans) == (
+        ("run/0/1", "run/1/1", "run/val/0"),
+        12,
+        6,
+    )
+    await carry_out(store, keeper, plans)
+    await keeper.vacuum()
+    after = await content(store)
+    assert after["rollouts"] == before["rollouts"]
+    for place, rollout in enumerate(before["rollouts"]):
+        for what in ("calls", "events", "spans"):
+            kept = before[what][place] if rollout.trained_at_step is not None else []
+            assert after[what][place] == kept
+    assert await keeper.weigh("run", ["run/0/1", "nobody"]) == [Weight(), Weight()]
+    ended = before["rollouts"][3]
+    assert ended.group == "run/0/1"
+    with pytest.raises(StoreError, match="it has ended"):
+        await store.complete(ended.id, 1, Outcome(reward=9.0))
+
+
+async def test_a_group_in_which_something_still_runs_keeps_its_calls(store: RedisStore, url: str) -> None:
+    await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
+    await keeper_of(url).forget_calls("run", ["run/0/1"])
+    assert len(await store.transitions("run/0/1/0")) == 2
+
+
+async def test_a_new_call_is_not_stored_against_one_that_was_removed(store: RedisStore, url: str) -> None:
+    """The process that appends remembers the group's calls; Redis says that they are gone."""
+    (known,) = (await store.transitions("run/0/1/0"))[:1]
+    await keeper_of(url).forget_calls("run", ["run/0/1"])
+    await store.create_rollouts([Rollout("new", "run", Task("q"), "run/0/1")])
+    (lease,) = await store.lease("run", "w")
+    fresh = type(known)("new", lease.attempt, 0, "c", known.prompt_ids, known.response_ids, known.logprobs)
+    assert await store.append([fresh]) == 1
+    assert await store.transitions("new") == [fresh]
+
+
+async def test_whole_runs(store: RedisStore, url: str, filled: Callable[..., Any], redis_server: RedisServer) -> None:
+    keeper = keeper_of(url)
+    before = await content(store)
+    await filled(store, "other")
+    await store.create_rollouts([Rollout("o", "other", Task("q"), "g", resources={"writer": 1})])
+    await store.lease("other", "w", ttl=3600)
+    assert await keeper.busy_runs() == {"other"}
+    assert set(await keeper.activity()) == {"run", "other"}
+    with pytest.raises(StoreError, match="somebody works on run 'other'"):
+        await keeper.forget_run("other")
+    await store.release("w")
+    await keeper.forget_run("other")
+    assert await content(store) == before
+    prefix = url.partition("prefix=")[2]
+    left = redis_server.command("KEYS", f"{prefix}:*other*")
+    assert left.startswith(b"*0\r\n")
+    assert (await keeper.status()).calls == 20
+
+
+async def test_copies_are_made_by_redis_itself(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="redis-cli --rdb"):
+        await keeper_of(url).backup(tmp_path / "b.db")
+    with pytest.raises(ConfigError, match="into PostgreSQL or a file"):
+        await keeper_of(url).restore(tmp_path / "b.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_redis_that_is_away_is_named() -> None:
+    with pytest.raises(UnavailableError, match="cannot be reached"):
+        await keeper_of("redis://127.0.0.1:1/0").busy_runs()
