@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from lightning.errors import UnavailableError
+from lightning.errors import LightningError, UnavailableError
 from lightning.store.messages import Changed
 from lightning.store.protocol import Store
 
+log = logging.getLogger(__name__)
 LONGEST_WAIT = 60.0
 """Seconds a request may wait; proxies cut off longer ones."""
 IDLE = 90.0
@@ -108,6 +110,10 @@ class Watchers:
                 while topic.waiting or loop.time() - topic.left_at < IDLE:
                     if await watch.wait(ROUND):
                         await self._tell(topic)
+        except LightningError as error:
+            if not topic.begun.is_set():
+                raise
+            log.warning("watching run %r ended, and begins again when it is asked for: %s", run, error)
         finally:
             # Whoever waits for this watch is let go, and everybody's next `since` is unknown: nothing is missed.
             self._topics.pop(key, None)

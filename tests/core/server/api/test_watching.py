@@ -107,6 +107,33 @@ async def test_a_watch_that_fails_is_an_error_and_not_a_silence(world: World) ->
             await watchers.wait(Broken(), "key", "run", "", 1)
 
 
+async def test_a_watch_that_breaks_later_is_a_change_and_begins_again(caplog: pytest.LogCaptureFixture) -> None:
+    broken = asyncio.Event()
+
+    class Breaking(MemoryStore):
+        def watch(self, run: str) -> Any:
+            @asynccontextmanager
+            async def breaking() -> AsyncIterator[Any]:
+                yield self
+
+            return breaking()
+
+        async def wait(self, timeout: float) -> bool:
+            await broken.wait()
+            raise StoreError("the database went away")
+
+    watchers, store = Watchers(), Breaking()
+    first = await watchers.wait(store, "key", "run", "", 0)
+    waiting = asyncio.create_task(watchers.wait(store, "key", "run", first.since, 30))
+    await asyncio.sleep(0.01)
+    broken.set()
+    assert (await asyncio.wait_for(waiting, 5)).changed
+    assert "the database went away" in caplog.text
+    broken.clear()
+    assert (await watchers.wait(store, "key", "run", first.since, 30)).changed
+    await watchers.close()
+
+
 async def test_changes_as_server_sent_events(world: World) -> None:
     sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     gone = asyncio.Event()
