@@ -19,6 +19,7 @@ import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.store.postgres import PostgresStore
 from lightning.store.postgres import watching as postgres_watching
+from lightning.store.postgres.connection import lock_key
 from lightning.store.postgres.migrations import MIGRATIONS
 from lightning.store.relational import transitions
 from lightning.store.sqlite import SqliteStore
@@ -462,6 +463,27 @@ async def test_processes_that_open_a_new_schema_together_migrate_it_once(postgre
     assert postgres_server.sql("SELECT version FROM together.schema_version") == str(len(MIGRATIONS))
     await asyncio.gather(*(store.close() for store in stores))
     await postgres_server.clear(["together"])
+
+
+async def test_a_migration_by_another_process_is_waited_for(postgres_server: PostgresServer) -> None:
+    store = PostgresStore.from_url(postgres_server.url_of("slow", ssl="disable", timeout=0.5))
+    other = await direct(store)
+    await other.execute("SELECT pg_advisory_lock($1)", lock_key(store._settings, "migrate"))
+    opening = asyncio.ensure_future(store.open())
+    await asyncio.sleep(1.2)
+    assert not opening.done()
+    await other.close()
+    await opening
+    assert await store.list_runs() == []
+    await store.close()
+    await postgres_server.clear(["slow"])
+
+
+async def test_a_fork_is_told_to_open_its_own(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -7)
+        with pytest.raises(StoreError, match="open a store of its own in each process"):
+            await store.list_runs()
 
 
 async def test_the_tables_are_those_of_sqlite(store: PostgresStore, tmp_path: Path) -> None:

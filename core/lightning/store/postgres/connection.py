@@ -34,8 +34,11 @@ _SESSION: Final = {
 }
 
 
-async def connect(settings: Settings) -> asyncpg.Connection:
-    """A session in the store's schema. Raises what asyncpg raises, see `failures`."""
+async def connect(settings: Settings, *, patient: bool = False) -> asyncpg.Connection:
+    """A session in the store's schema, whose statements may take as long as they need if it is `patient`.
+
+    Raises what asyncpg raises, see `failures`.
+    """
     tls: str | ssl.SSLContext = settings.ssl
     if settings.ca:
         tls = ssl.create_default_context(cafile=settings.ca)
@@ -47,7 +50,7 @@ async def connect(settings: Settings) -> asyncpg.Connection:
         database=settings.database,
         ssl=None if settings.host.startswith("/") else tls,
         timeout=min(CONNECT_SECONDS, settings.timeout),
-        command_timeout=settings.timeout,
+        command_timeout=None if patient else settings.timeout,
         statement_cache_size=256,
         max_cached_statement_lifetime=0,
         server_settings={**_SESSION, "search_path": settings.schema},

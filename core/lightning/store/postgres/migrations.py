@@ -188,10 +188,9 @@ async def migrate(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     deadline, delay = loop.time() + settings.timeout, 0.05
     while True:
-        connection: Any = None
         try:
-            connection = await connect(settings)
-            await _migrate(connection, settings)
+            if await _read_version(settings) < len(MIGRATIONS):
+                await _migrate(settings)
         except Exception as error:  # noqa: BLE001 — `failures` says which of them to try again, the others are raised
             if failures.kind(error) is not Failure.FINAL and loop.time() < deadline:
                 await asyncio.sleep(delay)
@@ -201,14 +200,25 @@ async def migrate(settings: Settings) -> None:
             raise refused from (None if isinstance(error, LightningError) else error)
         else:
             return
-        finally:
-            if connection is not None:
-                connection.terminate()
 
 
-async def _migrate(connection: Any, settings: Settings) -> None:
-    if await _version(connection, settings) == len(MIGRATIONS):
-        return
+async def _read_version(settings: Settings) -> int:
+    connection = await connect(settings)
+    try:
+        return await _version(connection, settings)
+    finally:
+        connection.terminate()
+
+
+async def _migrate(settings: Settings) -> None:
+    connection = await connect(settings, patient=True)  # an index of a large table takes its time
+    try:
+        await _go_forward(connection, settings)
+    finally:
+        connection.terminate()
+
+
+async def _go_forward(connection: Any, settings: Settings) -> None:
     await connection.execute("BEGIN")
     # Another process may migrate at this moment: look again under the lock.
     await connection.execute("SELECT pg_advisory_xact_lock($1)", lock_key(settings, "migrate"))
