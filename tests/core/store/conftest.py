@@ -53,9 +53,8 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One for all tests that share it, each under a prefix of its own."""
-    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture(params=BACKENDS)

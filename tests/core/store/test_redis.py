@@ -75,9 +75,8 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A server whose settings tests change."""
-    server = RedisServer(tmp_path_factory.mktemp("odd-redis")).start()
-    yield server
-    server.kill()
+    with RedisServer(tmp_path_factory.mktemp("odd-redis")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending) ->
     word, *rest = await link.run(
         scripts.COMPLETE,
         [
-            *(link.keys(name) for name in ("standing", "attempts", "labels", "uses", "held")),
+            *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
         ],
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
@@ -186,8 +186,7 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending) ->
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)
-    (columns,) = await link.reads.read((b"HGET", link.keys("columns"), encoded(rollout)))
-    return read_rollout(columns, rest[0], rollout)
+    return read_rollout(rest[0], rest[1], rollout)
 
 
 async def release(link: Link, worker: str) -> int:

@@ -157,7 +157,9 @@ async def _candidates(
     for transition, group in zip(transitions, groups, strict=True):
         attempt = (transition.rollout, transition.attempt)
         if attempt not in found:
-            found[attempt] = await _at_hand(link, attempt, partial(_load_attempt, link, attempt))
+            # the first call of an attempt has none before it: not worth a look
+            load = partial(_load_attempt, link, attempt) if transition.seq else _nothing
+            found[attempt] = await _at_hand(link, attempt, load)
         if group not in found:
             found[group] = await _at_hand(link, group, partial(_load_roots, link, group))
     return found
@@ -171,6 +173,10 @@ async def _at_hand(link: Link, key: Attempt | Group, load: Callable[[], Awaitabl
         if entry is None:
             entry = link.parents.put(key, loaded)
     return entry
+
+
+async def _nothing() -> list[Known]:
+    return []
 
 
 async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:

@@ -1,4 +1,4 @@
--- keys: standing attempts labels uses held pending running succeeded failed leases changes
+-- keys: standing columns attempts labels uses held pending running succeeded failed leases changes
 -- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named
 -- The digest of the outcome tells a call that comes again.
 
@@ -6,7 +6,9 @@ local text = redis.call('HGET', standing, rollout)
 if not text then return {'unknown'} end
 local place = rollout .. ':' .. attempt
 local ended = redis.call('HGET', attempts, place)
-if ended and cjson.decode(ended).digest == digest then return {'ok', text} end
+if ended and cjson.decode(ended).digest == digest then
+  return {'ok', redis.call('HGET', columns, rollout), text}
+end
 
 local position = cjson.decode(text)
 if not is_running(position, attempt) then return {'refused', text} end
@@ -38,4 +40,4 @@ position.rewards, position.fault, position.error, position.seconds = rewards, fa
 text = cjson.encode(position)
 redis.call('HSET', standing, rollout, text)
 changed(changes)
-return {'ok', text}
+return {'ok', redis.call('HGET', columns, rollout), text}
