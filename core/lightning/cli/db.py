@@ -241,7 +241,7 @@ def _lines(found: Status, place: str) -> list[tuple[str, str]]:
         ("spans", "-" if found.spans is None else str(found.spans)),
         ("steps", str(found.steps)),
         ("resources", f"{found.resources} versions"),
-        ("tokens", _counts(found.tokens)),
+        ("tokens", "-" if found.tokens is None else _counts(found.tokens)),
         ("first run", _time(found.oldest)),
         ("last attempt", _time(found.newest)),
     ]

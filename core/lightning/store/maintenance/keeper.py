@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 
@@ -36,7 +36,7 @@ class Status:
     spans: int | None
     steps: int
     resources: int
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int] | None
     oldest: float | None
     newest: float | None
 
@@ -115,10 +115,21 @@ async def look(store: Store, url: str) -> Status:
         spans=None,
         steps=steps,
         resources=len(await store.list_resources()),
-        tokens=count_tokens([(token.expires_at, token.revoked_at) for token in await store.list_tokens()], time.time()),
+        tokens=await _tokens(store),
         oldest=min((run.created_at for run in runs), default=None),
         newest=None,
     )
+
+
+async def _tokens(store: Store) -> dict[str, int] | None:
+    """None where whoever asks may not see tokens."""
+    try:
+        found = await store.list_tokens()
+    except UnavailableError:
+        raise
+    except StoreError:
+        return None
+    return count_tokens([(token.expires_at, token.revoked_at) for token in found], time.time())
 
 
 def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float) -> dict[str, int]:

@@ -85,7 +85,7 @@ async def fill(store: Store, run: str = "run") -> None:
         )
         await store.commit_step(record)
         await store.log_metrics(run, step, {"reward": 0.5, "odd": float("nan")})
-    await store.put_state(run, "gateway_secret", "00ff")
+    await store.put_state(run, "note", "00ff")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ async def content(store: Store) -> dict[str, Any]:
         "resources": await store.list_resources(),
         "moves": await store.alias_history("writer", "production"),
         "tokens": await store.list_tokens(),
-        "state": await store.get_state("run", "gateway_secret"),
+        "state": await store.get_state("run", "note"),
     }
 
 

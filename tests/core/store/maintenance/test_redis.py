@@ -44,7 +44,7 @@ async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
         "events": [await store.tool_events(rollout.id) for rollout in rollouts],
         "spans": [await store.spans(rollout.id) for rollout in rollouts],
         "steps": await store.list_steps(run),
-        "state": await store.get_state(run, "gateway_secret"),
+        "state": await store.get_state(run, "note"),
         "uses": await store.resource_uses("writer"),
     }
 

@@ -42,7 +42,7 @@ async def content(path: Path) -> dict[str, Any]:
         "steps": await store.list_steps("run"),
         "resources": await store.list_resources(),
         "tokens": await store.list_tokens(),
-        "state": await store.get_state("run", "gateway_secret"),
+        "state": await store.get_state("run", "note"),
     }
     await store.close()
     return found
