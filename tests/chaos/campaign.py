@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.plugins import plugins
 from lightning.server.auth import issue_token
@@ -40,6 +42,7 @@ from tests.chaos.verdict import Verdict, judge
 
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.chaos.agent:agent"
+SERVING = "lightning.policy_server.launch"
 TASKS_PER_STEP, RUNNERS, AGENTS = 2, 3, 4
 LONGEST_RECOVERY = 180.0
 """Seconds after which something that was killed counts as not coming back."""
@@ -99,11 +102,12 @@ class Campaign:
         match target:
             case "agent":
                 runner = self.dice.choice(self.runners)
-                killed = runner.kill_child("lightning.runner.template", self.dice.random())
+                killed = self._kill_child(runner, "lightning.runner.template")
                 return (lambda line: line.runner == runner.name) if killed else None
             case "policy server":
-                killed = self.trainer.kill_child("lightning.policy_server.launch", self.dice.random())
-                return (lambda line: bool(line.reply)) if killed else None
+                killed = self._kill_child(self.trainer, SERVING)
+                # What it had answered before may still arrive: only a new one shows that it serves.
+                return (lambda line: bool(line.reply) and self._serves_anew(killed)) if killed else None
             case "database":
                 self.database.kill()
                 self._pause()
@@ -116,6 +120,19 @@ class Campaign:
         if target == "runner":
             return lambda line: line.runner == service.name
         return lambda line: bool(line.reply)
+
+    def _kill_child(self, service: Service, word: str) -> psutil.Process | None:
+        """`kill -9` of one of a service's processes; None when it has no such."""
+        found = service.children(word)
+        if not found:
+            return None
+        killed = self.dice.choice(found)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            killed.kill()
+        return killed
+
+    def _serves_anew(self, killed: psutil.Process | None) -> bool:
+        return any(child != killed for child in self.trainer.children(SERVING))
 
     def _pause(self) -> None:
         """What a supervisor waits before it starts something again."""

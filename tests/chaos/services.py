@@ -53,10 +53,10 @@ class Service:
             self.process.kill()
             self.process.wait()
 
-    def kill_child(self, word: str, choice: float) -> bool:
-        """`kill -9` of one descendant whose command line has the word; False when there is none. `choice` is in [0, 1)."""
+    def children(self, word: str) -> list[psutil.Process]:
+        """The descendants whose command line has the word."""
         if not self.alive or self.process is None:
-            return False
+            return []
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
@@ -64,10 +64,7 @@ class Service:
                     found.append(child)
             except psutil.Error:
                 continue
-        if not found:
-            return False
-        found[int(choice * len(found))].kill()
-        return True
+        return found
 
     def stop(self, seconds: float = 90) -> int | None:
         """SIGTERM, then wait; what does not end is killed with its whole session. The exit status, None if it was killed."""
