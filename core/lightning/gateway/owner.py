@@ -27,6 +27,7 @@ from lightning.gateway.fleet import (
     now,
     seat_key,
 )
+from lightning.gateway.tasks import end
 from lightning.gateway.upstreams import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store
@@ -85,8 +86,7 @@ class Owner:
     async def close(self) -> None:
         """Say that nobody serves the run any more. What the store refuses then is only logged."""
         if self._observer is not None:
-            self._observer.cancel()
-            await asyncio.gather(self._observer, return_exceptions=True)
+            await end(self._observer)
             self._observer = None
         try:
             await self._check_owner()
@@ -152,8 +152,7 @@ class Owner:
             await self._announce()
             yield after
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
+            await end(beating)
             self._notice = after.notice
             await asyncio.shield(self._announce())
 

@@ -16,6 +16,7 @@ from lightning.gateway.errors import RefusalError
 from lightning.gateway.fleet import now
 from lightning.gateway.member import Member
 from lightning.gateway.policy import Policy
+from lightning.gateway.tasks import end
 from lightning.store.protocol import Store
 
 log = logging.getLogger(__name__)
@@ -82,8 +83,7 @@ class Policies:
                 if loop.time() - member.policy.used > IDLE and member.policy.book.idle:
                     return
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end(following)
 
     def _ended(self, run: str, member: Member, task: asyncio.Task[None]) -> None:
         """Let go of a run: idle, closed, or failed in a way that nobody has thought of; its next call joins it anew."""
@@ -96,10 +96,7 @@ class Policies:
 
     async def close(self) -> None:
         """Leave every run."""
-        tasks = [task for _, task in self._joined.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*(task for _, task in self._joined.values()))
         await asyncio.sleep(0)  # the callbacks of the tasks run now
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self.own is not None:

@@ -6,12 +6,12 @@ The invariant: what is dispatched goes to the run's own servers, while the gate 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 import aiohttp
 
 from lightning.gateway.hold import Gate
+from lightning.gateway.tasks import end
 from lightning.gateway.upstreams import GRACE, Pool, Upstream
 from lightning.gateway.versions import VersionBook
 
@@ -51,7 +51,5 @@ class Policy:
     async def close(self) -> None:
         """Look no longer."""
         if self._health is not None:
-            self._health.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._health
+            await end(self._health)
             self._health = None

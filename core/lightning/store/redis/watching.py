@@ -106,9 +106,10 @@ class Listeners:
 
 
 async def _end(listener: _Listener) -> None:
-    listener.task.cancel()
     listener.news.set()
-    await asyncio.wait([listener.task])
+    while not listener.task.done():  # before Python 3.12 `asyncio.wait_for`, in the client, may lose a cancellation
+        listener.task.cancel()
+        await asyncio.wait([listener.task], timeout=0.02)
 
 
 class EntryWatch:
