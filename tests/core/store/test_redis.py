@@ -57,6 +57,12 @@ def test_urls_that_cannot_be_meant_are_refused_without_their_password(url: str, 
     assert "hush" not in str(caught.value)
 
 
+def test_a_password_may_stay_out_of_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDISCLI_AUTH", "hush")
+    assert (from_url("redis://me@h").user, from_url("redis://me@h").password) == ("me", "hush")
+    assert from_url("redis://:other@h").password == "other"
+
+
 def test_nobody_sees_a_password() -> None:
     store = RedisStore.from_url("redis://me:hush@host:7000/1?prefix=x")
     assert repr(store) == "RedisStore('redis://host:7000/1?prefix=x')"

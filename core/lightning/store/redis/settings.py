@@ -5,6 +5,7 @@ The invariant: what cannot be meant is refused before anything is sent, and no e
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Final
@@ -59,7 +60,10 @@ class Settings:
 
 
 def from_url(url: str) -> Settings:
-    """Take `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]` apart. Raises `ConfigError`."""
+    """Take `redis[s]://[[user]:password@]host[:port][/db][?option=value&...]` apart. Raises `ConfigError`.
+
+    A password that is not in the URL is taken from `REDISCLI_AUTH`, as `redis-cli` does it.
+    """
     userinfo, rest = split_userinfo(url)
     shown = redacted(url)
     where = parse(rest)
@@ -77,7 +81,7 @@ def from_url(url: str) -> Settings:
         port=port,
         db=int(where.path or 0),
         user=unquote(user),
-        password=unquote(password),
+        password=unquote(password) or os.environ.get("REDISCLI_AUTH", ""),
         tls=where.scheme == "rediss",
         prefix=where.options.get("prefix", "lightning"),
         durability=where.options.get("durability", "process"),
