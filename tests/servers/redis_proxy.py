@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 import threading
 from typing import Self
 
 
 class LossyProxy:
-    """Forwards to a port; `chance` is how probably the answer of scripts is lost, and the connection with it."""
+    """Forwards to a port; `chance` is how probably the answer of scripts is lost, and the connection with it.
 
-    def __init__(self, target: int, chance: float = 0.0, seed: int = 0) -> None:
-        self.target, self.chance = target, chance
+    With a `context` it speaks TLS to the client.
+    """
+
+    def __init__(self, target: int, chance: float = 0.0, seed: int = 0, context: ssl.SSLContext | None = None) -> None:
+        self.target, self.chance, self._context = target, chance, context
         self.lost = 0
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
@@ -21,7 +25,7 @@ class LossyProxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context))
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -6,9 +6,13 @@ import asyncio
 import json
 import random
 import re
+import shutil
+import ssl
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib import resources
+from pathlib import Path
 
 import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
@@ -18,6 +22,7 @@ from lightning.store.redis.settings import Settings, from_url
 from lightning.types import Caller, Fault, Outcome, Resource, Rollout, Run, Scope, Span, StepRecord, Token, Transition
 
 from tests.servers.redis import RedisServer, free_port
+from tests.servers.redis_proxy import LossyProxy
 
 RolloutOf = Callable[..., Rollout]
 CallOf = Callable[..., Transition]
@@ -182,6 +187,23 @@ async def test_a_server_that_is_not_there_is_waited_for_as_long_as_asked(monkeyp
     assert type(error) is UnavailableError
     assert "asking again may help" in str(error)
     assert "hush" not in str(error)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+async def test_tls_trusts_only_whom_it_is_told_to(redis_server: RedisServer, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *make.split(), *names, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with LossyProxy(redis_server.port, context=context) as proxy:
+        url = f"rediss://localhost:{proxy.port}?prefix=tls&timeout=20"
+        error = await asyncio.wait_for(refused(url), 10)
+        assert "certificate" in str(error)
+        assert "?ca=FILE" in str(error)
+        await accepted(f"{url}&ca={certificate}")
 
 
 # what is under the prefix ---------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ and what only says that the server is away is told apart from what it refuses.
 from __future__ import annotations
 
 import random
-import ssl
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,6 +19,8 @@ from lightning.store.redis.settings import Settings
 _WAIT: Final = ("READONLY", "MASTERDOWN", "BUSY ")
 _WAIT_KINDS: Final = (exceptions.ReadOnlyError, exceptions.MasterDownError)
 """What a server answers, to a command or from inside a script, while another takes over from it or a script takes long."""
+
+_UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
 
 Command = Sequence[bytes]
 Reply = Any
@@ -34,7 +35,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 
 def away(error: BaseException) -> bool:
     """Whether the server could not be asked, or cannot answer now: the same call may be answered later."""
-    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError | ssl.SSLCertVerificationError):
+    if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError) or _UNTRUSTED in str(error):
         return False
     if isinstance(error, exceptions.ResponseError):
         return any(word in str(error) for word in _WAIT) or isinstance(error, _WAIT_KINDS)
@@ -51,6 +52,10 @@ def translate(error: BaseException, settings: Settings) -> LightningError:
     ):
         return StoreError(
             f"{where} refused the user or the password: put them in the URL, redis://user:password@host/0"
+        )
+    if _UNTRUSTED in text:
+        return StoreError(
+            f"{where} has a certificate that is not trusted ({text}): name the file of who signed it with ?ca=FILE"
         )
     if isinstance(error, exceptions.NoPermissionError):
         return StoreError(f"{where} does not let this user do what a store does ({text}): grant it ~prefix:* and +@all")
