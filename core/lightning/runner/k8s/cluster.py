@@ -102,7 +102,7 @@ class Cluster:
                 raise
 
     async def watch(self, path: str, selector: str, version: str) -> AsyncIterator[tuple[str, Object]]:
-        """Changes since `version`, as `(ADDED | MODIFIED | DELETED | BOOKMARK, object)`, until the API ends the watch.
+        """Changes since `version`, as `(ADDED | MODIFIED | DELETED, object)`, until the API ends the watch.
 
         Raises `ClusterError` with status 410 when `version` is too old: list again.
         """
@@ -110,7 +110,6 @@ class Cluster:
             ("watch", "1"),
             ("labelSelector", selector),
             ("resourceVersion", version),
-            ("allowWatchBookmarks", "true"),
             ("timeoutSeconds", str(WATCH_SECONDS)),
         ]
         limits = aiohttp.ClientTimeout(connect=REQUEST_SECONDS, sock_read=WATCH_SECONDS + REQUEST_SECONDS)

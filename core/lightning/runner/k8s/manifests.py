@@ -34,16 +34,20 @@ _LABELS = {
 }
 
 
-def label_of(run: str) -> str:
-    """A run's id as the value of a label: at most 63 letters, digits, `-`, `_`, `.`; never the same for two ids."""
-    plain = re.sub(r"[^a-z0-9.-]+", "-", run.lower()).strip("-.")[:40].strip("-.")
-    digest = hashlib.sha256(run.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+def label_of(site: Site) -> str:
+    """The value of the label of a run's objects: at most 63 letters, digits, `-`, `.`.
+
+    Runs of one name on two servers differ; so do those of two databases, which one namespace may well serve.
+    """
+    plain = re.sub(r"[^a-z0-9.-]+", "-", site.run.lower()).strip("-.")[:40].strip("-.")
+    whole = f"{site.run}\n{site.server}"
+    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()[:10]
     return f"{plain}-{digest}" if plain else digest
 
 
-def name_for(run: str, part: str = "") -> str:
+def name_for(site: Site, part: str = "") -> str:
     """A name for an object of a run, at most 63 characters: a fresh one, or that of its one `part`."""
-    return f"lightning-{label_of(run)[-36:].lstrip('-.')}-{part or secrets.token_hex(4)}".replace(".", "-")
+    return f"lightning-{label_of(site)[-36:].lstrip('-.')}-{part or secrets.token_hex(4)}".replace(".", "-")
 
 
 def read_template(path: str) -> Object:
@@ -93,12 +97,12 @@ class Manifests:
     @property
     def selector(self) -> str:
         """What finds the objects of this run."""
-        return f"{RUN_LABEL}={label_of(self.site.run)}"
+        return f"{RUN_LABEL}={label_of(self.site)}"
 
     @property
     def secret_name(self) -> str:
         """The run's Secret has the same name every time, so that what an earlier trainer left behind is found by it."""
-        return name_for(self.site.run, "token")
+        return name_for(self.site, "token")
 
     def secret(self, owner: Object | None) -> Object:
         """The clients' token, and the owner of everything else; `owner` is the trainer's pod when it runs in one."""
@@ -115,7 +119,7 @@ class Manifests:
     def pod(self, secret: Object, concurrency: int) -> Object:
         """A pod of the pool: a client that works until it is told to end."""
         body = self._pod(secret, ["--concurrency", str(concurrency)])
-        metadata = self._metadata(name_for(self.site.run), secret, body["metadata"])
+        metadata = self._metadata(name_for(self.site), secret, body["metadata"])
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body["spec"]}
 
     def job(self, secret: Object) -> Object:
@@ -132,12 +136,12 @@ class Manifests:
             "ttlSecondsAfterFinished": 600,
             "template": body,
         }
-        metadata = self._metadata(name_for(self.site.run), secret)
+        metadata = self._metadata(name_for(self.site), secret)
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
     def _metadata(self, name: str, owner: Object | None, given: Mapping[str, Any] | None = None) -> Object:
         given = given or {}
-        labels = {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site.run)}
+        labels = {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
         metadata: Object = {
             "name": name,
             "labels": labels,
@@ -173,7 +177,7 @@ class Manifests:
             *others,
         ]
         metadata = self.template.get("metadata") or {}
-        labels = {**(metadata.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site.run)}
+        labels = {**(metadata.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
         annotations = {**(metadata.get("annotations") or {}), "lightning/run-id": self.site.run}
         return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
 

@@ -47,6 +47,7 @@ class FakeCluster:
         self.too_old = 0  # as many watches are told so
         self.token, self.url = "open sesame", ""
         self.lose_answers = 0  # of as many creations
+        self.vanish = 0  # as many pods, before their creation is answered
         self.kubelet: Callable[[Object], Object | None] = lambda _: self.RUNNING
         self.versions = itertools.count(1)
         self.uids = itertools.count(1)
@@ -171,6 +172,10 @@ class FakeCluster:
             self.lose_answers -= 1
             assert request.transport is not None
             request.transport.close()
+        if kind == "pods" and self.vanish:
+            self.vanish -= 1
+            self.remove(kind, name)
+            await asyncio.sleep(0.05)
         return web.json_response(made, status=201)
 
     async def _delete(self, request: web.Request, kind: str, name: str) -> web.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ def test_settings_alone_make_a_pod() -> None:
     pod = made.pod(SECRET, 8)
     spec = pod["spec"]
     (container,) = spec["containers"]
-    assert pod["metadata"]["labels"]["lightning/run"] == label_of("run-1")
+    assert pod["metadata"]["labels"]["lightning/run"] == label_of(SITE)
     assert pod["metadata"]["annotations"]["lightning/run-id"] == "run-1"
     assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == ("agents", False)
     assert spec["nodeSelector"] == {"kubernetes.io/arch": "amd64"}
@@ -87,7 +88,7 @@ def test_a_template_keeps_what_it_says_where_it_may(tmp_path: Path) -> None:
     for body in (made.pod(SECRET, 8), made.job(SECRET)["spec"]["template"]):
         spec, labels = body["spec"], body["metadata"]["labels"]
         runner, proxy = spec["containers"]
-        assert (labels["team"], labels["lightning/run"]) == ("search", label_of("run-1"))
+        assert (labels["team"], labels["lightning/run"]) == ("search", label_of(SITE))
         assert body["metadata"]["annotations"]["note"] == "theirs"
         assert (spec["restartPolicy"], spec["automountServiceAccountToken"]) == ("Never", True)
         assert spec["tolerations"]
@@ -169,12 +170,14 @@ def test_a_pod_template_and_a_single_container_of_any_name_will_do(tmp_path: Pat
     assert (container["name"], container["image"]) == ("runner", "x:1")
 
 
-@given(st.text(), st.text())
-def test_any_run_has_a_label_and_names_of_its_own(one: str, other: str) -> None:
-    for run in (one, other):
-        assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", label_of(run))
-        for name in (name_for(run), name_for(run, "token")):
+@given(st.text(), st.text(), st.booleans())
+def test_any_run_on_any_server_has_a_label_and_names_of_its_own(run: str, other: str, same_server: bool) -> None:
+    sites = [replace(SITE, run=run), replace(SITE, run=other, server=SITE.server if same_server else "http://another")]
+    for site in sites:
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", label_of(site))
+        for name in (name_for(site), name_for(site, "token")):
             assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", name)
-        assert name_for(run) != name_for(run)
-    assert (label_of(one) == label_of(other)) == (one == other)
-    assert (name_for(one, "token") == name_for(other, "token")) == (one == other)
+        assert name_for(site) != name_for(site)
+    same = run == other and same_server
+    assert (label_of(sites[0]) == label_of(sites[1])) == same
+    assert (name_for(sites[0], "token") == name_for(sites[1], "token")) == same

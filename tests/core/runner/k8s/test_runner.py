@@ -152,6 +152,15 @@ async def test_a_watch_that_breaks_or_is_too_old_is_begun_again(
     assert cluster.requests.count(("GET", "pods")) > 6
 
 
+async def test_a_pod_that_is_gone_before_its_creation_was_answered_is_replaced(
+    cluster: FakeCluster, site: Site, tmp_path: Path
+) -> None:
+    cluster.vanish = 3  # as many pods are deleted, and that is told, before the answer to their creation
+    async with attending(config_for(cluster, tmp_path), site) as task:
+        await until(cluster.pods, task)
+        await until(lambda: len(cluster.made) == 1 + 3 + 1, task)  # the Secret, those, and one that stayed
+
+
 async def test_an_api_that_is_away_for_a_while_ends_nothing(
     cluster: FakeCluster, site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
