@@ -7,11 +7,11 @@ query, body. A handler sees the store of its caller's project.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 from starlette.types import Receive, Scope, Send
@@ -33,6 +33,9 @@ from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
 
 ROUTES: tuple[Route, ...] = (*meta.ROUTES, *rollouts.ROUTES, *records.ROUTES, *resources.ROUTES)
+LONG = 65_536
+"""Bytes of a body that is read beside the event loop."""
+T = TypeVar("T")
 description = cache(lambda: describe(ROUTES))
 """The OpenAPI document."""
 NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
@@ -110,13 +113,13 @@ class Api:
                 await self._stream(call, _authorization(scope), receive, send)
                 return
             answered = await route.handler(call)
-            await answer(send, 200, await _beside(route, _written, route, answered))
+            await answer(send, 200, await _beside(route.heavy, _written, route, answered))
 
     async def _body(self, route: Route, scope: Scope, receive: Receive) -> Any:
         if route.body is None:
             return None
         payload = await read_body(scope, receive, self._limits.body_bytes)
-        return await _beside(route, _read, route, payload)
+        return await _beside(len(payload) > LONG, _read, route, payload)
 
     async def _stream(self, call: Call[Any, None], authorization: str, receive: Receive, send: Send) -> None:
         asked = call.query
@@ -221,8 +224,9 @@ def _wants_events(scope: Scope) -> bool:
     return any(name == b"accept" and b"text/event-stream" in value for name, value in scope["headers"])
 
 
-async def _beside(route: Route, work: Any, *arguments: Any) -> Any:
-    return await asyncio.to_thread(work, *arguments) if route.heavy else work(*arguments)
+async def _beside(long: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """Do something that may take long in a thread, so that others are served meanwhile."""
+    return await asyncio.to_thread(work, *arguments) if long else work(*arguments)
 
 
 def _read(route: Route, payload: bytes) -> Any:

@@ -37,9 +37,9 @@ from lightning.types import (
 )
 
 PAGE_BYTES = 16 * 1024 * 1024
-"""Bytes of token arrays in one answer, about; an attempt or a call that is longer comes alone."""
-MOST_ATTEMPTS = 1000
-"""Attempts read for one answer."""
+"""Bytes of one answer, about; an attempt, a call or an event that is longer comes alone."""
+READ_AT_ONCE = 16
+"""Attempts read from the store at once: what does not fit into the answer was read for nothing."""
 LARGEST_LEASE = 1000
 """Rollouts leased by one request."""
 
@@ -166,19 +166,30 @@ async def transitions(call: Call[OfAttempt, None]) -> Slice[Transition]:
 
 async def transitions_of(call: Call[NoQuery, messages.Attempts]) -> messages.TransitionsOf:
     """The model calls of several attempts, of as many of the first ones as fit into one answer."""
-    asked = call.body.attempts[:MOST_ATTEMPTS]
-    found = [tuple(calls) for calls in await call.store.transitions_of(asked)]
-    fitting = page(found, Paging(limit=MOST_ATTEMPTS), size=lambda calls: sum(map(_size, calls)), most=PAGE_BYTES)
-    return messages.TransitionsOf(fitting.items)
+    found: list[tuple[Transition, ...]] = []
+    used = 0
+    for start in range(0, len(call.body.attempts), READ_AT_ONCE):
+        for calls in await call.store.transitions_of(call.body.attempts[start : start + READ_AT_ONCE]):
+            used += sum(map(_size, calls))
+            if found and used > PAGE_BYTES:
+                return messages.TransitionsOf(tuple(found))
+            found.append(tuple(calls))
+    return messages.TransitionsOf(tuple(found))
 
 
 def _size(call: Transition) -> int:
     return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500
 
 
+def _text_size(told: ToolEvent | Span) -> int:
+    """About; what agents tell may be long anywhere."""
+    return len(repr(told))
+
+
 async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
     """The tool events that an attempt was completed with."""
-    return page(await call.store.tool_events(call.path["rollout"], call.query.attempt), call.query)
+    found = await call.store.tool_events(call.path["rollout"], call.query.attempt)
+    return page(found, call.query, size=_text_size, most=PAGE_BYTES)
 
 
 async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
@@ -195,7 +206,7 @@ async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
 async def spans(call: Call[OfAttempt, None]) -> Slice[Span]:
     """The spans of an attempt in the order they began."""
     found = await call.store.spans(call.path["rollout"], call.query.attempt)
-    return page(found, call.query, lambda span: span.span_id)
+    return page(found, call.query, lambda span: span.span_id, size=_text_size, most=PAGE_BYTES)
 
 
 ROUTES = (
@@ -203,7 +214,7 @@ ROUTES = (
     Route("POST", "/runs", put_run, TRAIN, Run, Run),
     Route("GET", "/runs/{run}", get_run, ANY, Run),
     Route("GET", "/runs/{run}/rollouts", list_rollouts, ANY, Slice[Rollout], query=RolloutFilter),
-    Route("POST", "/rollouts", create_rollouts, TRAIN, messages.Created, messages.NewRollouts, heavy=True),
+    Route("POST", "/rollouts", create_rollouts, TRAIN, messages.Created, messages.NewRollouts),
     Route("GET", "/rollouts/{rollout}", get_rollout, ANY, Rollout),
     Route("POST", "/leases", lease, RUN, messages.Leases, messages.LeaseRequest),
     Route("POST", "/leases/release", release, RUN, messages.Released, messages.Release),
@@ -211,10 +222,10 @@ ROUTES = (
     Route("POST", "/rollouts/{rollout}/attempts/{attempt}/complete", complete, RUN, Rollout, messages.Completion),
     Route("GET", "/rollouts/{rollout}/attempts/{attempt}/next_seq", next_seq, TRAIN, messages.NextSeq),
     Route("GET", "/rollouts/{rollout}/transitions", transitions, LOOK, Slice[Transition], query=OfAttempt, heavy=True),
-    Route("POST", "/transitions", append, TRAIN, messages.Appended, messages.Transitions, heavy=True),
+    Route("POST", "/transitions", append, TRAIN, messages.Appended, messages.Transitions),
     Route("POST", "/transitions/read", transitions_of, LOOK, messages.TransitionsOf, messages.Attempts, heavy=True),
-    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
     Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
-    Route("GET", "/rollouts/{rollout}/spans", spans, LOOK, Slice[Span], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/spans", spans, LOOK, Slice[Span], query=OfAttempt, heavy=True),
     Route("POST", "/spans", append_spans, RUN, messages.Stored, messages.Spans),
 )

@@ -89,7 +89,7 @@ class Paging:
 class Route:
     """One method of one path below `PREFIX`. `scopes` is None where no token is needed; an admin may use every route.
 
-    `heavy` routes move token arrays: their JSON is read and written beside the event loop.
+    The answers of `heavy` routes may be long: their JSON is written beside the event loop.
     """
 
     method: str
