@@ -77,7 +77,11 @@ class Keeper:
                         await self._changed.wait()
                 self._changed.clear()
         finally:
-            await self._end()
+            ending = asyncio.create_task(self._end())
+            while not ending.done():  # it takes seconds, and who cancels twice would leave pods behind
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({ending})
+            ending.result()
 
     async def _look(self) -> None:
         for task in self._followers:

@@ -6,13 +6,14 @@ import asyncio
 import base64
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.config import Config, KubernetesConfig, RunnerConfig
+from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
@@ -24,6 +25,8 @@ from lightning.server.auth import issue_token
 from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
+from lightning.trainer import stack
+from lightning.trainer.trainer import Trainer
 from lightning.types import Rollout, Run, Scope, Status, Task
 
 pytestmark = pytest.mark.slow
@@ -105,31 +108,35 @@ async def site() -> AsyncIterator[Site]:
         yield Site(control.url, plain, "run-1", store)
 
 
-@pytest.mark.parametrize("mode", ["pool", "job"])
-async def test_rollouts_are_run_by_clients_in_pods(
-    cluster: Any, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+@pytest.fixture
+async def kubelet(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kubelet]:
     monkeypatch.setattr(runner_module, "is_loopback", lambda url: False)  # these pods are on this machine
     (tmp_path / "their_agents.py").write_text(AGENT)
-    kubelet = cluster.kubelet = Kubelet(cluster, tmp_path)
-    k8s = KubernetesConfig(
-        mode=mode,  # type: ignore[arg-type]
-        pods=1,
-        image="agents:1",
-        agent="their_agents:agent",
-        kubeconfig=cluster.kubeconfig(tmp_path),
-        env={"SEEN": str(tmp_path / "seen")},
+    cluster.kubelet = Kubelet(cluster, tmp_path)
+    yield cluster.kubelet
+    await cluster.kubelet.close()
+
+
+def settings(cluster: Any, folder: Path, **k8s: Any) -> RunnerConfig:
+    place = {"image": "agents:1", "agent": "their_agents:agent", "kubeconfig": cluster.kubeconfig(folder)}
+    env = {"SEEN": str(folder / "seen")}
+    return RunnerConfig(
+        concurrency=2,
+        lease_ttl=2.0,
+        drain=0.0,
+        timeout=30.0,
+        adapters=(),
+        k8s=KubernetesConfig(**place, env=env, **k8s),
     )
-    config = RunnerConfig(concurrency=2, lease_ttl=2.0, drain=0.0, timeout=30.0, adapters=(), k8s=k8s)
+
+
+async def test_a_job_that_is_killed_is_made_again(cluster: Any, kubelet: Kubelet, site: Site, tmp_path: Path) -> None:
     await site.store.create_rollouts([Rollout(f"run-1/{i}", "run-1", Task(i), "g", max_attempts=5) for i in range(2)])
-    runner = KubernetesRunner(lambda task, llm: 0.0, config, Pace(look=0.2, pause=0.1))
+    runner = KubernetesRunner(lambda task, llm: 0.0, settings(cluster, tmp_path, mode="job"), Pace(look=0.2, pause=0.1))
     await runner.start()
     attending = asyncio.create_task(runner.attend(site))
 
-    async def ended() -> list[Rollout]:
-        return [one for one in (await site.store.list_rollouts("run-1")).rollouts if one.status is Status.SUCCEEDED]
-
-    async def until(true: Any) -> None:
+    async def until(true: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(90):
             while not await true():
                 if attending.done():
@@ -139,20 +146,60 @@ async def test_rollouts_are_run_by_clients_in_pods(
     async def seen() -> bool:
         return (tmp_path / "seen").exists()
 
-    async def all_ended() -> bool:
-        return len(await ended()) == 2
+    async def ended() -> bool:
+        return len((await site.store.list_rollouts("run-1", status=Status.SUCCEEDED)).rollouts) == 2
 
     try:
         await until(seen)
         for process in list(kubelet.running.values()):  # the node goes away
             process.kill()
-        await until(all_ended)
+        await until(ended)
     finally:
         attending.cancel()
         await asyncio.gather(attending, return_exceptions=True)
         await runner.close()
-        await kubelet.close()
-    assert max(one.attempt for one in await ended()) > 1
-    made = [body for body in cluster.made if body["kind"] in ("Pod", "Job")]
-    assert len(made) >= (2 if mode == "pool" else 3)  # every rollout once, what was killed again
+    assert max(one.attempt for one in (await site.store.list_rollouts("run-1")).rollouts) > 1
+    assert sum(body["kind"] == "Job" for body in cluster.made) >= 3  # every rollout once, what was killed again
     assert not any(cluster.objects.values())
+
+
+class FakePolicy:
+    """A scripted vLLM as a trainer's policy server."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.fake = FakeVLLM()
+        self.start, self.close = self.fake.start, self.fake.close
+
+    @property
+    def url(self) -> str:
+        return self.fake.url
+
+    @property
+    def model(self) -> str:
+        return self.fake.model
+
+    async def wait_died(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_trainer_has_its_agents_in_a_pool_of_pods(
+    cluster: Any, kubelet: Kubelet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "make_policy_server", lambda *_, **__: FakePolicy())
+    (tmp_path / "seen").touch()  # nobody is to be killed here
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config = Config(runner=settings(cluster, tmp_path))
+    trainer = Trainer(model, runner="k8s", out=tmp_path / "run", config=config, progress=False)
+    report = await asyncio.to_thread(trainer.dev, None, [1, 2, 3])
+    assert [row.reward for row in report.rows] == [1.0] * 3
+    assert sum(body["kind"] == "Pod" for body in cluster.made) == 1
+    assert not any(cluster.objects.values())
+
+    # what no cluster can cure ends the trainer, with the cluster's words
+    cluster.always_refuse.append(("POST", "pods", 403, "violates PodSecurity"))
+    with pytest.raises(RunnerError, match="violates PodSecurity"):
+        await asyncio.to_thread(trainer.dev, None, [1])

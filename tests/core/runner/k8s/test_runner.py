@@ -96,6 +96,18 @@ async def test_a_pool_has_its_size_and_goes_with_the_run(cluster: FakeCluster, s
     assert not any(cluster.objects.values())
 
 
+async def test_a_run_that_is_cancelled_twice_leaves_nothing(cluster: FakeCluster, site: Site, tmp_path: Path) -> None:
+    async with attending(config_for(cluster, tmp_path, pods=2), site) as task:
+        await until(lambda: len(cluster.pods()) == 2, task)
+        task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(cluster.objects.values())
+
+
 async def test_a_pod_that_goes_is_replaced(cluster: FakeCluster, site: Site, tmp_path: Path) -> None:
     async with attending(config_for(cluster, tmp_path, pods=2), site) as task:
         await until(lambda: len(cluster.pods()) == 2, task)
