@@ -46,7 +46,7 @@ def remote_runner(agent: Agent, config: Config) -> Runner:
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`process` (the default) and `inline`."""
+    """`process` (the default), `inline`, `ray`, `k8s` and `remote`."""
     register("process", process_runner)
     register("inline", inline_runner)
     register("ray", ray_runner)
