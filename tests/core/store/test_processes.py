@@ -116,3 +116,64 @@ async def test_many_processes_never_hold_one_attempt_twice(store_url: str) -> No
     assert {r.id for r in rollouts if r.status is Status.SUCCEEDED} == done
     assert {r.id for r in rollouts if r.status is Status.PENDING} == set(names) - done
     await store.close()
+
+
+EXPIRE = """
+    import asyncio, random, sys
+    from lightning.errors import StaleAttemptError
+    from lightning.store.plugin import register_stores
+    from lightning.types import Outcome, Status, Transition, logprobs, token_ids
+
+    async def main(url, name):
+        stores = {}
+        register_stores(stores.__setitem__)
+        store = stores[url.partition(":")[0]](url)
+        await store.open()
+        rng = random.Random(name)
+
+        async def work(worker):
+            while (await store.list_rollouts("run", status=Status.PENDING, limit=1)).rollouts or rng.random() < 0.97:
+                for lease in await store.lease("run", worker, limit=rng.randint(1, 3), ttl=rng.choice((0, 0.02, 5))):
+                    key = (lease.rollout.id, lease.attempt)
+                    print("leased", *key)
+                    call = Transition(*key, 0, "c", token_ids([1] * lease.attempt), token_ids([2]), logprobs([-1.0]))
+                    try:
+                        await store.append([call])
+                        await asyncio.sleep(rng.random() * 0.02)
+                        await store.renew(lease, ttl=5)
+                        await store.complete(*key, Outcome(reward=float(lease.attempt)))
+                        print("done", *key)
+                    except StaleAttemptError:
+                        print("late", *key)
+
+        await asyncio.gather(*(work(f"{name}-{i}") for i in range(4)))
+        await store.close()
+
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+async def test_leases_that_expire_under_everybodys_hands_end_once(store_url: str) -> None:
+    """Leases of no length, taken over at once by many: every attempt has one holder, and one attempt of a rollout ends it."""
+    store = plugins().store(store_url)
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    names = [f"r{i}" for i in range(30)]
+    await store.create_rollouts([Rollout(name, "run", Task("q"), "g", max_attempts=40) for name in names])
+    workers = [start(EXPIRE, store_url, f"w{i}") for i in range(3)]
+    outputs = [worker.communicate(timeout=120) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * 3, outputs
+    events = Counter(tuple(line.split()) for out, _ in outputs for line in out.splitlines())
+    assert set(events.values()) == {1}
+    done = {name: int(attempt) for event, name, attempt in events if event == "done"}
+    assert len(done) == sum(event == "done" for event, _, _ in events)
+    assert any(event == "late" for event, _, _ in events)
+    for rollout in (await store.list_rollouts("run")).rollouts:
+        leased = sorted(int(attempt) for event, name, attempt in events if event == "leased" and name == rollout.id)
+        assert leased == list(range(1, rollout.attempt + 1))
+        assert (rollout.status is Status.SUCCEEDED) == (rollout.id in done)
+        if rollout.id in done:
+            assert (rollout.attempt, rollout.reward) == (done[rollout.id], float(rollout.attempt))
+            assert [t.attempt for t in await store.transitions(rollout.id)] == [rollout.attempt]
+    await store.close()
