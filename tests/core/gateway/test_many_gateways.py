@@ -275,3 +275,17 @@ async def test_seeds_follow_from_the_place_in_the_run(fleet, open_server):
     assert first[1] == first[3] == 11, "an agent's own is kept"
     assert len({*first, *third}) == 3 + 3 + 1
     assert all(0 <= seed < 2**63 for seed in first)
+
+
+async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet, monkeypatch):
+    monkeypatch.setattr("lightning.gateway.policies.IDLE", 0.2)
+    server = fleet.servers[0]
+    llm = await fleet.llm(server)
+    await fleet.ask(llm)
+    await fleet.until(lambda: not server._policies.known)
+    await fleet.until(lambda: not server._policies._leaving)
+    assert (await fleet.store.get_state("", "gateway/run/0"))["left"] is True
+    await fleet.update(1)
+    assert fleet.owner.others == 0
+    assert (await fleet.ask(llm)).status_code == 200
+    assert [call.version for call in await fleet.calls()] == [0, 1]
