@@ -213,6 +213,30 @@ async def test_a_token_makes_tokens_of_its_project_only(store: Store) -> None:
     assert await store.list_tokens() == []
 
 
+async def test_a_step_of_ones_own_says_nothing_of_anothers_rollout(store: Store) -> None:
+    await fill(store, "theirs", THEIRS)
+    mine = ProjectStore(store, "mine")
+    await mine.put_run(Run("mine", "mine"))
+    said = []
+    for rollout in (THEIRS.live, UNKNOWN.live):
+        with pytest.raises(StoreError) as refused:
+            await mine.commit_step(record("mine", rollout))
+        said.append(str(refused.value).replace(rollout, "IT"))
+    assert said[0] == said[1]
+
+
+async def test_what_a_prompt_earned_elsewhere_is_not_told(store: Store) -> None:
+    await store.put_resource(Resource("writer", "bare"))
+    for run, project in (
+        ("ours", "default"),
+        ("hidden", "theirs"),
+    ):  # a trainer with the database itself uses bare names
+        await store.put_run(Run(run, run, project=project))
+        await store.create_rollouts([Rollout(f"{run}/0", run, Task("x"), "g", resources={"writer": 1})])
+    assert {use.run for use in await store.resource_uses("writer")} == {"ours", "hidden"}
+    assert {use.run for use in await ProjectStore(store, "default").resource_uses("writer")} == {"ours"}
+
+
 @pytest.mark.parametrize("project", ["mine", "default", None])
 async def test_secrets_are_told_to_nobody(project: str | None, store: Store) -> None:
     await store.put_run(Run("run", "a run", project=project or "default"))
