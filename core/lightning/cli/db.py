@@ -60,7 +60,7 @@ def upgrade(
     if before.schema == before.newest_schema:
         say(f"{escape(before.store)} has schema {before.schema} already")
         return
-    if backup_:
+    if backup_ and before.schema:
         if parse(url).scheme != "sqlite":
             raise ConfigError(
                 "this command backs up SQLite files beside themselves only: run `lightning db backup` with a file of your "
