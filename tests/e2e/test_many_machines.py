@@ -173,3 +173,37 @@ async def _until(what: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
         while not what():
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.timeout(900)
+def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes: Processes) -> None:
+    """The README's three processes with a real vLLM, over PostgreSQL, and a fourth to lose."""
+    with PostgresServer() as database:
+        trainer = processes.start(
+            "trainer", "demo", "raw", "--runner", "remote", "--store", database.url, "--out", "run", "--steps", "3",
+            "--held-out", "8", "--set", "trainer.tasks_per_step=4",
+        )  # fmt: skip
+        server = processes.start("server", "serve", "--store", database.url, "--out", "tokens")
+        urls = [
+            processes.said("server", r"ready at (http://\S+)"),
+            processes.said("trainer", r"--server (http://\S+)", seconds=300),
+        ]
+        token = (processes.folder / "run" / "runner-token").read_text().strip()
+        clients = [
+            processes.start(
+                f"client-{n}", "runner", "lightning_examples.raw_python.agent:agent", "--server", ",".join(urls),
+                "--concurrency", "4", "--set", "runner.lease_ttl=5", LIGHTNING_TOKEN=token,
+            )
+            for n in range(2)
+        ]  # fmt: skip
+        processes.said("trainer", r"(step +1/3)", seconds=300)
+        for lost in (server, clients[0]):
+            lost.kill()
+            lost.wait()
+        assert trainer.wait(300) == 0, processes.log("trainer").read_text()
+        audit = processes.start("audit", "audit", "run")
+        assert audit.wait(100) == 0, processes.log("audit").read_text()
+        assert re.search(r"3 steps.*as it was trained", processes.log("audit").read_text())
+        clients[1].send_signal(signal.SIGTERM)
+        assert clients[1].wait(30) == 0, processes.log("client-1").read_text()
+        assert "0 failed" in processes.log("client-1").read_text()

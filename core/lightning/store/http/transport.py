@@ -44,6 +44,8 @@ ANSWER_SECONDS: Final = 90.0
 """Without a byte from a server for so long, it counts as gone."""
 KEEP_ALIVE: Final = 60.0
 """Seconds; below those of the server, so that it is never the one who hangs up."""
+LONG: Final = 30.0
+"""Seconds of patience from which on it is said that a request is being repeated; who has less says it itself."""
 BUSY: Final = 429
 AWAY: Final = (502, 503, 504)
 KINDS: Final[Mapping[str, type[LightningError]]] = {
@@ -165,7 +167,7 @@ class Transport:
                     f"no server answered within {patience:g} s ({problem}). Servers: {', '.join(self._urls)}. "
                     "Start one with `lightning serve`, or give the right URL"
                 )
-            if not warned and not request.waits and tried > 2 * len(self._urls):
+            if patience >= LONG and not warned and not request.waits and tried > 2 * len(self._urls):
                 log.warning("%s; asking again for %.0f s", problem, left)
                 warned = True
             spread = delay * random.uniform(0.5, 1.0)  # noqa: S311 — clients that lost one server must not come back as one
