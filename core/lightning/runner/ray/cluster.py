@@ -17,6 +17,8 @@ from lightning.config import RunnerConfig
 from lightning.errors import MissingExtraError, RunnerError
 from lightning.runner.ray.host import AgentHost
 
+LOCAL_STARTS = 3
+"""Tries to start a cluster here: Ray gives up after 30 s, in which a busy machine may not get it started."""
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Of a cluster that is started here: nothing of ours goes through it."""
 
@@ -118,22 +120,24 @@ async def connect(config: RunnerConfig) -> RayCluster:
             "object_store_memory": OBJECT_STORE_BYTES,
             "num_cpus": max(os.cpu_count() or 1, round(actors_for(config) * settings.num_cpus + 0.5)),
         }
-    # Ray's processes die with the thread that started them, so it is kept until they are to end.
-    thread = concurrent.futures.ThreadPoolExecutor(1, "lightning-ray")
-    try:
-        await asyncio.get_running_loop().run_in_executor(thread, functools.partial(ray.init, **arguments))
-    except asyncio.CancelledError:
-        thread.submit(ray.shutdown)
-        thread.shutdown(wait=False)
-        raise
-    except Exception as error:
-        thread.shutdown(wait=False)
-        where = settings.address or "this machine"
-        raise RunnerError(
-            f"no Ray cluster at {where}: {error}. Check runner.ray.address and runner.ray.runtime_env, and that the cluster "
-            "has this Ray and Python version"
-        ) from error
-    return RayCluster(ray, config, thread)
+    for _ in range(1 if settings.address else LOCAL_STARTS):
+        # Ray's processes die with the thread that started them, so it is kept until they are to end.
+        thread = concurrent.futures.ThreadPoolExecutor(1, "lightning-ray")
+        try:
+            await asyncio.get_running_loop().run_in_executor(thread, functools.partial(ray.init, **arguments))
+        except asyncio.CancelledError:
+            thread.submit(ray.shutdown)
+            thread.shutdown(wait=False)
+            raise
+        except Exception as error:  # noqa: BLE001 — Ray raises whatever it likes; the last one is told
+            failed = error
+            thread.shutdown(wait=False)
+        else:
+            return RayCluster(ray, config, thread)
+    raise RunnerError(
+        f"no Ray cluster at {settings.address or 'this machine'}: {failed}. Check runner.ray.address and "
+        "runner.ray.runtime_env, and that the cluster has this Ray and Python version"
+    ) from failed
 
 
 def _first_lines(error: BaseException) -> str:
