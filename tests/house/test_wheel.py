@@ -97,6 +97,9 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"lightning/py.typed", "lightning_raw/py.typed", "lightning_examples/__init__.py"} <= names
+    assert {
+        f"lightning/store/redis/lua/{file.name}" for file in (ROOT / "core/lightning/store/redis/lua").iterdir()
+    } <= names
     assert not [name for name in names if name.startswith(("tests/", "core/", "docs/"))]
     assert any(
         name.startswith("lightning_examples/raw_python/model/") and name.endswith(".safetensors") for name in names
