@@ -36,6 +36,7 @@ SECRET = b"a secret of the test, long enough"
         "192.168.1.1",
         "100.64.0.1",
         "[fd00::1]",
+        "[::ffff:10.0.0.1]",
     ],
 )
 def test_machines_of_ones_own_are_allowed(host: str) -> None:
