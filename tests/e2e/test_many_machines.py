@@ -207,3 +207,27 @@ def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes
         clients[1].send_signal(signal.SIGTERM)
         assert clients[1].wait(30) == 0, processes.log("client-1").read_text()
         assert "0 failed" in processes.log("client-1").read_text()
+
+
+async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(processes: Processes) -> None:
+    url = f"sqlite:///{processes.folder / 'shared.db'}"
+    (processes.folder / "slow_agent.py").write_text("import time\ndef agent(task, llm):\n    time.sleep(200)\n")
+    processes.start("server", "serve", "--store", url)
+    server = await asyncio.to_thread(processes.said, "server", r"ready at (http://\S+)")
+    store = plugins().store(url)
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    await store.create_rollouts([Rollout("run/0", "run", Task(0), "g", max_attempts=1)])
+    client = processes.start("client", "runner", "slow_agent:agent", "--server", server, "--token-file", "runner-token")
+    async with asyncio.timeout(100), store.watch("run") as watch:
+        while (found := await store.get_rollout("run/0")) is None or found.status is not Status.RUNNING:
+            await watch.wait(0.2)
+    client.send_signal(signal.SIGTERM)
+    await asyncio.sleep(1)
+    assert client.poll() is None, "its agent has runner.drain seconds"
+    client.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(client.wait, 20) == 130
+    found = await store.get_rollout("run/0")
+    await store.close()
+    assert found is not None
+    assert found.status is Status.PENDING, "and the only attempt it may have is not spent"
