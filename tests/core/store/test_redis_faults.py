@@ -153,9 +153,10 @@ APPEND = """
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
 @pytest.mark.parametrize("appendfsync", ["always", pytest.param("no", marks=pytest.mark.slow)])
 async def test_what_was_acknowledged_survives_kill_9_of_redis_and_the_writers_go_on(
-    tmp_path: Path, appendfsync: str
+    own_server: RedisServer, appendfsync: str
 ) -> None:
-    server = RedisServer(tmp_path, appendfsync=appendfsync).start()
+    server = own_server
+    server.command("CONFIG", "SET", "appendfsync", appendfsync)
     writer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(APPEND), server.url("timeout=60")],
         stdout=subprocess.PIPE,
@@ -170,7 +171,7 @@ async def test_what_was_acknowledged_survives_kill_9_of_redis_and_the_writers_go
         for _ in range(3):
             lines += [writer.stdout.readline() for _ in range(rng.randint(50, 150))]
             server.kill()
-            server.start()
+            server.start("--appendfsync", appendfsync)
         lines += [writer.stdout.readline() for _ in range(50)]
     finally:
         writer.send_signal(signal.SIGKILL)
@@ -182,14 +183,13 @@ async def test_what_was_acknowledged_survives_kill_9_of_redis_and_the_writers_go
     acknowledged = {(name, int(seq)) for name, seq in (line.split() for line in lines if line.endswith("\n"))}
     assert len(acknowledged) > 150, error
     server.kill()
-    server.start()
+    server.start("--appendfsync", appendfsync)
     store = await opened(server.url())
     stored = await store.transitions_of([(f"r{i}", 1) for i in range(8)])
     assert acknowledged <= {(t.rollout, t.seq) for calls in stored for t in calls}
     for calls in stored:
         assert [t.seq for t in calls] == list(range(len(calls)))
     await store.close()
-    server.kill()
 
 
 async def test_a_call_waits_while_redis_is_away_and_is_refused_when_it_stays_away(own_server: RedisServer) -> None:
