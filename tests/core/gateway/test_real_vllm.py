@@ -8,11 +8,13 @@ import json
 import httpx
 import openai
 import pytest
-from lightning.gateway import Upstream
+from lightning.config.models import GatewayConfig
+from lightning.gateway import Gateway, Upstream
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
+from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.types import CallStatus, VersionRun
+from lightning.types import CallStatus, Rollout, Run, Task, VersionRun
 
 pytestmark = pytest.mark.slow
 
@@ -209,6 +211,32 @@ async def test_a_client_that_leaves_ends_vllms_work(real, vllm):
         async with asyncio.timeout(20):
             while await running():
                 await asyncio.sleep(0.05)
+
+
+async def test_two_runs_with_one_seed_sample_the_same_tokens(vllm):
+    """`gateway.seed_calls`: another run of the same plan, calls one after another; another seed gives other tokens."""
+    sampled: list[list[list[int]]] = []
+    for run, seed in (("first", 1), ("second", 1), ("third", 2)):
+        store = MemoryStore()
+        await store.open()
+        await store.put_run(Run(run, run))
+        rollouts = [Rollout(f"{run}/0/0/{index}", run, Task("t"), f"{run}/0/0", index=index) for index in range(2)]
+        await store.create_rollouts(rollouts)
+        upstream = Upstream(vllm.url, vllm.model)
+        gateway = Gateway(store, [upstream], GatewayConfig(), secret=b"s" * 32, run=run, seed=seed)
+        await gateway.start()
+        for lease in await store.lease(run, "worker", limit=2):
+            llm = gateway.llm(lease)
+            async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, max_retries=0) as client:
+                for _ in range(2):
+                    await client.chat.completions.create(model="policy", messages=HI, max_tokens=24)
+        calls = await store.transitions_of([(rollout.id, 1) for rollout in rollouts])
+        sampled.append([list(call.response_ids) for of_rollout in calls for call in of_rollout])
+        await gateway.close()
+        await store.close()
+    first, second, third = sampled
+    assert first == second
+    assert len({tuple(ids) for ids in (*first, *third)}) == 8, "each call has a seed of its own"
 
 
 def shape(value: object) -> object:
