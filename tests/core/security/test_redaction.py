@@ -40,7 +40,7 @@ SECRETS = [
 ]
 
 
-@pytest.mark.parametrize("secret", SECRETS, ids=[secret[:7] for secret in SECRETS])
+@pytest.mark.parametrize("secret", SECRETS, ids=[secret[:3] + str(number) for number, secret in enumerate(SECRETS)])
 @pytest.mark.parametrize("around", ["{}", "key={}", "Incorrect API key provided: {}. See docs", '["{}"]', "{}\n"])
 def test_what_looks_like_a_credential_is_left_out(secret: str, around: str) -> None:
     text = redacted(around.format(secret), "tool.output")
