@@ -25,6 +25,7 @@ tasks = word_problems(400, 0)
 
 def agent(task: Task, llm: LLM) -> float:
     """Solve the task as the demonstration does."""
+    math._client = _client  # noqa: SLF001 — the demonstration's agent as it is, but for its ears
     reward = math.agent(task, llm)
     write(token=llm.api_key, url=llm.base_url, reward=reward)
     return reward
@@ -56,6 +57,3 @@ def _noted(response: Any) -> None:
 def _client(base_url: str) -> openai.OpenAI:
     client = openai.DefaultHttpxClient(event_hooks={"response": [_noted]}, timeout=120)
     return openai.OpenAI(base_url=base_url, api_key="set per call", http_client=client, max_retries=4)
-
-
-math._client = _client

@@ -65,7 +65,7 @@ async def attending(config: RunnerConfig, site: Site) -> AsyncIterator[asyncio.T
 
 
 async def until(true: Callable[[], object], task: asyncio.Task[None] | None = None) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if true():
             return
         if task is not None and task.done():
