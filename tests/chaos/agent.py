@@ -25,7 +25,7 @@ tasks = word_problems(400, 0)
 
 def agent(task: Task, llm: LLM) -> float:
     """Solve the task as the demonstration does."""
-    math._client = _client  # noqa: SLF001 — the demonstration's agent as it is, but for its ears
+    math._client = _client
     reward = math.agent(task, llm)
     write(token=llm.api_key, url=llm.base_url, reward=reward)
     return reward

@@ -52,6 +52,7 @@ class FakeCluster:
         self.versions = itertools.count(1)
         self.uids = itertools.count(1)
         self.watchers: list[tuple[str, asyncio.Queue[Object | None]]] = []
+        self.past: list[tuple[str, int, Object]] = []  # what was told, of which kind, at which version
 
     @staticmethod
     def ended(code: int = 1, message: str = "", reason: str = "Error") -> Object:
@@ -99,10 +100,13 @@ class FakeCluster:
 
     # the API ----------------------------------------------------------------------------------------------------
     def _changed(self, event: str, kind: str, body: Object) -> None:
-        body["metadata"]["resourceVersion"] = str(next(self.versions))
+        version = next(self.versions)
+        body["metadata"]["resourceVersion"] = str(version)
+        told = {"type": event, "object": copy.deepcopy(body)}
+        self.past.append((kind, version, told))
         for watched, queue in self.watchers:
             if watched == kind:
-                queue.put_nowait({"type": event, "object": copy.deepcopy(body)})
+                queue.put_nowait(told)
 
     def add(self, kind: str, body: Object) -> Object:
         body["metadata"]["uid"] = f"uid-{next(self.uids)}"
@@ -196,9 +200,9 @@ class FakeCluster:
             return response
         queue: asyncio.Queue[Object | None] = asyncio.Queue()
         since = int(request.query["resourceVersion"])
-        for body in self._selected(request, kind):  # what happened between the list and the watch
-            if int(body["metadata"]["resourceVersion"]) > since:
-                queue.put_nowait({"type": "MODIFIED", "object": copy.deepcopy(body)})
+        for of, version, told in self.past:  # what happened between the list and the watch
+            if of == kind and version > since:
+                queue.put_nowait(told)
         self.watchers.append((kind, queue))
         try:
             while (event := await queue.get()) is not None:
