@@ -90,7 +90,8 @@ class Serving:
 def bind(host: str, port: int) -> socket.socket:
     """A listening address. Raises `GatewayError` that says what to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Said in full, or asyncio does not take its connections for TCP: each answer would wait 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
