@@ -36,10 +36,14 @@ MODEL = "policy"
 
 class Forwarder:
     """One client session for everything, with no limit on connections. The health of a policy's servers is checked from its
-    first request on."""
+    first request on, or from `look_after`."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+
+    def look_after(self, policy: Policy) -> None:
+        """Check the health of a policy's servers from now on."""
+        self._session_for(policy)
 
     def _session_for(self, policy: Policy) -> aiohttp.ClientSession:
         """The session, made on the running loop when it is first needed."""

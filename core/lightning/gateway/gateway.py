@@ -5,6 +5,8 @@ The invariant: what an agent gets is what vLLM would have given it, and each cal
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from lightning.config import GatewayConfig
     from lightning.policy_server.protocol import Update
     from lightning.store.protocol import Store
+
+
+SURE_SECONDS = 1.5
+"""Seconds that `Gateway.served` takes at most: who asks waits for it."""
 
 
 class Gateway:
@@ -113,6 +119,19 @@ class Gateway:
         self._recorder.expect(lease.rollout.id, lease.attempt)
         token = self.issue(lease.rollout.id, lease.attempt, sampling=sampling, run=lease.rollout.run)
         return LLM(base_url=f"{self.url}/v1", api_key=token, model=MODEL)
+
+    async def served(self, run: str) -> bool:
+        """Whether a call of this run would find a policy server that is up. Takes `SURE_SECONDS` at most, and that only until
+        the run's servers have been asked for the first time; without an answer it is False."""
+        policy = self._policies.of(run)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SURE_SECONDS):
+                while not policy.told:  # noqa: ASYNC110 — short, once, and what is awaited has no one event
+                    await asyncio.sleep(SURE_SECONDS / 100)
+                self._forwarder.look_after(policy)
+                while not policy.pool.sure:  # noqa: ASYNC110
+                    await asyncio.sleep(SURE_SECONDS / 100)
+        return policy.told and policy.pool.sure and policy.pool.healthy > 0
 
     def hold(self) -> AbstractAsyncContextManager[None]:
         """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.

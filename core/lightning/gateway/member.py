@@ -147,6 +147,7 @@ class Member:
                 self.check()
                 if self._seated:
                     await self._heed(notice)
+                    self.policy.told = True
                 if self._seated and self._clock() >= self._due:
                     await self._beat()
                 if self._seated:

@@ -24,7 +24,8 @@ class Policy:
     """The parts that every call of a run goes through. `hold_timeout` is in seconds.
 
     `check` is called before anything is taken for known: the member of a fleet looks at its clock there. With a `seed`
-    calls that have none are given one. `used` is when the last call came (the loop's clock).
+    calls that have none are given one. `used` is when the last call came (the loop's clock);
+    `told` whether it has been heard which servers there are.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Policy:
         self.book = VersionBook(version)
         self.seed, self.check = seed, check
         self.used = 0.0
+        self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None
 
     def check_health(self, session: aiohttp.ClientSession) -> None:

@@ -7,6 +7,7 @@ cannot be reached gets no requests until it answers again, and a request waits a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class Slot:
     base: URL
     healthy: bool = True
     misses: int = 0
+    asked: bool = False  # whether a check has ended: until then `healthy` is a hope
 
     def url(self, path: str) -> URL:
         """The address of a path on this server."""
@@ -57,7 +59,7 @@ class Pool:
     def __init__(self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY) -> None:
         self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         self.grace, self.check_every = grace, check_every
-        self._changed = asyncio.Event()
+        self._changed, self._assigned = asyncio.Event(), asyncio.Event()
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
         """These are the servers now. One that was there before keeps its place and what is known of its health.
@@ -69,9 +71,10 @@ class Pool:
         slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         for slot, old in zip(slots, self.slots, strict=False):
             if slot.upstream == old.upstream:
-                slot.healthy, slot.misses = old.healthy, old.misses
+                slot.healthy, slot.misses, slot.asked = old.healthy, old.misses, old.asked
         self.slots = slots
         self._changed.set()
+        self._assigned.set()
 
     async def pick(self, rollout: str, *, tried: Sequence[Slot] = ()) -> Slot:
         """The rollout's server, by rendezvous hashing over the healthy ones that were not `tried` yet.
@@ -124,11 +127,18 @@ class Pool:
         """How many servers are believed to be up."""
         return sum(slot.healthy for slot in self.slots)
 
+    @property
+    def sure(self) -> bool:
+        """Whether `healthy` is known: every server was asked, or one is up for sure."""
+        return all(slot.asked for slot in self.slots) or any(slot.asked and slot.healthy for slot in self.slots)
+
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Check every server's `/health` for ever."""
+        """Check every server's `/health` for ever, new ones at once."""
         while True:
+            self._assigned.clear()
             await asyncio.gather(*(self._check(slot, session) for slot in self.slots))
-            await asyncio.sleep(self.check_every)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._assigned.wait(), self.check_every)
 
     async def _check(self, slot: Slot, session: aiohttp.ClientSession) -> None:
         asked = slot.base
@@ -145,6 +155,7 @@ class Pool:
             slot.misses = 0
         if slot.base is not asked:  # replaced while the old one was being asked
             return
+        slot.asked = True
         if healthy:
             self._mark(slot, healthy=True)
         else:

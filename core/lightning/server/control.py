@@ -38,7 +38,9 @@ class Control:
         self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
         agents = Agents(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
-        self._api = Api(store, Authenticator(store), finish=report, llm_for=agents.llm_for, limits=limits)
+        self._api = Api(
+            store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits
+        )
         gateway.mount(self._api)
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 import lightning
 import pytest
 from lightning.errors import ConfigError, StoreError
+from lightning.gateway import Upstream
+from lightning.gateway.owner import Owner
 from lightning.runner.report import NEVER_CALLED
 from lightning.server.how_to_call import HowToCall
 from lightning.types import LLM, Fault, Resource, Scope, Status, Task
@@ -187,3 +189,14 @@ def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("LIGHTNING_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="LIGHTNING_TOKEN"):
         Client("http://127.0.0.1:1", calling)
+
+
+async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(site: Site) -> None:
+    server = await site.start()
+    await site.begin(count=2, max_attempts=1)
+    await site.fake.close()  # as when the trainer was killed: its word of where the policy server is stays
+    tally = await site.client(server, idle=0.3).work()
+    assert (tally.leased, {one.attempt for one in (await site.rollouts()).values()}) == (0, {0})
+    await site.fake.start()
+    await Owner(site.store, RUN).open([Upstream(site.fake.url, site.fake.model)], 0)
+    assert (await site.client(server, rollouts=2).work()).succeeded == 2

@@ -22,7 +22,7 @@ from lightning.server.api import meta, records, resources, rollouts
 from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning.server.api.events import stream
 from lightning.server.api.openapi import describe
-from lightning.server.api.table import PREFIX, Call, Finish, LlmFor, Route, Services, query_of
+from lightning.server.api.table import PREFIX, Call, Finish, LlmFor, Route, Served, Services, query_of
 from lightning.server.api.watching import Watchers
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
@@ -53,6 +53,7 @@ class Limits:
 
 class Api:
     """The application. `finish` ends attempts, `llm_for` gives agents their access to the model (None: there is no gateway).
+    `served` says whether the model of a run can be called now (None: it always can).
 
     Close it before the server that it is mounted on, so that who waits for changes is let go.
     """
@@ -64,12 +65,13 @@ class Api:
         *,
         finish: Finish,
         llm_for: LlmFor | None = None,
+        served: Served | None = None,
         limits: Limits | None = None,
     ) -> None:
         self._projects = Projects(store)
         self._authenticator = authenticator
         self._limits = limits or Limits()
-        self._services = Services(Watchers(), finish, llm_for, description)
+        self._services = Services(Watchers(), finish, llm_for, served, description)
         self._routes = _Routes(ROUTES)
         self._stopped = asyncio.Event()
         self._requests = self._watches = 0

@@ -6,9 +6,11 @@ The invariant: whoever runs agents can end the attempts it leased and can write 
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.errors import LightningError
 from lightning.gateway.redaction import redacted_span
 from lightning.server.api.paging import page
 from lightning.server.api.table import (
@@ -26,7 +28,9 @@ from lightning.store import messages
 from lightning.store.rules import unknown_rollout
 from lightning.store.wire import Slice
 from lightning.types import (
+    Fault,
     Lease,
+    Outcome,
     Rollout,
     Run,
     Span,
@@ -35,6 +39,8 @@ from lightning.types import (
     ToolEvent,
     Transition,
 )
+
+log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16 * 1024 * 1024
 """Bytes of one answer, about; an attempt, a call or an event that is longer comes alone."""
@@ -116,15 +122,38 @@ async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
 
 async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     """Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its agent
-    needs to call the model."""
+    needs to call the model. None while no policy server of the run answers: ask again."""
     asked = call.body
+    if not await _is_served(call, asked.run):
+        return messages.Leases(())
     leases = await call.store.lease(asked.run, asked.worker, limit=min(asked.limit, LARGEST_LEASE), ttl=asked.ttl)
-    return messages.Leases(tuple([await _with_llm(call, held) for held in leases]))
+    found = [await _with_llm(call, held) for held in leases]
+    return messages.Leases(tuple([held for held in found if held is not None]))
 
 
-async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout:
+async def _is_served(call: Call[Any, Any], run: str) -> bool:
+    """Whether agents of a run would find the model: without it they would only spend their attempts."""
+    served = call.services.served
+    return served is None or await call.store.get_run(run) is None or await served(run)
+
+
+async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout | None:
+    """The lease with its model. One whose model cannot be had is ended, for its fault must not cost the others."""
     llm_for = call.services.llm_for
-    return messages.LeasedRollout(held, None if llm_for is None else await llm_for(held, call.store))
+    if llm_for is None:
+        return messages.LeasedRollout(held)
+    try:
+        return messages.LeasedRollout(held, await llm_for(held, call.store))
+    except LightningError as error:
+        log.warning("rollout %s, attempt %d cannot be run: %s", held.rollout.id, held.attempt, error)
+        ending = Outcome(
+            fault=Fault.INFRASTRUCTURE, error=f"what the agent needs to call the model is not there: {error}"
+        )
+    try:
+        await call.store.complete(held.rollout.id, held.attempt, ending)
+    except LightningError as error:
+        log.warning("rollout %s waits until its lease expires: %s", held.rollout.id, error)
+    return None
 
 
 async def renew(call: Call[NoQuery, messages.Renewal]) -> messages.Expiry:

@@ -29,6 +29,8 @@ LlmFor = Callable[[Lease, Store], Awaitable[LLM]]
 """What the agent of a lease needs to call the model; the store is the one that the lease's holder sees."""
 Finish = Callable[[Store, str, int, Outcome], Awaitable[Rollout]]
 """Ends an attempt of a rollout and returns the rollout as it then stands."""
+Served = Callable[[str], Awaitable[bool]]
+"""Whether the calls of a run's agents would find a policy server now."""
 
 PUBLIC: tuple[Scope, ...] | None = None
 ADMIN: tuple[Scope, ...] = ()
@@ -45,6 +47,7 @@ class Services:
     watchers: Watchers
     finish: Finish
     llm_for: LlmFor | None
+    served: Served | None
     describe: Callable[[], Mapping[str, Json]]
     """The OpenAPI document, written when it is first asked for."""
 
