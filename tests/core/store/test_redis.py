@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.store import plugin
+from lightning.store.maintenance import keeper_of
 from lightning.store.redis import RedisStore, keys
 from lightning.store.redis.settings import Settings, from_url
 from lightning.types import Caller, Fault, Outcome, Resource, Rollout, Run, Scope, Span, StepRecord, Token, Transition
@@ -163,6 +164,52 @@ async def test_who_may_not_ask_for_the_setting_must_say_what_is_lost(server: Red
     error = await refused(f"{url}?durability=everysec&prefix=other")
     assert "grant it" in str(error)
     assert "hush" not in str(error)
+    server.command("ACL", "SETUSER", "app", "+config", "-hset")
+    store = RedisStore.from_url(url)
+    await store.open()
+    with pytest.raises(StoreError, match="does not let this user") as caught:
+        await store.put_state("run", "k", 1)
+    assert not isinstance(caught.value, SchemaError)
+    await store.close()
+
+
+async def test_the_rights_that_the_documentation_names_are_enough(
+    server: RedisServer, rollout: RolloutOf, call: CallOf
+) -> None:
+    text = Path(__file__).parents[3].joinpath("docs", "stores.md").read_text("utf-8")
+    block = re.search(r"^ACL SETUSER (\w+) on >password (.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    server.command("ACL", "SETUSER", block[1], "reset", "on", ">password", *block[2].split())
+    url = server.url().replace("redis://", f"redis://{block[1]}:password@")
+    store = RedisStore.from_url(url)
+    await store.open()
+    await store.put_run(Run("run", "a run"))
+    async with store.watch("run") as watch:
+        await store.create_rollouts([rollout("a", resources={"w": 1}), rollout("b")])
+        assert await watch.wait(5)
+    (lease, _) = await store.lease("run", "w", limit=2)
+    await store.renew(lease)
+    await store.append([call(0)])
+    await store.append_spans([Span("a", 1, "t", "s")])
+    await store.complete("a", 1, Outcome(reward=1.0))
+    await store.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
+    assert await store.release("w") == 1
+    await store.log_metrics("run", 0, {"loss": 1.0})
+    await store.keep_state("run", "k", 1)
+    await store.put_token(Token("t", Scope.ADMIN, "d"))
+    await store.revoke_token("t")
+    for version in (1, 2):
+        await store.put_resource(Resource("w", f"text {version}"))
+        await store.set_alias("w", "production", version)
+    await store.roll_back_alias("w", "production")
+    assert len(await store.transitions("a")) == len(await store.spans("a")) == 1
+    await store.close()
+    keeper = keeper_of(url)
+    assert (await keeper.status()).calls == 1
+    assert [weight.calls for weight in await keeper.weigh("run", ["g"])] == [1]
+    await keeper.forget_calls("run", ["g"])
+    await keeper.forget_run("run")
+    assert (await keeper.status()).runs == 0
 
 
 async def test_a_wrong_password_is_said_at_once_and_not_shown(server: RedisServer) -> None:
@@ -283,15 +330,17 @@ def test_scripts_touch_only_the_keys_they_are_given() -> None:
             assert command == "TIME" or re.fullmatch(r"[a-z]+|KEYS\[.*", key), (file.name, command, key)
 
 
-async def test_nothing_is_left_of_what_batches_were_answered(make_redis: Callable[[], RedisStore]) -> None:
+async def test_time_removes_what_batches_were_answered(make_redis: Callable[[], RedisStore]) -> None:
     store = make_redis()
     await store.open()
     for number in range(5):
         await asyncio.gather(*(store.put_state("run", f"{number}/{i}", i) for i in range(10)))
-    assert len([name for name in await names(store) if name.startswith("answers:")]) == 1
-    await store.close()
-    await store.open()
-    assert [name for name in await names(store) if name.startswith("answers:")] == []
+        await store.put_state("run", "k", number)
+    (answers,) = [name for name in await names(store) if name.startswith("answers:")]
+    with store._link() as link:
+        fields, left = await link.reads.read((b"HKEYS", link.keys(answers)), (b"TTL", link.keys(answers)))
+    assert set(fields) == {b"connection", b"batch", b"0"}
+    assert 3500 < left <= 3600
     await store.close()
 
 

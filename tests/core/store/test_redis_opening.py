@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from lightning.errors import StoreError
+from lightning.errors import SchemaError, StoreError, UnavailableError
 from lightning.store.redis.opening import check_server
 from lightning.store.redis.settings import Settings
-from lightning.store.redis.wire import Reply, away
-from redis.exceptions import BusyLoadingError
+from lightning.store.redis.wire import Reply, away, translate
+from redis.exceptions import BusyLoadingError, NoPermissionError, RedisError, ResponseError
 
 
 def info(**changes: object) -> bytes:
@@ -27,3 +27,37 @@ async def test_a_server_that_still_loads_is_waited_for_and_one_without_a_file_is
     assert away(waited.value)
     with pytest.raises(StoreError, match="keeps no append-only file"):
         await check_server(without, Settings())
+
+
+async def test_a_replica_counts_as_away_and_its_master_is_asked_for() -> None:
+    async def replica(*command: bytes) -> Reply:
+        return info(role="slave")
+
+    with pytest.raises(RedisError) as waited:
+        await check_server(replica, Settings(durability="none"))
+    assert away(waited.value)
+    told = translate(waited.value, Settings())
+    assert isinstance(told, UnavailableError)
+    assert "name its master in the URL" in str(told)
+
+
+def test_too_few_replicas_are_waited_for() -> None:
+    assert away(ResponseError("NOREPLICAS Not enough good replicas to write."))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoPermissionError("this user has no permissions to run the 'hset' command"),
+        ResponseError(
+            "ACL failure in script: User u has no permissions to run the 'hset' command script: x, on @user_script:5."
+        ),
+        ResponseError(
+            "Error running script: @user_script: 5: The user executing the script can't run this command or subcommand"
+        ),
+    ],
+)
+def test_missing_rights_are_no_damage(error: RedisError) -> None:
+    told = translate(error, Settings())
+    assert not isinstance(told, SchemaError)
+    assert "grant it" in str(told)

@@ -57,7 +57,14 @@ class RedisKeeper:
         self._keys = Keys(self._settings.prefix)
 
     async def status(self) -> Status:
-        """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates."""
+        """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
+        `ConfigError` where there is no store."""
+        async with self._connected() as wire:  # opening a store would make it
+            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
+        if not mark:
+            raise ConfigError(
+                f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
+            )
         store: Store = RedisStore.from_url(self._url)
         await store.open()
         try:

@@ -1,7 +1,9 @@
 """A lane: one connection on which what waits together is sent together, and what was not answered is sent again.
 
 The invariant: a batch is sent until each of its calls is answered or has waited too long, and the next batch only after that.
-So what a batch was answered needs to be known for one batch only, and a script that is sent again takes effect once.
+So what a batch was answered needs to be known for one batch only, and a script that is sent again takes effect once. A
+connection that was dropped may still deliver what was sent: connections are numbered, and Redis refuses what comes over one
+that another has followed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from lightning.store.redis.keys import Keys
 from lightning.store.redis.opening import Ask, asker
 from lightning.store.redis.scripts import Script
 from lightning.store.redis.settings import Settings
-from lightning.store.redis.wire import Command, Reply, Wire, away, pause, translate
+from lightning.store.redis.wire import LEAST_SECONDS, Command, Reply, Wire, away, pause, translate
 
 MAX_CALLS: Final = 256
 MAX_BYTES: Final = 4 << 20
@@ -63,15 +65,17 @@ class Lane:
         self._sent: list[_Call] = []
         self._wake = asyncio.Event()
         self._client = uuid.uuid4().hex
-        self._batches = 0
+        self._batches = self._connections = 0
+        self._answers = keys("answers", self._client)
+        self._away = False
         self._known: set[bytes] = set()
         self._closing = False
         self._task = asyncio.create_task(self._main(), name="lightning-store-redis")
 
     async def run(self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes]) -> list[Reply]:
         """Run a script until it is answered; return its reply, a list. Raises `StoreError`."""
-        # the first two places, of what the batch was answered and of the call in it, are filled in when it is sent
-        command = [b"EVALSHA", script.sha, b"%d" % (len(keys) + 1), b"", *keys, b"", *arguments]
+        # the numbers of the connection, the batch and the call in it are filled in when it is sent
+        command = [b"EVALSHA", script.sha, b"%d" % (len(keys) + 1), self._answers, *keys, b"", b"", b"", *arguments]
         (reply,) = await self._send(script, [command])
         found: list[Reply] = reply
         return found
@@ -109,7 +113,6 @@ class Lane:
                 if batch:
                     await self._deliver(batch)
                 elif self._closing:
-                    await self._forget()
                     return
                 else:
                     self._wake.clear()
@@ -140,16 +143,20 @@ class Lane:
         attempt = 0
         while self._sent:
             try:
-                error = await self._attempt()
+                error = await self._attempt_in_time()
             except (RedisError, OSError, EOFError, LightningError) as raised:
                 error = raised
                 await self._wire.disconnect()
+            self._away = error is not None
             if error is None:
                 continue
             translated = translate(error, self._settings)
             now = asyncio.get_running_loop().time()
             for call in self._sent:
                 if not away(error) or call.deadline <= now:
+                    call.fail(translated)
+            for call in self._waiting:  # it could not be sent, since the batch before it was not answered either
+                if away(error) and call.deadline <= now:
                     call.fail(translated)
             self._sent = [call for call in self._sent if not call.waiter.done()]
             if self._sent:
@@ -159,32 +166,46 @@ class Lane:
                 attempt += 1
 
     def _number(self, batch: list[_Call]) -> None:
-        """Write into each script where Redis keeps what the batch was answered, and which of the answers is its own."""
+        """Write into each script the numbers by which Redis keeps what it was answered."""
         scripts = [call.commands[0] for call in batch if call.script is not None]
         if scripts:
             self._batches += 1
-        answers = self._keys("answers", self._client, self._batches)
         for number, command in enumerate(scripts):
-            command[3], command[3 + int(command[2])] = answers, b"%d" % number
+            at = 3 + int(command[2])
+            command[at + 1], command[at + 2] = b"%d" % self._batches, b"%d" % number
+
+    async def _attempt_in_time(self) -> BaseException | None:
+        """Once the server was away, wait for it no longer than the first of the calls does. See `_attempt`."""
+        if not self._away:
+            return await self._attempt()
+        soonest = min(call.deadline for call in (*self._sent, *self._waiting))
+        async with asyncio.timeout_at(max(soonest, asyncio.get_running_loop().time() + LEAST_SECONDS)):
+            return await self._attempt()
 
     async def _attempt(self) -> BaseException | None:
         """Send what is not answered yet, once; return why it should wait before it is sent again."""
         calls = self._sent
         if not self._wire.connected:
             await self._wire.connect()
+            self._connections += 1
             self._known.clear()
             await self._greeting(asker(self._wire.exchange))
         scripts = {call.script.sha: call.script for call in calls if call.script is not None}
-        loads = [(b"SCRIPT", b"LOAD", s.text.encode()) for sha, s in scripts.items() if sha not in self._known]
-        before: list[Command] = [*loads, *self._dropped()]
-        replies = await self._wire.exchange([*before, *(c for call in calls for c in call.commands)])
-        for reply in replies[: len(before)]:
+        loads: list[Command] = [
+            (b"SCRIPT", b"LOAD", s.text.encode()) for sha, s in scripts.items() if sha not in self._known
+        ]
+        for call in calls:
+            if call.script is not None:
+                (command,) = call.commands
+                command[3 + int(command[2])] = b"%d" % self._connections
+        replies = await self._wire.exchange([*loads, *(c for call in calls for c in call.commands)])
+        for reply in replies[: len(loads)]:
             if isinstance(reply, RedisError):
                 raise reply
         self._known |= scripts.keys()
         again: list[_Call] = []
         reason: BaseException | None = None
-        at = len(before)
+        at = len(loads)
         for call in calls:
             mine = replies[at : at + len(call.commands)]
             at += len(call.commands)
@@ -203,12 +224,3 @@ class Lane:
             await self._wire.disconnect()
         self._sent = again
         return reason
-
-    def _dropped(self) -> list[Command]:
-        """Nobody needs to know any more what the batch of scripts before was answered."""
-        return [(b"UNLINK", self._keys("answers", self._client, self._batches - 1))] if self._batches > 1 else []
-
-    async def _forget(self) -> None:
-        if self._wire.connected and self._batches:
-            with contextlib.suppress(RedisError, OSError, EOFError):  # time removes it as well
-                await self._wire.exchange([(b"UNLINK", self._keys("answers", self._client, self._batches))])

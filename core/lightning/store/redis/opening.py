@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from redis.exceptions import BusyLoadingError, ResponseError
+from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
 
 from lightning.errors import LightningError, SchemaError, StoreError
 from lightning.store.redis.keys import Keys
@@ -33,11 +33,14 @@ Ask = Callable[..., Awaitable[Reply]]
 
 
 async def check_server(ask: Ask, settings: Settings) -> None:
-    """Raise `StoreError` unless the server is as durable as the URL asks for, `BusyLoadingError` while it cannot tell."""
+    """Raise `StoreError` unless the server is as durable as the URL asks for, `BusyLoadingError` while it cannot tell, and
+    `ReadOnlyError` while it is a replica."""
     info = _info(await ask(b"INFO"))
     if info.get("loading") == "1":  # with its append-only file switched off, until it has read it
         raise BusyLoadingError("Redis is loading what it has kept")
     where = f"store {settings.place}"
+    if info.get("role") == "slave":  # what it says may be old; it may become the master, as in a failover
+        raise ReadOnlyError("this Redis is a replica: name its master in the URL")
     version = tuple(int(part) for part in info.get("redis_version", "0.0").split(".")[:2])
     if version < OLDEST:
         raise StoreError(f"{where} runs Redis {info.get('redis_version')}: a store needs 6.2 or newer, upgrade it")

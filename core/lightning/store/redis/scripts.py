@@ -1,9 +1,10 @@
 """The Lua scripts: every change of the store is one of them, and Redis runs one at a time, wholly or not at all.
 
-The invariant: a script touches only the keys it is given, reads the time from Redis, checks before it writes, and says again
-what it said before when the same call comes a second time because the reply was lost. So a call may be repeated until it is
-answered, and takes effect once. What a reply needs in Python (digests of transitions, compressed tokens) is computed before;
-where it depends on what is stored, the script compares and refuses, and the caller looks again.
+The invariant: a script touches only the keys it is given, reads the time from Redis, checks before it writes, says again what
+it said before when the same call comes a second time because the reply was lost, and does nothing when it comes over a
+connection that its client has replaced. So a call may be repeated until it is answered, and takes effect once. What a reply
+needs in Python (digests of transitions, compressed tokens) is computed before; where it depends on what is stored, the script
+compares and refuses, and the caller looks again.
 
 The first comments of a script name its keys and arguments; they become local variables of these names. `MORE` and `REST` are
 how many keys and arguments came before those that are not named.
@@ -32,7 +33,7 @@ class Script:
 def _load(name: str) -> Script:
     common, body = (_LUA.joinpath(f"{file}.lua").read_text("utf-8") for file in ("common", name))
     keys = ["answers", *_named(body, "keys")]
-    arguments = ["call", *_named(body, "arguments")]
+    arguments = ["connection", "batch", "call", *_named(body, "arguments")]
     head = [f"local {key} = KEYS[{i}]" for i, key in enumerate(keys, 1)]
     head += [f"local {argument} = ARGV[{i}]" for i, argument in enumerate(arguments, 1)]
     head.append(f"local MORE, REST = {len(keys)}, {len(arguments)}")

@@ -14,7 +14,7 @@ from typing import Final
 from redis.exceptions import RedisError
 
 from lightning.store.redis.settings import Settings
-from lightning.store.redis.wire import Reply, Wire, pause
+from lightning.store.redis.wire import REPLY_SECONDS, Reply, Wire, pause
 
 BLOCK_MS: Final = 10_000
 """Milliseconds that Redis lets a listener wait: less than what counts as no answer."""
@@ -35,7 +35,7 @@ class _Listener:
 
     def __init__(self, settings: Settings, stream: bytes) -> None:
         self._stream = stream
-        self._wire = Wire(settings)
+        self._wire = Wire(settings, REPLY_SECONDS)
         self.news = asyncio.Event()
         self.watchers = 0
         self.task = asyncio.create_task(self._main(), name="lightning-store-redis-watch")

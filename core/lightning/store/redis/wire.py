@@ -16,10 +16,13 @@ from redis.asyncio.connection import Connection, SSLConnection
 from lightning.errors import LightningError, SchemaError, StoreError, UnavailableError
 from lightning.store.redis.settings import Settings
 
-_WAIT: Final = ("READONLY", "MASTERDOWN", "BUSY ")
+_WAIT: Final = ("READONLY", "MASTERDOWN", "BUSY ", "NOREPLICAS")
 _WAIT_KINDS: Final = (exceptions.ReadOnlyError, exceptions.MasterDownError)
-"""What a server answers, to a command or from inside a script, while another takes over from it or a script takes long."""
+"""What a server answers, to a command or from inside a script, while another takes over from it, a script takes long, or fewer
+replicas are there than its `min-replicas-to-write`."""
 
+_NO_RIGHTS: Final = ("ACL failure in script", "The user executing the script can't")
+"""What Redis 7, and Redis 6.2, answers when a script runs a command that the user may not."""
 _UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
 
 Command = Sequence[bytes]
@@ -28,7 +31,9 @@ Reply = Any
 
 CONNECT_SECONDS: Final = 5.0
 REPLY_SECONDS: Final = 30.0
-"""A server that does not answer for this long counts as away."""
+"""A server that does not answer for this long counts as away, or for the timeout of the URL, if that is shorter."""
+LEAST_SECONDS: Final = 1.0
+"""How long a server may take to answer, whatever the timeout: a flush of its disk takes a part of it."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds between attempts to reach the server; they double, and are shortened at random so that not all come at once."""
 
@@ -44,7 +49,7 @@ def away(error: BaseException) -> bool:
 
 def translate(error: BaseException, settings: Settings) -> LightningError:
     """The error to give to the caller for what Redis or its client raised."""
-    where, text = f"store {settings.place}", str(error)
+    where, text = f"store {settings.place}", str(error) or type(error).__name__
     if isinstance(error, LightningError):
         return error
     if isinstance(error, exceptions.AuthenticationError | exceptions.AuthorizationError) or text.startswith(
@@ -57,7 +62,7 @@ def translate(error: BaseException, settings: Settings) -> LightningError:
         return StoreError(
             f"{where} has a certificate that is not trusted ({text}): name the file of who signed it with ?ca=FILE"
         )
-    if isinstance(error, exceptions.NoPermissionError):
+    if isinstance(error, exceptions.NoPermissionError) or any(word in text for word in _NO_RIGHTS):
         return StoreError(f"{where} does not let this user do what a store does ({text}): grant it ~prefix:* and +@all")
     if isinstance(error, exceptions.OutOfMemoryError) or "OOM" in text:
         return StoreError(
@@ -95,10 +100,14 @@ def _packed(commands: Sequence[Command]) -> bytes:
 
 
 class Wire:
-    """A connection that is made when it is needed. Whoever uses it has it alone."""
+    """A connection that is made when it is needed. Whoever uses it has it alone.
 
-    def __init__(self, settings: Settings) -> None:
+    `seconds` is how long the server may take to answer; without it, as long as the settings say.
+    """
+
+    def __init__(self, settings: Settings, seconds: float | None = None) -> None:
         self._settings = settings
+        self._seconds = min(REPLY_SECONDS, max(settings.timeout, LEAST_SECONDS)) if seconds is None else seconds
         self._connection: Connection | None = None
 
     @property
@@ -115,8 +124,8 @@ class Wire:
             "db": settings.db,
             "username": settings.user or None,
             "password": settings.password or None,
-            "socket_timeout": REPLY_SECONDS,
-            "socket_connect_timeout": CONNECT_SECONDS,
+            "socket_timeout": self._seconds,
+            "socket_connect_timeout": min(CONNECT_SECONDS, self._seconds),
             "protocol": 2,
         }
         if settings.tls:

@@ -131,3 +131,9 @@ async def test_copies_are_made_by_redis_itself(url: str, tmp_path: Path) -> None
 async def test_a_redis_that_is_away_is_named() -> None:
     with pytest.raises(UnavailableError, match="cannot be reached"):
         await keeper_of("redis://127.0.0.1:1/0").busy_runs()
+
+
+async def test_looking_makes_no_store(url: str, redis_server: RedisServer) -> None:
+    with pytest.raises(ConfigError, match=r"there is no store at .*prefix=kept-"):
+        await keeper_of(url).status()
+    assert redis_server.command("KEYS", f"{url.partition('prefix=')[2]}:*") == b"*0\r\n"

@@ -3,18 +3,28 @@
 local clock = redis.call('TIME')
 local now = string.format('%d.%06d', clock[1], clock[2])
 
--- What this very call was answered before, when it comes again because the answer was lost; nil when it is new.
-local function recalled()
-  local text = redis.call('HGET', answers, ARGV[1])
-  return text and cmsgpack.unpack(text) or nil
+-- The client has given up its connections before the one it uses now. What it had sent over them may still be on its way,
+-- and comes when the same call was answered or given up long ago: it must do nothing. Nobody hears this answer.
+local noted = redis.call('HMGET', answers, 'connection', 'batch', call)
+if noted[1] and tonumber(noted[1]) > tonumber(connection) then return {'late'} end
+if noted[1] ~= connection then
+  redis.call('HSET', answers, 'connection', connection)
+  redis.call('EXPIRE', answers, 3600)
 end
 
--- Answer, and know the answer should the call come again. The client drops what it needs no more, or else time does.
+-- What this very call was answered before, when it comes again because the answer was lost; nil when it is new.
+local function recalled()
+  return noted[2] == batch and noted[3] and cmsgpack.unpack(noted[3]) or nil
+end
+
+-- Answer, and know the answer should the call come again. What earlier batches were answered is of no more use.
 local function remember(answer)
-  redis.call('HSET', answers, ARGV[1], cmsgpack.pack(answer))
-  if redis.call('HLEN', answers) == 1 then
+  if noted[2] ~= batch then
+    redis.call('DEL', answers)
+    redis.call('HSET', answers, 'connection', connection, 'batch', batch)
     redis.call('EXPIRE', answers, 3600)
   end
+  redis.call('HSET', answers, call, cmsgpack.pack(answer))
   return answer
 end
 
