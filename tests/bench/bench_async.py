@@ -166,7 +166,7 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
         resources.callback(engine.close)
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
         stack = Stack(run, config, folder, store, ScriptedPolicy(fake), gateway, runner)
-        await stack.announce()
+        await stack.owner.open(stack.upstreams(), 0)
         tasks = [Task(f"question {number}") for number in range(64)]
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
         loop = Loop(stack, engine, algorithm, tasks, [], (), Reporter(enabled=False), trackers)

@@ -70,18 +70,29 @@ class Owner:
         return len(self._seen)
 
     async def open(self, servers: Sequence[Upstream], version: int) -> None:
-        """Take the run over, serving `version` (negative: unknown, so nothing is sent to them before the first update)."""
+        """Take the run over, serving `version` (negative: unknown, so nothing is sent to them before the first update).
+
+        Without servers call `serve` when there are some: until then calls wait.
+        """
         before = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
         epoch, self._first = (before.epoch + 1, before.first) if before else (1, 0)
         self._notice = replace(
             self._notice,
             epoch=epoch,
-            updated=epoch,
+            updated=epoch - (not servers),  # `serve` says the version for the first time, which is news at this epoch
             stance=Stance.OPEN,
             version=max(version, UNKNOWN),
             servers=tuple(servers),
         )
         await self._announce()
+
+    async def serve(self, servers: Sequence[Upstream], version: int) -> None:
+        """After `open` without servers, and before the first hold: these serve `version` (negative: unknown, as there)."""
+        async with self._changing:
+            await self._check_owner()
+            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers))
+            self._notice = replace(notice, updated=notice.epoch)
+            await self._announce()
 
     async def close(self) -> None:
         """Say that nobody serves the run any more. What the store refuses then is only logged."""
@@ -152,9 +163,17 @@ class Owner:
             await self._announce()
             yield after
         finally:
-            await end(beating)
             self._notice = after.notice
-            await asyncio.shield(self._announce())
+            reopening = asyncio.create_task(self._reopen(beating))
+            try:
+                await asyncio.shield(reopening)
+            except asyncio.CancelledError:
+                await asyncio.wait({reopening})  # or `close` would announce at the same time
+                raise
+
+    async def _reopen(self, beating: asyncio.Task[None]) -> None:
+        await end(beating)
+        await self._announce()
 
     async def _announce(self) -> None:
         while self._first in self._gone:

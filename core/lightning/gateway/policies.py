@@ -40,13 +40,14 @@ class Policies:
         self._store, self._run, self._hold_timeout, self._clock = store, run, hold_timeout, clock
         self._allowed = allowed
         self.own = own
-        self._joined: dict[str, tuple[Member, asyncio.Task[None]]] = {}
+        self._joined: dict[str, Member] = {}
+        self._staying: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def known(self) -> list[Policy]:
         """The own policy and those of the runs that were joined."""
-        return [*([self.own] if self.own else []), *(member.policy for member, _ in self._joined.values())]
+        return [*([self.own] if self.own else []), *(member.policy for member in self._joined.values())]
 
     def of(self, run: str) -> Policy:
         """The policy for keys of this run; of an unknown run, one whose calls wait until its trainer is found.
@@ -60,18 +61,19 @@ class Policies:
                 "This server has no policy of its own, and the API key does not say which run it is of: get a new key."
             )
             raise RefusalError(401, "key_without_run", message)
-        member = self._joined[run][0] if run in self._joined else self._join(run)
+        member = self._joined[run] if run in self._joined else self._join(run)
         member.policy.used = asyncio.get_running_loop().time()
         return member.policy
 
     def _join(self, run: str) -> Member:
         member = Member(self._store, run, self._hold_timeout, self._clock, self._allowed)
-        task = asyncio.create_task(self._stay(member), name=f"lightning-gateway-{run}")
-        self._joined[run] = member, task
+        self._joined[run] = member
+        task = asyncio.create_task(self._stay(run, member), name=f"lightning-gateway-{run}")
+        self._staying.add(task)
         task.add_done_callback(partial(self._ended, run, member))
         return member
 
-    async def _stay(self, member: Member) -> None:
+    async def _stay(self, run: str, member: Member) -> None:
         """Follow while calls come; then leave."""
         following = asyncio.create_task(member.follow())
         loop = asyncio.get_running_loop()
@@ -83,20 +85,26 @@ class Policies:
                 if loop.time() - member.policy.used > IDLE and member.policy.book.idle:
                     return
         finally:
+            self._forget(run, member)  # a call that comes while it leaves joins anew
             await end(following)
 
     def _ended(self, run: str, member: Member, task: asyncio.Task[None]) -> None:
         """Let go of a run: idle, closed, or failed in a way that nobody has thought of; its next call joins it anew."""
-        self._joined.pop(run, None)
+        self._staying.discard(task)
+        self._forget(run, member)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the gateway stopped to follow run %s", run, exc_info=error)
         leaving = asyncio.ensure_future(member.leave())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
+    def _forget(self, run: str, member: Member) -> None:
+        if self._joined.get(run) is member:
+            del self._joined[run]
+
     async def close(self) -> None:
         """Leave every run."""
-        await end(*(task for _, task in self._joined.values()))
+        await end(*self._staying)
         await asyncio.sleep(0)  # the callbacks of the tasks run now
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self.own is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 
 from lightning.config import RunnerConfig
@@ -59,9 +59,9 @@ class Agents:
         """Tell of the end of these, which have not ended as far as is known."""
         self._open |= {rollout.id: rollout for rollout in rollouts}
 
-    async def forget_ended(self) -> None:
-        """Do not tell of those that have ended already: they did before this process."""
-        for rollout in await self._ended():
+    async def forget_ended(self, among: Sequence[Rollout]) -> None:
+        """Do not tell of those among these that have ended already: they did before this process."""
+        for rollout in await self._ended(among):
             self._open.pop(rollout.id, None)
 
     async def work(self, told: Callable[[Rollout], None], source: Source | None = None) -> None:
@@ -129,15 +129,15 @@ class Agents:
         return await source.refill()
 
     async def _look(self) -> None:
-        for rollout in await self._ended():
+        for rollout in await self._ended(list(self._open.values())):
             self._tell(rollout)
 
-    async def _ended(self) -> list[Rollout]:
-        """Those of the expected rollouts that have ended."""
-        found = []
-        for split, step in {(rollout.split, rollout.step) for rollout in self._open.values()}:
+    async def _ended(self, among: Sequence[Rollout]) -> list[Rollout]:
+        """Those of these rollouts that have ended."""
+        found, ids = [], {rollout.id for rollout in among}
+        for split, step in {(rollout.split, rollout.step) for rollout in among}:
             found += await all_rollouts(self._store, self._run, split=split, step=step)
-        return [rollout for rollout in found if rollout.status in ENDED and rollout.id in self._open]
+        return [rollout for rollout in found if rollout.status in ENDED and rollout.id in ids]
 
     def _tell(self, rollout: Rollout) -> None:
         self._silent_since = time.monotonic()

@@ -1,7 +1,7 @@
 """The running parts of a training run: store, policy server, gateway, runner; opened together, closed in reverse.
 
 The invariant: whatever fails while opening or running, everything that was started is stopped, and nothing acknowledged
-is lost.
+is lost. No call is answered with weights that are not those of the run's last step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from lightning.config import Config
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.fleet import UNKNOWN, gateway_secret
 from lightning.gateway.owner import Owner
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
@@ -52,7 +52,7 @@ def _set_event() -> asyncio.Event:
 
 @dataclass
 class Stack:
-    """What the loop works with. Make one with `open_stack`."""
+    """What the loop works with. Make one with `open_stack`. Until the first update `waiting` may hold calls."""
 
     run: Run
     config: Config
@@ -65,6 +65,7 @@ class Stack:
     version: int = 0
     weights: Path | None = None
     restarts: int = 0
+    waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
     _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
     _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
@@ -86,7 +87,7 @@ class Stack:
         stamped = await self.prompts.stamp(self.store, rollouts)
         self.agents.expect(stamped)
         if await self.store.create_rollouts(stamped) < len(stamped):
-            await self.agents.forget_ended()
+            await self.agents.forget_ended(stamped)
 
     async def execute(self, rollouts: list[Rollout], on_finished: Callable[[Rollout], None]) -> None:
         """Create the rollouts (again, harmlessly, after a resume) and run every unfinished one to its end."""
@@ -107,6 +108,7 @@ class Stack:
                 raise
             update = await self._update(weights, version, probe)
         self.version, self.weights = version, weights
+        await self.waiting.aclose()
         return update
 
     async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
@@ -172,10 +174,6 @@ class Stack:
         """Where the policy is served."""
         return [Upstream(self.policy.url, self.policy.model)]
 
-    async def announce(self) -> None:
-        """Tell the gateways of other servers over the store where the policy is served, and with which version."""
-        await self.owner.open(self.upstreams(), self.policy.version)
-
     async def tell_how_to_call(self) -> None:
         """Tell other servers over the store how this run's agents are to call the model."""
         prompts, temperature = self.prompts, self.config.trainer.eval_temperature
@@ -197,23 +195,39 @@ async def make_gateway(
 
 
 async def open_gateway(
-    resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
+    resources: AsyncExitStack,
+    store: Store,
+    policy: PolicyServer,
+    config: Config,
+    run: str,
+    *,
+    waiting: AsyncExitStack | None = None,
 ) -> Gateway:
-    """`make_gateway`, started; `resources` closes it."""
+    """`make_gateway`, started; `resources` closes it. With `waiting` calls wait until that is closed."""
     gateway = await make_gateway(store, policy, config, run)
     resources.push_async_callback(gateway.close)
+    if waiting is not None:
+        await waiting.enter_async_context(gateway.hold())
     await gateway.start()
     return gateway
 
 
 async def open_server(
-    resources: AsyncExitStack, store: Store, policy: PolicyServer, config: Config, run: str
+    resources: AsyncExitStack,
+    store: Store,
+    policy: PolicyServer,
+    config: Config,
+    run: str,
+    *,
+    waiting: AsyncExitStack | None = None,
 ) -> tuple[Gateway, Control]:
     """`open_gateway` on the port of the section `server`, with the control API on it."""
     gateway = await make_gateway(store, policy, on_server_port(config), run, shared=True)
     resources.push_async_callback(gateway.close)
     control = Control(store, gateway, config)
     resources.push_async_callback(control.close)
+    if waiting is not None:
+        await waiting.enter_async_context(gateway.hold())
     await gateway.start()
     return gateway, control
 
@@ -228,22 +242,33 @@ async def open_stack(
     store: Store,
     runner: Runner,
     prompts: Prompts | None = None,
+    restores: bool,
 ) -> Stack:
-    """Start everything that serves and runs agents; `resources` closes it. The store must be open already."""
+    """Start everything that serves and runs agents; `resources` closes it. The store must be open already.
+
+    With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`.
+    """
     policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     to_clients = runner.concurrency == 0 or config.server.port != 0
     await check_exposure(store, config.server.host if to_clients else config.gateway.host)
+    owner = Owner(store, run.id, seed=seed_of(config))
+    await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
     await together(policy.start(), runner.start())
+    waiting = AsyncExitStack()
+    holding = waiting if restores else None
     control: Control | None = None
     if to_clients:
-        gateway, control = await open_server(resources, store, policy, config, run.id)
+        gateway, control = await open_server(resources, store, policy, config, run.id, waiting=holding)
     else:
-        gateway = await open_gateway(resources, store, policy, config, run.id)
-    stack = Stack(run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version)
-    await stack.announce()
-    resources.push_async_callback(stack.owner.close)
+        gateway = await open_gateway(resources, store, policy, config, run.id, waiting=holding)
+    stack = Stack(
+        run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version, waiting=waiting
+    )
+    stack.owner = owner
+    resources.push_async_callback(owner.close)
+    await owner.serve(stack.upstreams(), UNKNOWN if restores else policy.version)
     look_after = stack.supervise()
     if control is not None:
         stack.agents.shared = True

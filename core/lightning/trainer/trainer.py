@@ -164,8 +164,10 @@ class Trainer:
                 return await summarize(store, run.id)
             engine = self._make_engine(self.config)
             resources.callback(engine.close)
+            # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
+            restores = bool(self.config.policy_server.attach or await store.list_steps(run.id))
             stack, _ = await together(
-                self._open_stack(resources, self.out, run, store, runner, prompts),
+                self._open_stack(resources, self.out, run, store, runner, prompts, restores=restores),
                 asyncio.to_thread(
                     engine.open,
                     self.model,
@@ -185,7 +187,15 @@ class Trainer:
             return summary
 
     async def _open_stack(
-        self, resources: AsyncExitStack, folder: Path, run: Run, store: Store, runner: Runner, prompts: Prompts
+        self,
+        resources: AsyncExitStack,
+        folder: Path,
+        run: Run,
+        store: Store,
+        runner: Runner,
+        prompts: Prompts,
+        *,
+        restores: bool = False,
     ) -> Stack:
         return await open_stack(
             resources,
@@ -196,6 +206,7 @@ class Trainer:
             store=store,
             runner=runner,
             prompts=prompts,
+            restores=restores,
         )
 
     def _runner_of(self, agent: Agent | None) -> Runner:
@@ -233,6 +244,7 @@ class Trainer:
             prompts = await resolve_prompts(store, run.id, self.config.runner.prompts, home=self._url())
             reporter.phase("starting the policy server")
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
+            await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
             return await dry_run(stack, tasks, self.train_agents, reporter)
 

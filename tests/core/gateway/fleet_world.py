@@ -362,8 +362,10 @@ class World:
         self.updating = self.spawn(self._open(self.owner, self.trainer))
 
     async def _open(self, owner: Owner, line: Line) -> None:
+        await owner.open((), UNKNOWN)
+        await line.stand()
         found = await self.server.attach()
-        await owner.open([SERVER], found)
+        await owner.serve([SERVER], found)
         if found == UNKNOWN:
             await self._update(owner, line, fails=False)
 

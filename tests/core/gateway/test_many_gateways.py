@@ -12,8 +12,9 @@ import httpx
 import pytest
 from lightning.config.models import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.fleet import UNKNOWN, gateway_secret
 from lightning.gateway.owner import Owner
+from lightning.gateway.tasks import end
 from lightning.policy_server.protocol import Update
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
@@ -283,9 +284,67 @@ async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet,
     llm = await fleet.llm(server)
     await fleet.ask(llm)
     await fleet.until(lambda: not server._policies.known)
-    await fleet.until(lambda: not server._policies._leaving)
+    await fleet.until(lambda: not server._policies._staying | server._policies._leaving)
     assert (await fleet.store.get_state("", "gateway/run/0"))["left"] is True
     await fleet.update(1)
     assert fleet.owner.others == 0
     assert (await fleet.ask(llm)).status_code == 200
     assert [call.version for call in await fleet.calls()] == [0, 1]
+
+
+async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkeypatch):
+    monkeypatch.setattr("lightning.gateway.policies.IDLE", 0.2)
+    server = fleet.servers[0]
+    llm = await fleet.llm(server)
+    before, asked = server._policies.of("run"), []
+
+    async def ends_late(*tasks: asyncio.Task[object]) -> None:
+        if not asked:
+            asked.append(asyncio.create_task(fleet.ask(llm)))
+            await fleet.until(lambda: server._policies.known)
+        await end(*tasks)
+
+    monkeypatch.setattr("lightning.gateway.policies.end", ends_late)
+    await fleet.until(lambda: asked)
+    monkeypatch.setattr("lightning.gateway.policies.IDLE", 300.0)
+    async with asyncio.timeout(10):
+        assert (await asked[0]).status_code == 200
+    await fleet.until(lambda: len(server._policies._staying) == 1 and not server._policies._leaving)
+    assert server._policies.known == [server._policies.of("run")] != [before], "the old one's end takes nothing along"
+
+
+async def test_calls_wait_from_the_takeover_until_the_servers_are_named(fleet):
+    server = fleet.servers[0]
+    llm = await fleet.llm(server)
+    await fleet.ask(llm)
+    owner = Owner(fleet.store, "run")
+    await owner.open((), UNKNOWN)
+    await fleet.until(lambda: not server._policies.of("run").pool.slots)
+    asking = asyncio.create_task(fleet.ask(llm))
+    await asyncio.sleep(0.1)
+    assert len(await fleet.calls()) == 1
+    await owner.serve([Upstream(fleet.fake.url, fleet.fake.model)], 7)
+    assert (await asking).status_code == 200
+    assert [call.version for call in await fleet.calls()] == [0, 7]
+
+
+async def test_an_interrupted_end_of_a_hold_announces_what_the_servers_have(fleet, monkeypatch):
+    """Ctrl-C comes while the hold's heartbeat is being ended."""
+
+    async def interrupted(*tasks: asyncio.Task[object]) -> None:
+        updating.cancel()
+        await asyncio.sleep(0)
+        await end(*tasks)
+
+    async def update() -> None:
+        async with fleet.owner.hold() as hold:
+            hold.update = Update(4, {})
+            monkeypatch.setattr("lightning.gateway.owner.end", interrupted)
+
+    updating = asyncio.create_task(update())
+    with pytest.raises(asyncio.CancelledError):
+        await updating
+    monkeypatch.undo()
+    notice = await fleet.store.get_state("", "policy/run")
+    assert (notice["version"], notice["updated"], notice["stance"], notice["taken"]) == (4, 2, "open", [])
+    assert notice["servers"]

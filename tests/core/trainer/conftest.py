@@ -219,7 +219,7 @@ async def open_bench(
         await gateway.start()
         resources.push_async_callback(gateway.close)
         stack = Stack(run, config, folder, store, policy, gateway, runner)
-        await stack.announce()
+        await stack.owner.open(stack.upstreams(), 0)
         resources.push_async_callback(stack.owner.close)
         engine.open(folder, OptimizerConfig(), seed=0)
         with Trackers((), config, run="run", folder=folder, store=store) as trackers:

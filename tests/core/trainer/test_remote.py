@@ -20,7 +20,7 @@ from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.trainer import agents as trainer_agents
 from lightning.trainer.agents import Agents
-from lightning.types import LLM, Fault, Lease, Rollout, Run, Scope, Status, Task
+from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Scope, Status, Task
 
 
 @pytest.fixture
@@ -107,6 +107,21 @@ async def test_what_was_lost_on_its_last_attempt_ends_although_nobody_leases(
     await agents.work(told.append)
     assert [(one.status, one.fault) for one in told] == [(Status.FAILED, Fault.INFRASTRUCTURE)]
     assert finished == ["r"]
+
+
+async def test_what_ends_while_other_rollouts_are_created_is_told(store: MemoryStore, finished: list[str]) -> None:
+    mine = Rollout("mine", "run", Task(1), "g", max_attempts=1)
+    known = [Rollout(name, "run", Task(1), "g", index=1, max_attempts=1) for name in ("ended", "open")]
+    await store.create_rollouts([mine, *known])
+    agents = Agents(store, "run", RemoteRunner(), Config().runner, llm_for)
+    agents.expect([mine])
+    for lease in await store.lease("run", "client", limit=3):
+        if lease.rollout.id != "open":
+            await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
+    agents.expect(known)
+    await agents.forget_ended(known)
+    await agents._look()
+    assert finished == ["mine"]
 
 
 async def test_it_is_said_when_nobody_takes_the_work(

@@ -1,0 +1,216 @@
+"""Opening: nothing but the run's policy answers its agents, at any server, also before the trainer has restored it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from lightning.config import Config, with_settings
+from lightning.errors import PolicyServerError
+from lightning.gateway import Gateway, Upstream
+from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.owner import Owner
+from lightning.policy_server.protocol import Probe, Update
+from lightning.runner.remote import RemoteRunner
+from lightning.server.how_to_call import HowToCall
+from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Store
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.trainer import stack as trainer_stack
+from lightning.trainer import trainer as trainer_module
+from lightning.trainer.stack import Stack, open_stack
+from lightning.trainer.trainer import Trainer
+from lightning.types import LLM, Lease, Rollout, Run, Task
+
+
+class Policy:
+    """A policy server that has the model's own weights until it is given others."""
+
+    def __init__(self, fake: FakeVLLM, store: Store) -> None:
+        self.fake, self._store = fake, store
+        self.version = 0
+        self.url, self.model = fake.url, fake.model
+        self.notice: Any = None
+        self.died = asyncio.Event()
+        self.restarted = asyncio.Event()
+
+    async def start(self) -> None:
+        self.notice = await self._store.get_state("", "policy/run")
+
+    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+        if weights.name == "bad":
+            raise PolicyServerError("the file does not fit")
+        self.version = version
+        return Update(version, {})
+
+    async def wait_died(self) -> None:
+        await self.died.wait()
+
+    async def restart(self, weights: Path | None, version: int) -> None:
+        self.died.clear()
+        self.restarted.set()
+
+    async def close(self) -> None: ...
+
+
+class House:
+    """A trainer that was killed, and what outlived it: an agent, and a server that has only the store."""
+
+    def __init__(self, resources: AsyncExitStack, fake: FakeVLLM, store: MemoryStore, server: Gateway) -> None:
+        self._resources, self.store, self.server = resources, store, server
+        self.fake, self.policy = fake, Policy(fake, store)
+
+    async def lease(self) -> Lease:
+        await self.store.create_rollouts([Rollout("run/7/0", "run", Task("q"), "g", step=7)])
+        (lease,) = await self.store.lease("run", "client")
+        return lease
+
+    async def open(self, folder: Path, *, restores: bool) -> Stack:
+        run, runner = Run("run", "run"), RemoteRunner()
+        return await open_stack(
+            self._resources,
+            run=run,
+            config=with_settings(Config(), {"gateway.hold_timeout": 30}),
+            folder=folder,
+            model=folder,
+            store=self.store,
+            runner=runner,
+            restores=restores,
+        )
+
+    async def versions(self) -> list[int]:
+        return [call.version for call in await self.store.transitions("run/7/0")]
+
+
+@pytest.fixture
+async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    async with AsyncExitStack() as resources:
+        fake = await resources.enter_async_context(FakeVLLM())
+        store = MemoryStore()
+        await store.open()
+        resources.push_async_callback(store.close)
+        await store.put_run(Run("run", "run"))
+        await Owner(store, "run").open([Upstream(fake.url, fake.model)], 7)
+        server = Gateway(store, [], Config().gateway, secret=await gateway_secret(store), shared=True)
+        await server.start()
+        resources.push_async_callback(server.close)
+        made = House(resources, fake, store, server)
+        monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: made.policy)
+        yield made
+
+
+async def ask(llm: LLM) -> int:
+    body = {"model": llm.model, "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"authorization": f"Bearer {llm.api_key}"}
+    async with httpx.AsyncClient(timeout=30) as http:
+        return (await http.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)).status_code
+
+
+async def test_calls_wait_at_every_server_until_the_run_is_restored(house: House, tmp_path: Path) -> None:
+    lease = await house.lease()
+    assert await ask(house.server.llm(lease)) == 200
+    stack = await house.open(tmp_path, restores=True)
+    assert house.policy.notice["servers"] == [], "taken over before anything new can answer at a known address"
+    asking = [asyncio.create_task(ask(gateway.llm(lease))) for gateway in (house.server, stack.gateway)]
+    with pytest.raises(PolicyServerError, match="does not fit"):
+        await stack._update(Path("bad"), 7, None)
+    house.policy.died.set()  # and is restarted, with the weights that are not the run's
+    await house.policy.restarted.wait()
+    await stack._serving.wait()
+    await asyncio.sleep(0.2)
+    assert not any(one.done() for one in asking)
+    assert await house.versions() == [7]
+    await stack.update(Path("good"), 8, None)
+    assert await asyncio.gather(*asking) == [200, 200]
+    assert await house.versions() == [7, 8, 8]
+
+
+async def test_a_run_without_steps_is_served_at_once(house: House, tmp_path: Path) -> None:
+    lease = await house.lease()
+    stack = await house.open(tmp_path, restores=False)
+    async with asyncio.timeout(10):
+        assert [await ask(gateway.llm(lease)) for gateway in (house.server, stack.gateway)] == [200, 200]
+    assert await house.versions() == [0, 0]
+
+
+# what the trainer asks for ------------------------------------------------------------------------------------------
+class OpenedError(Exception):
+    """The stack would have been opened."""
+
+
+class Engine:
+    def open(self, *_: object, **__: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    def make(runner: str = "inline", **settings: Any) -> Trainer:
+        (tmp_path / "config.json").write_text("{}")
+        config = with_settings(Config(), {key.replace("__", "."): value for key, value in settings.items()})
+        made = Trainer(tmp_path, "grpo", runner=runner, config=config, out=tmp_path / "run", progress=False)
+        made._make_engine = lambda config: Engine()  # type: ignore[assignment, return-value]
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(("steps", "attach", "restores"), [(0, "", False), (2, "", True), (0, "http://there:1", True)])
+def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
+    steps: int,
+    attach: str,
+    restores: bool,
+    make_trainer: Callable[..., Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    async def open_nothing(*_: object, **options: Any) -> None:
+        asked.update(options)
+        raise OpenedError
+
+    async def list_steps(self: Store, run: str) -> list[Any]:
+        return [SimpleNamespace(step=number) for number in range(steps)]
+
+    made = make_trainer(**({"policy_server__attach": attach} if attach else {}))
+    monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
+    monkeypatch.setattr(type(made.open_store()), "list_steps", list_steps)
+    with pytest.raises(OpenedError):
+        made.fit(lambda task, llm: 1.0, [{"q": 1}])
+    assert asked["restores"] is restores
+
+
+def test_clients_of_a_dry_run_are_told_how_to_call(
+    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[HowToCall] = []
+    fake = FakeVLLM()
+
+    class Own(Policy):
+        def __init__(self) -> None:
+            self.fake, self.version, self.died = fake, 0, asyncio.Event()
+
+        async def start(self) -> None:
+            await fake.start()
+            self.url, self.model = fake.url, fake.model
+
+        async def close(self) -> None:
+            await fake.close()
+
+    async def dry_run(stack: Stack, *_: object) -> None:
+        told.append(await HowToCall.of_run(stack.store, stack.run.id))
+
+    monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: Own())
+    monkeypatch.setattr(trainer_module, "dry_run", dry_run)
+    settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
+    make_trainer("remote", **settings).dev(None, [{"q": 1}])
+    (how,) = told
+    assert how.eval_temperature == 0.25
+    assert how.own == {"greeter": "hello {name}"}
