@@ -1,7 +1,8 @@
 """Who may ask this port at all, and how often: what stands before every route.
 
-The invariant: no token can take more than its share of requests, and nobody learns anything by trying tokens quickly; what is
-remembered of clients is bounded, and holds none of their secrets. A request costs two look-ups in dictionaries.
+The invariant: no token can take more than its share of requests, and nobody learns anything by trying tokens quickly, nor can
+that keep a good token, an open path or the share of one that is known from anybody; what is remembered of clients is bounded,
+and holds none of their secrets. A request costs three look-ups in dictionaries.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.config import LimitsConfig
 from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
-from lightning.gateway.identity import ROLLOUT_HEADER
+from lightning.gateway.identity import ROLLOUT_HEADER, bearer
 
 CLIENTS = 32_768
 """Tokens and addresses that are remembered at most."""
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
-OPEN = ("/health", "/openapi.json")
-"""Ends of the paths that need no token, so that an answer there says nothing of one."""
+OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
+"""The paths that need no token, so that an answer there says nothing of one."""
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 
 
@@ -54,19 +55,35 @@ class Shares:
         self._most = most
         self._known: OrderedDict[bytes, Share] = OrderedDict()
 
+    def get(self, client: bytes) -> Share | None:
+        """The share of a client that is remembered."""
+        share = self._known.get(client)
+        if share is not None:
+            self._known.move_to_end(client)
+        return share
+
     def of(self, client: bytes, now: float) -> Share:
         """The share of a client."""
-        share = self._known.get(client)
+        share = self.get(client)
         if share is None:
-            share = self._known[client] = Share(self._most, self._most, now)
-            if len(self._known) > CLIENTS:
-                oldest = next(iter(self._known))
-                if self._known[oldest].in_flight:
-                    self._known.move_to_end(oldest)
-                else:
-                    del self._known[oldest]
-        self._known.move_to_end(client)
+            share = Share(self._most, self._most, now)
+            self.keep(client, share)
         return share
+
+    def keep(self, client: bytes, share: Share) -> None:
+        """Remember a share."""
+        self._known[client] = share
+        self._known.move_to_end(client)
+        if len(self._known) > CLIENTS:
+            oldest = next(iter(self._known))
+            if self._known[oldest].in_flight:
+                self._known.move_to_end(oldest)
+            else:
+                del self._known[oldest]
+
+    def drop(self, client: bytes) -> None:
+        """Forget a share, if it is remembered."""
+        self._known.pop(client, None)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -80,7 +97,8 @@ class Guard:
         self._hosts = frozenset(host.lower() for host in limits.hosts)
         self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
-        self._tokens = Shares(2.0 * self._rate)
+        self._tokens, self._untried = Shares(2.0 * self._rate), Shares(2.0 * self._rate)
+        # Apart, so that any number of tokens that open nothing makes nobody forget one that does.
         self._strangers = Shares(limits.failures_per_minute)
         self._is_ours = lru_cache(256)(self._means_us)
 
@@ -90,21 +108,21 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            token, address = self._admit(scope)
+            client, token, address = self._admit(scope)
         except RefusalError as refusal:
             await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
             return
         token.in_flight += 1
         try:
-            if token.good or not self._failures:
+            if token.good:
                 await self._app(scope, receive, send)
             else:
-                await self._app(scope, receive, self._judging(scope, send, token, address))
+                await self._app(scope, receive, self._judging(scope, send, client, token, address))
         finally:
             token.in_flight -= 1
 
-    def _admit(self, scope: Scope) -> tuple[Share, Share]:
-        """The shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 400 for two tokens, 429."""
+    def _admit(self, scope: Scope) -> tuple[bytes, Share, Share]:
+        """The token's name here (none without one), and the shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 400 for two tokens, 429."""
         host, sent = b"", {}
         for name, value in scope["headers"]:
             if name == b"host":
@@ -120,11 +138,10 @@ class Guard:
             raise RefusalError(421, "wrong_host", text)
         credential = _credential(scope["path"], sent)
         where = (scope["client"] or ("",))[0].encode()
-        client = hashlib.blake2b(credential, digest_size=16).digest() if credential else where
+        client = hashlib.blake2b(credential, digest_size=16).digest() if credential else b""
         now = time.monotonic()
-        token, address = self._tokens.of(client, now), self._strangers.of(where, now)
-        if not token.good and self._failures and (wait := address.wait(self._failures, now)):
-            raise _too_many("Too many requests with wrong tokens came from this address", wait)
+        token = self._tokens.get(client) or self._untried.of(client or where, now)
+        address = self._strangers.of(where, now)
         limit = self._limits.concurrent_requests
         if limit and token.in_flight >= limit:
             raise _too_many(f"This token has {limit} requests in progress (gateway.limits.concurrent_requests)", 1.0)
@@ -132,18 +149,32 @@ class Guard:
             rate = f"{self._rate:g} requests per second (gateway.limits.requests_per_second)"
             raise _too_many(f"This token asks more often than {rate}", wait)
         token.allowance -= 1.0
-        return token, address
+        return client, token, address
 
-    def _judging(self, scope: Scope, send: Send, token: Share, address: Share) -> Send:
-        """`send`, with an eye on the answer: a token that opens something is good, one that does not costs its address."""
+    def _judging(self, scope: Scope, send: Send, client: bytes, token: Share, address: Share) -> Send:
+        """`send`, with an eye on the answer: a token that opens something is good, one that does not costs its address.
+
+        An address that has nothing left is told of its wrong tokens with 429. The request is asked all the same, since a good
+        token from there, such as that of another machine behind one proxy, is to be let in.
+        """
+        refused = False
 
         async def judge(message: Message) -> None:
+            nonlocal refused
             if message["type"] == "http.response.start":
-                if message["status"] == 401:
+                if message["status"] == 401 and self._failures:
+                    if wait := address.wait(self._failures, time.monotonic()):
+                        refused = True
+                        refusal = _too_many("Too many requests with wrong tokens came from this address", wait)
+                        await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
+                        return
                     address.allowance -= 1.0
-                elif message["status"] < 400 and not scope["path"].endswith(OPEN):
+                elif client and message["status"] < 400 and scope["path"] not in OPEN:
                     token.good = True
-            await send(message)
+                    self._untried.drop(client)
+                    self._tokens.keep(client, token)
+            if not refused:
+                await send(message)
 
         return judge
 
@@ -158,14 +189,16 @@ class Guard:
 
 
 def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:
-    """What the route will look at, in its order: a header that it ignores must not pass for another client's."""
+    """The token that the route will look at, in its order and as it reads it: neither a header that it ignores nor a space that
+    it strips must make another client of one. Empty where there is none."""
+    token = bearer(sent.get(b"authorization", b"")).encode("latin-1")
     if path.startswith("/api/"):
-        return sent.get(b"authorization", b"")
+        return token
     if ROLLOUT_HEADER in sent:
         return sent[ROLLOUT_HEADER]
     if path.startswith("/r/"):
         return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
-    return sent.get(b"authorization") or sent.get(b"x-api-key", b"")
+    return token or sent.get(b"x-api-key", b"")
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,8 @@ from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout
 LONGEST_ID = 512
 RESERVED = "project::"
 """Begins the stored name of every resource of a project that has a name."""
+SERVERS = ("gateway/", "policy/")
+"""Begin the places in the store's state where servers keep what they tell one another: no run of anybody is called so."""
 
 
 def check_id(identity: str, what: str) -> None:
@@ -23,6 +25,21 @@ def check_id(identity: str, what: str) -> None:
         raise DataError(
             f"{identity[:80]!r} cannot name a {what}: use 1 to {LONGEST_ID} printable characters; lightning.types.new_id() "
             "makes a name"
+        )
+
+
+def is_of_servers(run: str) -> bool:
+    """Whether this names a place of the servers, whose state nobody reads or writes through a server."""
+    return run.startswith(SERVERS)
+
+
+def check_run_id(identity: str) -> None:
+    """Raise `DataError` for what cannot name a run: what no name can be, and what begins like a place of the servers."""
+    check_id(identity, "run")
+    if is_of_servers(identity):
+        raise DataError(
+            f"{identity[:80]!r} cannot name a run: {' and '.join(map(repr, SERVERS))} begin places of the servers; choose "
+            "another id"
         )
 
 

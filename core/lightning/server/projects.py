@@ -1,7 +1,7 @@
 """The store as one project sees it: the one place that keeps projects apart.
 
 The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
-in a run's state is told to nobody. Only an id that one asks to *create* can be found to be taken elsewhere, since the ids of
+in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be found to be taken elsewhere, since the ids of
 runs and rollouts are one name space.
 """
 
@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.server.names import Names, check_id
+from lightning.server.names import Names, check_id, check_run_id, is_of_servers
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store, Watch
 from lightning.store.rules import unknown_rollout
 from lightning.types import (
@@ -84,6 +84,8 @@ class ProjectStore:
 
     # what is seen -----------------------------------------------------------------------------------------------
     async def _sees_run(self, run: str) -> bool:
+        if is_of_servers(run):
+            return False
         if self._project is None:
             return True
         self._forget()
@@ -127,7 +129,7 @@ class ProjectStore:
     async def put_run(self, run: Run) -> Run:
         """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
         `ConflictError` when another project has the id."""
-        check_id(run.id, "run")
+        check_run_id(run.id)
         if self._project is None:
             return await self._store.put_run(run)
         if run.project not in (DEFAULT_PROJECT, self._project):

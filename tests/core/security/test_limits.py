@@ -31,7 +31,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
             break
     if scope["path"] == "/slow":
         await asyncio.sleep(0.25)
-    status = 401 if (b"authorization", b"wrong") in scope["headers"] else 200
+    status = 401 if (b"authorization", b"Bearer wrong") in scope["headers"] else 200
     await send_bytes(send, status, b"x" * 20_000_000 if scope["path"] == "/large" else str(size).encode())
 
 
@@ -176,12 +176,12 @@ async def test_a_token_has_its_share_of_requests_and_others_have_theirs(monkeypa
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     door = Guard(echo, LimitsConfig(requests_per_second=0.5), loopback=True)
-    assert (await ask(door, authorization="a"))[0] == 200
-    status, headers = await ask(door, authorization="a")
+    assert (await ask(door, authorization="Bearer a"))[0] == 200
+    status, headers = await ask(door, authorization="Bearer a")
     assert (status, headers["retry-after"]) == (429, "2")
-    assert (await ask(door, authorization="b"))[0] == 200
+    assert (await ask(door, authorization="Bearer b"))[0] == 200
     clock[0] += 2.0
-    assert (await ask(door, authorization="a"))[0] == 200
+    assert (await ask(door, authorization="Bearer a"))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,11 @@ async def test_a_token_has_its_share_of_requests_and_others_have_theirs(monkeypa
         [{"x_api_key": "a"}, {"x_api_key": "a"}],
         [{"path": "/r/a/v1/x"}, {"path": "/r/a/v1/y"}],
         [{"x_lightning_rollout": "a", "authorization": "1"}, {"x_lightning_rollout": "a", "authorization": "2"}],
-        [{"authorization": "a", "x_api_key": "1"}, {"authorization": "a", "x_api_key": "2"}],
-        [{"path": "/api/v1/x", "authorization": "a", "x_lightning_rollout": n} for n in "12"],
+        [{"authorization": "Bearer a", "x_api_key": "1"}, {"authorization": "Bearer a", "x_api_key": "2"}],
+        [{"authorization": "Basic 1", "x_api_key": "a"}, {"authorization": "Basic 2", "x_api_key": "a"}],
+        [{"path": "/api/v1/x", "authorization": "Bearer a", "x_lightning_rollout": n} for n in "12"],
+        [{"path": "/api/v1/x", "authorization": said} for said in ("Bearer a", "bearer   a ")],
+        [{"authorization": said} for said in ("Bearer a", "BEARER  a")],
     ],
 )
 async def test_no_header_makes_two_clients_of_one(requests: list[dict[str, str]]) -> None:
@@ -218,54 +221,72 @@ async def test_two_tokens_in_one_request_are_refused() -> None:
 
 async def test_a_token_has_a_number_of_requests_in_progress() -> None:
     door = Guard(echo, LimitsConfig(concurrent_requests=2), loopback=True)
-    waiting = [asyncio.create_task(ask(door, "/slow", authorization="a")) for _ in range(2)]
+    waiting = [asyncio.create_task(ask(door, "/slow", authorization="Bearer a")) for _ in range(2)]
     await asyncio.sleep(0)
-    status, headers = await ask(door, authorization="a")
+    status, headers = await ask(door, authorization="Bearer a")
     assert (status, headers["retry-after"]) == (429, "1")
-    assert (await ask(door, authorization="b"))[0] == 200
+    assert (await ask(door, authorization="Bearer b"))[0] == 200
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
-    assert (await ask(door, authorization="a"))[0] == 200
+    assert (await ask(door, authorization="Bearer a"))[0] == 200
 
 
 async def test_trying_tokens_quickly_ends_soon_and_disturbs_no_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     door = Guard(echo, LimitsConfig(failures_per_minute=5), loopback=True)
-    assert (await ask(door, authorization="good"))[0] == 200
-    tried = [(await ask(door, authorization="wrong", x_number=str(n)))[0] for n in range(8)]
+    assert (await ask(door, authorization="Bearer good"))[0] == 200
+    tried = [(await ask(door, authorization="Bearer wrong", x_number=str(n)))[0] for n in range(8)]
     assert tried == [401] * 5 + [429] * 3
-    assert (await ask(door, authorization="good"))[0] == 200
-    assert (await ask(door, authorization="wrong", client="10.0.0.2"))[0] == 401
+    assert (await ask(door, authorization="Bearer good"))[0] == 200
+    assert (await ask(door, authorization="Bearer new and good"))[0] == 200, "others' wrong tokens lock nobody out"
+    assert (await ask(door, "/health"))[0] == 200
+    assert (await ask(door, authorization="Bearer wrong", client="10.0.0.2"))[0] == 401
     clock[0] += 12.0
-    assert (await ask(door, authorization="new and good"))[0] == 200
+    assert (await ask(door, authorization="Bearer wrong"))[0] == 401
+
+
+async def test_of_wrong_tokens_at_one_time_no_more_are_answered() -> None:
+    door = Guard(echo, LimitsConfig(failures_per_minute=5), loopback=True)
+    tried = await asyncio.gather(*(ask(door, "/slow", authorization="Bearer wrong") for _ in range(8)))
+    assert sorted(status for status, _ in tried) == [401] * 5 + [429] * 3
+
+
+async def test_tokens_that_open_nothing_make_nobody_forget_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "CLIENTS", 10)
+    door = Guard(echo, LimitsConfig(requests_per_second=0.5), loopback=True)
+    assert (await ask(door, authorization="Bearer good"))[0] == 200
+    for number in range(50):
+        await ask(door, authorization="Bearer wrong", x_lightning_rollout=str(number), client=f"10.0.0.{number}")
+    assert (await ask(door, authorization="Bearer good"))[0] == 429, "its share is remembered"
 
 
 async def test_a_thousand_new_tokens_of_one_address_are_all_let_in() -> None:
     door = Guard(echo, LimitsConfig(failures_per_minute=5), loopback=True)
-    assert {(await ask(door, authorization=str(n)))[0] for n in range(1000)} == {200}
+    assert {(await ask(door, authorization=f"Bearer {n}"))[0] for n in range(1000)} == {200}
 
 
-async def test_an_open_route_makes_no_token_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Guard(echo, LimitsConfig(failures_per_minute=1), loopback=True)
-    await ask(door, "/health", authorization="stranger")
-    assert (await ask(door, authorization="wrong"))[0] == 401
-    assert (await ask(door, authorization="stranger"))[0] == 429
+@pytest.mark.parametrize("request_of", [{"path": "/health", "authorization": "Bearer stranger"}, {}])
+async def test_an_open_route_and_no_token_make_no_token_good(request_of: dict[str, str]) -> None:
+    door = Guard(echo, LimitsConfig(), loopback=True)
+    assert (await ask(door, **request_of))[0] == 200
+    assert len(door._tokens) == 0
 
 
 async def test_zero_sets_no_limit() -> None:
     free = LimitsConfig(requests_per_second=0, concurrent_requests=0, failures_per_minute=0)
     door = Guard(echo, free, loopback=True)
-    assert {(await ask(door, authorization="wrong"))[0] for _ in range(500)} == {401}
+    assert {(await ask(door, authorization="Bearer wrong"))[0] for _ in range(500)} == {401}
 
 
 async def test_what_is_remembered_of_clients_is_bounded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "CLIENTS", 10)
     door = Guard(echo, LimitsConfig(), loopback=True)
     for number in range(50):
-        await ask(door, authorization=f"secret-{number}", client=f"10.0.0.{number}")
+        await ask(door, authorization=f"Bearer secret-{number}", client=f"10.0.0.{number}")
     assert len(door._tokens) <= 10
+    assert len(door._untried) <= 10
     assert len(door._strangers) <= 10
-    assert not any(b"secret" in key for key in door._tokens._known)
+    assert not any(b"secret" in key for key in (*door._tokens._known, *door._untried._known))
 
 
 # names --------------------------------------------------------------------------------------------------------------

@@ -360,3 +360,19 @@ async def test_nothing_that_one_project_does_is_seen_by_another(steps: list[Oper
     for project in PROJECTS:
         alone = await play([step for step in setup + owned if step[0] == project])
         assert [line for line in together if line[0][0] == project] == alone
+
+
+@pytest.mark.parametrize("project", ["a", None])
+async def test_the_places_of_the_servers_are_no_runs_and_have_no_state_for_anybody(project: str | None) -> None:
+    store = MemoryStore()
+    await store.open()
+    view = ProjectStore(store, project)
+    await store.put_run(Run("gateway/traces", "x", project="a"))  # as one that was made before
+    for run in ("gateway/traces", "policy/run", "policy/run/alive"):
+        with pytest.raises(DataError, match="places of the servers"):
+            await view.put_run(Run(run, "x"))
+        for change in (view.put_state, view.keep_state):
+            with pytest.raises(StoreError, match="is unknown"):
+                await change(run, "f" * 32, ["theirs/live", 1, 9e9])
+    await store.put_state("gateway/traces", "f" * 32, ["theirs/live", 1, 9e9])
+    assert await view.get_state("gateway/traces", "f" * 32) is None

@@ -1,12 +1,14 @@
 """The control API as an ASGI application: one object for one server, mounted on the gateway's port below `/api/`.
 
-The invariant: a request is checked in this order, and reaches a handler only behind all of it: route, room, token, scope,
-query, body. A handler sees the store of its caller's project.
+The invariant: a request is checked in this order, and reaches a handler only behind all of it: route, token, scope, its
+holder's share, query, body, room. So a body that comes slowly takes room from nobody else, and no holder of a token takes all of it.
+A handler sees the store of its caller's project.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +46,8 @@ NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a server takes on. Beyond `requests` in flight, or `watches` that wait, it answers 429."""
+    """How much a server takes on. Beyond `requests` in flight, of one token a quarter of them, or `watches` that wait, it
+    answers 429."""
 
     body_bytes: int = 32 * 1024 * 1024
     requests: int = 256
@@ -52,7 +55,7 @@ class Limits:
 
 
 class Api:
-    """The application. `finish` ends attempts, `llm_for` gives agents their access to the model (None: there is no gateway).
+    """The application. `finish` ends attempts, `llm_for` gives agents their access to the model (None: there is no gateway),
     `served` says whether the model of a run can be called now (None: it always can).
 
     Close it before the server that it is mounted on, so that who waits for changes is let go.
@@ -75,6 +78,7 @@ class Api:
         self._routes = _Routes(ROUTES)
         self._stopped = asyncio.Event()
         self._requests = self._watches = 0
+        self._asking: Counter[str] = Counter()
 
     async def close(self) -> None:
         """Let everybody go who waits for changes. Idempotent."""
@@ -104,24 +108,24 @@ class Api:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         route, path = self._routes.find(scope)
-        with self._room(route):
-            principal = NOBODY if route.scopes is None else await self._authenticator.principal(_authorization(scope))
-            if route.scopes is not None:
-                principal.require(*route.scopes)
+        authorization = _authorization(scope)
+        principal = NOBODY if route.scopes is None else await self._authenticator.principal(authorization)
+        if route.scopes is not None:
+            principal.require(*route.scopes)
+        with self._share(route, principal):
             query = query_of(route, _query(scope))
-            body = await self._body(route, scope, receive)
-            call = Call(principal, self._projects.of(principal.project), self._services, path, query, body)
-            if route is records.WATCH and _wants_events(scope):
-                await self._stream(call, _authorization(scope), receive, send)
-                return
-            answered = await route.handler(call)
-            await answer(send, 200, await _beside(route.heavy, _written, route, answered))
-
-    async def _body(self, route: Route, scope: Scope, receive: Receive) -> Any:
-        if route.body is None:
-            return None
-        payload = await read_body(scope, receive, self._limits.body_bytes)
-        return await _beside(len(payload) > LONG, _read, route, payload)
+            payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
+            with self._room(route):
+                body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
+                call = Call(principal, self._projects.of(principal.project), self._services, path, query, body)
+                if route is records.WATCH and _wants_events(scope):
+                    await self._stream(call, authorization, receive, send)
+                    return
+                answered = await route.handler(call)
+                if route is records.WATCH:
+                    await self._authenticator.principal(authorization)  # it may have been revoked during the wait
+                written = await _beside(route.heavy, _written, route, answered)
+        await answer(send, 200, written)
 
     async def _stream(self, call: Call[Any, None], authorization: str, receive: Receive, send: Send) -> None:
         asked = call.query
@@ -132,6 +136,25 @@ class Api:
             return changed
 
         await stream(send, receive, wait, asked.since, self._stopped)
+
+    @contextmanager
+    def _share(self, route: Route, principal: Principal) -> Iterator[None]:
+        """Count a request of a token, or refuse it while a quarter of the room is that token's."""
+        if route.scopes is None or route is records.WATCH:
+            yield
+            return
+        most = max(1, self._limits.requests // 4)
+        if self._asking[principal.id] >= most:
+            raise ApiError(
+                429, "busy", f"{most} requests of this token are in flight, a quarter of all: ask again later.", RETRY
+            )
+        self._asking[principal.id] += 1
+        try:
+            yield
+        finally:
+            self._asking[principal.id] -= 1
+            if not self._asking[principal.id]:
+                del self._asking[principal.id]
 
     @contextmanager
     def _room(self, route: Route) -> Iterator[None]:

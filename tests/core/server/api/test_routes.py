@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.server.api.openapi import scopes_of
 from lightning.server.api.table import Route, parameters
 from lightning.types import Scope
 
-from .conftest import World, make_world
+from .conftest import World, connection, make_world
 
 PUBLIC = {"health", "openapi"}
 WRITES = {
@@ -133,6 +134,30 @@ async def test_too_many_requests_are_told_to_come_again() -> None:
         answer = await world.ask("GET", target)
         assert (answer.status, answer.error, answer.headers["retry-after"]) == (429, "busy", "1")
     assert (await world.ask("GET", "/health", token="")).status == 200  # busy is not dead
+    await world.store.close()
+
+
+async def test_one_token_gets_a_quarter_of_the_room_and_bodies_that_do_not_come_none() -> None:
+    world = await make_world(limits=Limits(requests=8))
+
+    async def ask_without_end(message: Any) -> None:
+        raise AssertionError(f"it was answered: {message}")
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    scope = connection("POST", "/runs", world.authorization("trainer"))
+    slow = [asyncio.create_task(world.api(scope, never, ask_without_end)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    refused = await world.ask("GET", "/runs", token="trainer")
+    assert (refused.status, refused.error, refused.headers["retry-after"]) == (429, "busy", "1")
+    assert "of this token" in refused.json["error"]["message"]
+    assert (await world.ask("GET", "/runs", token="viewer")).status == 200
+    assert world.api._requests == 0, "a body that does not come takes no room"
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert (await world.ask("GET", "/runs", token="trainer")).status == 200
     await world.store.close()
 
 

@@ -167,6 +167,18 @@ def event(message: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+async def test_a_token_that_is_revoked_during_the_wait_is_told_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.0)
+    since = (await world.ask("GET", "/watch?run=run", token="viewer")).json["since"]
+    waiting = asyncio.create_task(world.ask("GET", f"/watch?run=run&since={since}&timeout=20", token="viewer"))
+    await asyncio.sleep(0.02)
+    await world.store.revoke_token(world.tokens["viewer"].split("_")[1])
+    await add(world, "run/1")
+    assert (await asyncio.wait_for(waiting, 5)).status == 401
+
+
 async def test_a_revoked_token_hears_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.0)
     sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
