@@ -98,6 +98,7 @@ INSERT_TRANSITION: Final = (
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
+SELECT_TRANSITION_KEY: Final = "SELECT n FROM transitions WHERE n = ?"
 SELECT_TRANSITIONS: Final = (
     f"SELECT {TRANSITION_COLUMNS} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
     "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"

@@ -17,11 +17,13 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
-from lightning.store.postgres import PostgresStore
+from lightning.store.postgres import PostgresStore, connections
+from lightning.store.postgres import connection as postgres_connection
 from lightning.store.postgres import watching as postgres_watching
 from lightning.store.postgres.connection import lock_key
 from lightning.store.postgres.migrations import MIGRATIONS
-from lightning.store.relational import transitions
+from lightning.store.relational import tokens, transitions
+from lightning.store.relational.bell import Bell
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
     Outcome,
@@ -156,6 +158,67 @@ async def test_a_roll_back_whose_answer_was_lost_goes_back_once(
     assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 3, 2]
 
 
+@pytest.mark.parametrize("move", ["roll back", "set"])
+async def test_a_move_whose_answer_was_lost_leaves_alone_what_was_moved_since(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    """The answer is lost after the commit, and another process moves the alias before it is asked for again."""
+    for text in "abc":
+        await store.put_resource(Resource("w", text))
+    for version in (1, 2):
+        await store.set_alias("w", "production", version)
+    other = PostgresStore(store._settings)
+    await other.open()
+    waited = connections._Patience.wait
+
+    async def wait(self: Any, error: BaseException) -> None:
+        await other.set_alias("w", "production", 3)
+        await waited(self, error)
+
+    monkeypatch.setattr(connections._Patience, "wait", wait)
+    session = store._session
+    assert session is not None
+    session.connections._idle.append(Loses(session.connections._idle.pop(), True))
+    moved = store.roll_back_alias("w", "production") if move == "roll back" else store.set_alias("w", "production", 1)
+    assert (await moved).version == 1
+    assert [kept.version for kept in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+    await other.close()
+
+
+async def test_a_token_whose_first_try_is_still_on_its_way_is_waited_for(store: PostgresStore) -> None:
+    token, other = Token("t", Scope.RUNNER, "d" * 64), PostgresStore(store._settings)
+    await other.open()
+    put, let_go = asyncio.Event(), asyncio.Event()
+    here, stored = asyncio.get_running_loop(), []
+
+    async def first(tx: Any) -> None:
+        stored.append(await tokens.put(tx, token))
+        here.call_soon_threadsafe(put.set)
+        while not let_go.is_set():
+            await asyncio.sleep(0.01)
+
+    trying = asyncio.ensure_future(other._write(first))
+    await put.wait()
+    again = asyncio.ensure_future(store._write(lambda tx: tokens.put_again(tx, stored[0], token)))
+    await asyncio.sleep(0.1)
+    assert not again.done()
+    let_go.set()
+    assert await again == stored[0]
+    await trying
+    await other.close()
+
+
+async def test_a_failed_notification_leaves_no_broken_connection_behind(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(postgres_connection, "channel", lambda settings: "x" * 8 + " nonsense")
+        with pytest.raises(StoreError):
+            await store.put_state("run", "k", 1)
+    await store.put_state("run", "k", 2)
+    assert await store.get_state("run", "k") == 2
+
+
 async def test_a_token_whose_answer_was_lost_is_no_conflict(store: PostgresStore, lose: Callable[[], Loses]) -> None:
     token = Token("t", Scope.RUNNER, "d" * 64)
     lose()
@@ -278,6 +341,34 @@ async def test_a_server_that_stays_away_is_unavailable_and_one_that_returns_is_u
     await asyncio.wait_for(store.close(), 20)
 
 
+async def test_a_server_that_hangs_is_waited_for_no_longer_than_the_timeout(own_server: PostgresServer) -> None:
+    """Also by those who wait for a connection that the others have."""
+    store = PostgresStore.from_url(own_server.url_of("hangs", ssl="disable", timeout=1, pool=2))
+    await store.open()
+    await asyncio.gather(*(store.list_runs() for _ in range(4)))
+    assert own_server.process is not None
+    main = own_server.process.pid
+    family = [main, *map(int, Path(f"/proc/{main}/task/{main}/children").read_text().split())]
+    loop, took = asyncio.get_running_loop(), []
+
+    async def ask() -> None:
+        begun = loop.time()
+        with pytest.raises(UnavailableError):
+            await store.list_runs()
+        took.append(loop.time() - begun)
+
+    for process in family:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        await asyncio.gather(*(ask() for _ in range(12)))
+    finally:
+        for process in family:
+            os.kill(process, signal.SIGCONT)
+    assert max(took) < 3
+    assert await store.list_runs() == []
+    await store.close()
+
+
 # changes --------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +399,38 @@ async def test_a_lost_connection_counts_as_a_change(
         await store.create_rollouts([rollout()])  # perhaps before it listens again
         assert await watch.wait(20)
     await connection.close()
+
+
+async def test_a_listener_that_loses_its_connection_as_it_closes_ends(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Connection:
+        def add_termination_listener(self, told: Callable[[object], None]) -> None:
+            self.told = told
+
+        async def add_listener(self, *_: object) -> None:
+            pass
+
+        async def execute(self, *_: object, **__: object) -> None:
+            pass
+
+        def terminate(self) -> None:
+            pass
+
+    connection = Connection()
+
+    async def connect(_: object) -> Connection:
+        return connection
+
+    monkeypatch.setattr(postgres_watching, "connect", connect)
+    listener = postgres_watching.Listener(store._settings, Bell())
+    await listener.begin()
+    await asyncio.sleep(0.01)
+    connection.told(None)
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(listener.close())
+    done, _ = await asyncio.wait([closing], timeout=5)
+    assert done
 
 
 async def test_a_watch_ends_with_its_store(postgres_url: Callable[[], str]) -> None:

@@ -88,7 +88,8 @@ class Keeper(Protocol):
         """Remove a run with everything that is its own. Raises `StoreError` while somebody works on it."""
 
     async def vacuum(self) -> None:
-        """Give the space of what was removed back to the file system, where the database does not do so by itself."""
+        """Remove what gateways keep of traces whose keys have expired or whose run is gone, and give the space of what was
+        removed back to the file system, where the database does not do so by itself."""
 
 
 async def look(store: Store, url: str) -> Status:
@@ -139,6 +140,14 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
         expired = expires_at is not None and expires_at <= now
         found["revoked" if revoked_at is not None else "expired" if expired else "active"] += 1
     return found
+
+
+async def check_there(url: str) -> None:
+    """Raise `SchemaError` for the URL of a PostgreSQL schema that holds no store, which opening it would fill."""
+    if parse(url).scheme in ("postgresql", "postgres"):
+        from lightning.store.maintenance.postgres import PostgresKeeper
+
+        await PostgresKeeper(url).check()
 
 
 def keeper_of(url: str) -> Keeper:

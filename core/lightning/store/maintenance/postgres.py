@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,8 +25,10 @@ from lightning.store.postgres.migrations import MIGRATIONS
 from lightning.store.postgres.settings import from_url
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
+from lightning.store.sqlite.connection import translate as translate_sqlite
 from lightning.store.sqlite.migrations import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.sqlite.migrations import migrate as migrate_sqlite
+from lightning.store.sqlite.migrations import refuse_foreign
 from lightning.store.url import redacted
 
 T = TypeVar("T")
@@ -80,6 +82,15 @@ class PostgresKeeper:
 
         return await self._reading(read)
 
+    async def check(self) -> None:
+        """Raise `SchemaError` when there is no store in the schema: opening it would make one."""
+
+        async def look(connection: Any, _: PostgresTransaction) -> None:
+            if "schema_version" not in {row[0] for row in await connection.fetch(_TABLES, self._settings.schema)}:
+                raise self._nothing()
+
+        await self._reading(look)
+
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`."""
 
@@ -94,10 +105,10 @@ class PostgresKeeper:
 
     async def restore(self, source: Path) -> None:
         """See `Keeper.restore`."""
-        store = PostgresStore(self._settings)
-        await store.open()
-        await store.close()
-        with closing(_old_sqlite(source)) as file:
+        with _old_sqlite(source) as file:
+            store = PostgresStore(self._settings)
+            await store.open()
+            await store.close()
 
             async def fill(connection: Any, _: PostgresTransaction) -> None:
                 tables = await self._tables(connection)
@@ -139,6 +150,9 @@ class PostgresKeeper:
         for group in groups:
 
             async def remove(_: Any, transaction: PostgresTransaction, group: str = group) -> None:
+                await transaction.alone(
+                    f"rollouts {run}"
+                )  # a rollout that is created now comes after this, with its calls
                 (unended,) = await transaction.one(queries.UNENDED, (run, group)) or (0,)
                 if not unended:
                     for statement in queries.FORGET_CALLS:
@@ -150,17 +164,33 @@ class PostgresKeeper:
         """See `Keeper.forget_run`."""
 
         async def remove(connection: Any, transaction: PostgresTransaction) -> None:
+            await transaction.alone(f"rollouts {run}")
+            await transaction.locked(
+                queries.ROLLOUTS, (run,)
+            )  # in the order of those who append: nobody does from here on
             if run in await _busy(transaction):
                 raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
             tables = await self._tables(connection)
             for statement in queries.FORGET_RUN:
                 if statement.split()[2] in tables:
                     await transaction.run(statement, (run,))
+            names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
+            left = [("", name) for name in queries.fleet_state(run, names)]
+            await transaction.many(queries.FORGET_STATE, left)
 
         await self._writing(remove)
 
     async def vacuum(self) -> None:
         """See `Keeper.vacuum`. The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
+
+        async def clear(_: Any, transaction: PostgresTransaction) -> None:
+            now = await transaction.now()
+            for name, value in await transaction.all(queries.TRACES):
+                rollout, expires_at = queries.trace_of(value)
+                if expires_at < now or await transaction.one(queries.ROLLOUT, (rollout,)) is None:
+                    await transaction.run(queries.FORGET_STATE, (queries.TRACES_RUN, name))
+
+        await self._writing(clear)
         async with self._connected() as connection:
             for table in await self._tables(connection):
                 await connection.execute(f"VACUUM (ANALYZE) {table}")
@@ -171,13 +201,16 @@ class PostgresKeeper:
         tables = {row[0] for row in await connection.fetch(_TABLES, self._settings.schema)}
         version = await _schema(connection, tables)
         if version is None:
-            raise SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
+            raise self._nothing()
         if version != len(MIGRATIONS):
             raise SchemaError(
                 f"{redacted(self._url)} has schema version {version}, this release works on {len(MIGRATIONS)}: "
                 "run `lightning db upgrade --no-backup` with this release or a newer one"
             )
         return [table for table in queries.TABLES if table in tables]
+
+    def _nothing(self) -> SchemaError:
+        return SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
 
     async def _reading(self, operation: Callable[[Any, PostgresTransaction], Awaitable[T]]) -> T:
         return await self._transact(_SNAPSHOT, operation)
@@ -229,15 +262,22 @@ def _new_sqlite(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _old_sqlite(path: Path) -> sqlite3.Connection:
+@contextmanager
+def _old_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
     """A store to read from. Raises `SchemaError` unless it has this release's schema."""
-    connection = connect_sqlite(SqliteSettings(str(path)), read_only=True)
-    (version,) = connection.execute("SELECT version FROM schema_version").fetchone()
-    if version != len(SQLITE_MIGRATIONS):
-        connection.close()
-        raise SchemaError(f"{path} has schema version {version}: run `lightning db upgrade {path}` first")
-    connection.execute("BEGIN")
-    return connection
+    settings = SqliteSettings(str(path))
+    try:
+        refuse_foreign(settings)
+        with closing(connect_sqlite(settings, read_only=True)) as connection:
+            if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'schema_version'").fetchone():
+                raise SchemaError(f"{path} is empty, not a store: give a backup or the database file of a run")
+            (version,) = connection.execute("SELECT version FROM schema_version").fetchone()
+            if version != len(SQLITE_MIGRATIONS):
+                raise SchemaError(f"{path} has schema version {version}: run `lightning db upgrade {path}` first")
+            connection.execute("BEGIN")
+            yield connection
+    except sqlite3.Error as error:
+        raise translate_sqlite(error, settings) from error
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> list[str]:

@@ -5,6 +5,8 @@ The invariant: nothing here is particular to one database; parameters are `?`.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Final
 
 TABLES: Final = (
@@ -47,6 +49,13 @@ FORGET_CALLS: Final = (
     ),
 )
 """Parameters of each: run, group."""
+UNNAMED_STATE: Final = "SELECT name FROM state WHERE run = ''"
+TRACES_RUN: Final = "gateway/traces"
+TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
+"""What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
+FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
+ROLLOUTS: Final = "SELECT n FROM rollouts WHERE run = ? ORDER BY id"
+ROLLOUT: Final = "SELECT 1 FROM rollouts WHERE id = ?"
 FORGET_RUN: Final = (
     "DELETE FROM transitions WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
     "DELETE FROM spans WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
@@ -59,6 +68,23 @@ FORGET_RUN: Final = (
     "DELETE FROM runs WHERE id = ?",
 )
 """Parameter of each: run."""
+
+
+def fleet_state(run: str, names: Iterable[str]) -> list[str]:
+    """Those of the names in the state of the whole store that are a run's: notice, heartbeat and seats of `gateway.fleet`."""
+    seats = f"gateway/{run}/"
+    return [
+        name
+        for name in names
+        if name in (f"policy/{run}", f"policy/{run}/alive")
+        or (name.startswith(seats) and name[len(seats) :].isdecimal())
+    ]
+
+
+def trace_of(value: str) -> tuple[str, float]:
+    """Rollout and time of expiry (Unix seconds) of an entry of `TRACES`."""
+    rollout, _, expires_at = json.loads(value)
+    return rollout, expires_at
 
 
 def count(table: str) -> str:

@@ -94,6 +94,9 @@ class SqliteKeeper:
                     raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
                 for statement in queries.FORGET_RUN:
                     connection.execute(statement, (run,))
+                names = [name for (name,) in connection.execute(queries.UNNAMED_STATE)]
+                left = [("", name) for name in queries.fleet_state(run, names)]
+                connection.executemany(queries.FORGET_STATE, left)
 
         await self._write(remove)
 
@@ -101,6 +104,12 @@ class SqliteKeeper:
         """See `Keeper.vacuum`."""
 
         def rewrite(connection: sqlite3.Connection) -> None:
+            with _transaction(connection):
+                (now,) = connection.execute(_CLOCK).fetchone()
+                for name, value in connection.execute(queries.TRACES).fetchall():
+                    rollout, expires_at = queries.trace_of(value)
+                    if expires_at < now or connection.execute(queries.ROLLOUT, (rollout,)).fetchone() is None:
+                        connection.execute(queries.FORGET_STATE, (queries.TRACES_RUN, name))
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

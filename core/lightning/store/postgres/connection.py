@@ -134,6 +134,10 @@ class PostgresTransaction:
         """See `Transaction.free`."""
         return await self.all(f"{sql} FOR UPDATE SKIP LOCKED", values)
 
+    async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
+        """See `Transaction.kept`."""
+        return await self.one(f"{sql} FOR KEY SHARE", values) is not None
+
     async def alone(self, *names: str) -> None:
         """See `Transaction.alone`."""
         for name in names:

@@ -56,7 +56,7 @@ class Connections:
             if doubt is not None and again is not None:
                 run = _again(again, doubt.result)
             try:
-                async with self._connection() as connection:
+                async with self._connection(patience.deadline) as connection:
                     return await self._transact(connection, run)
             except _Doubt as unknown:
                 doubt = unknown
@@ -64,13 +64,15 @@ class Connections:
             except Exception as error:  # noqa: BLE001 — `patience` raises what cannot be helped
                 await patience.wait(error)
 
-    async def read(self, operation: Operation[T]) -> T:
-        """Run an operation that changes nothing: statement by statement, each sees all that was committed before it."""
+    async def read(self, operation: Operation[T], *, whole: bool) -> T:
+        """Run an operation that changes nothing: statement by statement, each sees all that was committed before it, or as a
+        `whole`, on one snapshot."""
         patience = _Patience(self._settings)
         while True:
             try:
-                async with self._connection() as connection:
-                    return await operation(PostgresTransaction(connection, self._settings))
+                async with self._connection(patience.deadline) as connection:
+                    transaction = PostgresTransaction(connection, self._settings)
+                    return await (_on_snapshot(connection, transaction, operation) if whole else operation(transaction))
             except Exception as error:  # noqa: BLE001 — likewise
                 await patience.wait(error)
 
@@ -81,11 +83,16 @@ class Connections:
                 await self._idle.pop().close(timeout=2)
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Any]:
-        async with self._slots:
+    async def _connection(self, deadline: float) -> AsyncIterator[Any]:
+        """One of the pool's connections for the length of the block. Raises `TimeoutError` when none is to be had in time."""
+        async with self._slot(deadline):
             while self._idle and self._idle[-1].is_closed():
                 self._idle.pop()
-            connection = self._idle.pop() if self._idle else await connect(self._settings)
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                async with asyncio.timeout_at(deadline):
+                    connection = await connect(self._settings)
             try:
                 yield connection
             except BaseException as error:
@@ -96,6 +103,18 @@ class Connections:
                     self._distrust()
                 raise
             self._idle.append(connection)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise TimeoutError(f"all {self._settings.pool} connections, see ?pool=, were busy") from None
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     def _distrust(self) -> None:
         """The server went away: so did all connections, and after a failover perhaps some of what they committed."""
@@ -119,6 +138,10 @@ class Connections:
         except Exception as error:
             if failures.in_doubt(error):
                 raise _Doubt(result) from error
+            if (
+                not connection.is_closed() and connection.is_in_transaction()
+            ):  # NOTIFY failed: the transaction is neither committed nor ended
+                connection.terminate()
             raise
         if status != "COMMIT":
             raise StoreError(
@@ -126,6 +149,18 @@ class Connections:
             )
         parents.publish()
         return result
+
+
+async def _on_snapshot(connection: Any, transaction: PostgresTransaction, operation: Operation[T]) -> T:
+    await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        result = await operation(transaction)
+    except Exception as error:
+        if _is_usable(connection, error):
+            await connection.execute("ROLLBACK")
+        raise
+    await connection.execute("COMMIT")
+    return result
 
 
 def _again(again: Again[T], result: T) -> Operation[T]:
@@ -147,7 +182,8 @@ class _Patience:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._deadline = 0.0
+        self.deadline = asyncio.get_running_loop().time() + settings.timeout
+        self._warned = False
         self._delay = FIRST_DELAY
         self._clashes = 0
 
@@ -160,11 +196,11 @@ class _Patience:
             await asyncio.sleep(random.uniform(0, 0.001 * 2 ** min(self._clashes, 6)))  # noqa: S311 — jitter
             return
         if what is Failure.LOST:
-            if not self._deadline:
-                self._deadline = now + self._settings.timeout
+            if not self._warned:
+                self._warned = True
                 log.warning("store %s does not answer (%s): waiting for it", self._settings.place, type(error).__name__)
-            if now < self._deadline:
-                await asyncio.sleep(min(self._delay * random.uniform(0.5, 1.0), self._deadline - now))  # noqa: S311
+            if now < self.deadline:
+                await asyncio.sleep(min(self._delay * random.uniform(0.5, 1.0), self.deadline - now))  # noqa: S311
                 self._delay = min(self._delay * 2, LAST_DELAY)
                 return
         refused = failures.translate(error, self._settings)

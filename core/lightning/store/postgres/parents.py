@@ -30,6 +30,11 @@ class TransactionParents:
             self._seen[key].append(known)
             self._added.append((key, known))
 
+    def drop(self, key: Hashable) -> None:
+        """See `Parents.drop`. Loaded again by a later transaction: this one would see, and show, what it has not committed."""
+        self._shared.drop(key)
+        self._seen[key] = []
+
     def publish(self) -> None:
         """The transaction was committed."""
         for key, known in self._added:

@@ -109,9 +109,9 @@ class PostgresStore(RelationalStore):
         session = self._open_session()
         return await self._submit(session, lambda: session.connections.write(operation, again))
 
-    async def _read(self, operation: Operation[T]) -> T:
+    async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         session = self._open_session()
-        return await self._submit(session, lambda: session.connections.read(operation))
+        return await self._submit(session, lambda: session.connections.read(operation, whole=whole))
 
     async def _submit(self, session: _Session, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         waiter = session.thread.submit(work)

@@ -43,9 +43,11 @@ class Listener:
     async def close(self) -> None:
         """Hear no more."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            while (
+                not self._task.done()
+            ):  # `asyncio.wait_for`, wherever it is used, may lose a cancellation before Python 3.12
+                self._task.cancel()
+                await asyncio.wait([self._task], timeout=0.02)
         self._bell.ring_all()
 
     async def _listen(self) -> None:
@@ -72,7 +74,8 @@ class Listener:
     async def _stay(self, connection: Any, lost: asyncio.Event) -> None:
         while not lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(lost.wait(), PING)
+                async with asyncio.timeout(PING):
+                    await lost.wait()
             if not lost.is_set():
                 await connection.execute("SELECT 1", timeout=PING)
 
@@ -89,7 +92,8 @@ class EventWatch:
     async def wait(self, timeout: float) -> bool:
         """See `Watch.wait`. Raises `StoreError` after the store was closed."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._event.wait()
         self._check()
         changed = self._event.is_set()
         self._event.clear()

@@ -60,6 +60,10 @@ class ParentCache:
         if entry is not None:
             self._add(key, entry, known)
 
+    def drop(self, key: Hashable) -> None:
+        """Forget what is remembered under a key: some of it is not in the database any more."""
+        self._drop(key)
+
     def _add(self, key: Hashable, entry: list[Known], known: Known) -> None:
         self._touched.add(key)
         for old in [old for old in entry if known.full.startswith(old.full)]:

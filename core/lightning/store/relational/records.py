@@ -71,7 +71,8 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
                 f"not {record.digest!r}): is another trainer working on this run?"
             )
         return
-    for rollout, attempt in record.rollouts:
+    # In the order of their ids, so that two that share rollouts do not wait for one another.
+    for rollout, attempt in sorted(record.rollouts):
         await _check_trainable(transaction, record, rollout, attempt)
         await transaction.run(sql.MARK_TRAINED, (record.step, rollout))
     await transaction.run(sql.INSERT_STEP, (*rows.step_values(record), record.at or await transaction.now()))

@@ -75,6 +75,14 @@ async def set_alias(transaction: Transaction, name: str, alias: str, version: in
     return await _move(transaction, name, alias, version, None if current is None else current[0])
 
 
+async def set_alias_again(transaction: Transaction, moved: Alias, name: str, alias: str, version: int) -> Alias:
+    """`set_alias` after a try that would have moved it so and whose end nobody heard of."""
+    await transaction.alone(f"resource {name}")
+    if moved in await history(transaction, name, alias):
+        return moved
+    return await set_alias(transaction, name, alias, version)
+
+
 async def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
     """See `Store.roll_back_alias`. The earlier move's own `earlier` is taken over, so that rolling back again goes on."""
     await transaction.alone(f"resource {name}")
@@ -92,8 +100,7 @@ async def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
 async def roll_back_again(transaction: Transaction, moved: Alias, name: str, alias: str) -> Alias:
     """`roll_back` after a try that would have moved it so and whose end nobody heard of."""
     await transaction.alone(f"resource {name}")
-    current = await transaction.one(sql.SELECT_ALIAS, (name, alias))
-    if current is not None and Alias(*current[2:]) == moved:
+    if moved in await history(transaction, name, alias):  # whoever moved it since did so after this
         return moved
     return await roll_back(transaction, name, alias)
 

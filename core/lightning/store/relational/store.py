@@ -48,8 +48,11 @@ class RelationalStore(ABC):
         """
 
     @abstractmethod
-    async def _read(self, operation: Operation[T]) -> T:
-        """Run an operation that changes nothing, on one snapshot that has every write acknowledged before."""
+    async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
+        """Run an operation that changes nothing. It sees every write that was acknowledged before.
+
+        `whole`: all of its statements must see one moment.
+        """
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -125,11 +128,11 @@ class RelationalStore(ABC):
 
     async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
         """See `Store.transitions`."""
-        return await self._read(lambda tx: transition_ops.read(tx, rollout, attempt))
+        return await self._read(lambda tx: transition_ops.read(tx, rollout, attempt), whole=True)
 
     async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
         """See `Store.transitions_of`."""
-        return await self._read(lambda tx: transition_ops.read_many(tx, attempts))
+        return await self._read(lambda tx: transition_ops.read_many(tx, attempts), whole=True)
 
     async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
         """See `Store.tool_events`."""
@@ -213,7 +216,10 @@ class RelationalStore(ABC):
 
     async def set_alias(self, name: str, alias: str, version: int) -> Alias:
         """See `Store.set_alias`."""
-        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version))
+        return await self._write(
+            lambda tx: resource_ops.set_alias(tx, name, alias, version),
+            lambda tx, moved: resource_ops.set_alias_again(tx, moved, name, alias, version),
+        )
 
     async def roll_back_alias(self, name: str, alias: str) -> Alias:
         """See `Store.roll_back_alias`."""

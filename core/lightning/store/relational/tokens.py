@@ -13,6 +13,7 @@ from lightning.types import Token
 
 async def put(transaction: Transaction, token: Token) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
+    await transaction.alone(f"token {token.id}")
     values = (
         *rows.token_values(token),
         token.created_at or await transaction.now(),
@@ -28,6 +29,7 @@ async def put(transaction: Transaction, token: Token) -> Token:
 
 async def put_again(transaction: Transaction, stored: Token, token: Token) -> Token:
     """`put` after a try that would have stored it so and whose end nobody heard of."""
+    await transaction.alone(f"token {token.id}")  # waits for the earlier try, should it still be on its way
     return stored if await get(transaction, token.id) == stored else await put(transaction, token)
 
 

@@ -26,6 +26,9 @@ class Parents(Protocol):
     def add(self, key: Hashable, known: Known) -> None:
         """Remember a new transition under a key that was asked for before."""
 
+    def drop(self, key: Hashable) -> None:
+        """Forget what is remembered under a key: some of it is not in the database any more."""
+
 
 class Transaction(Protocol):
     """An open transaction. Parameters of a statement are written `?`."""
@@ -48,6 +51,9 @@ class Transaction(Protocol):
 
     async def free(self, sql: str, values: Sequence[Value] = ()) -> list[Row]:
         """As `locked`, without waiting: rows that another transaction holds are left out."""
+
+    async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
+        """Whether there is such a row, which nobody removes before this transaction ends; waits for those who do now."""
 
     async def alone(self, *names: str) -> None:
         """Wait until no other transaction has asked for these names, and keep them until this one ends."""

@@ -6,7 +6,7 @@ the digest written with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Final
@@ -44,7 +44,7 @@ async def _append_one(transaction: Transaction, where: Standing, transition: Tra
             rules.check_fence(where.position, transition.attempt)
         return False
     prompt = codec.pack(transition.prompt_ids)
-    parent = choose(prompt, await _candidates(transaction, where, transition.attempt))
+    parent = await _parent(transaction, where, transition.attempt, prompt)
     blob = codec.encode(_tokens(transition), parent.full if parent else b"")
     n = await transaction.insert(
         sql.INSERT_TRANSITION,
@@ -82,16 +82,26 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     return [rules.transition_digest(each, content) for each in named]
 
 
-async def _candidates(transaction: Transaction, where: Standing, attempt: int) -> Iterable[Known]:
-    """Calls of this attempt, newest first, then the roots of its group."""
+async def _parent(transaction: Transaction, where: Standing, attempt: int, prompt: bytes) -> Known | None:
+    """The best of the calls of this attempt, newest first, and of the roots of its group.
+
+    The calls of an attempt are as safe as its rollout, which this transaction holds. A root may have been pruned since it was
+    remembered, and its whole group with it.
+    """
     own = await transaction.parents.get(
         (where.n, attempt), lambda: _load(transaction, sql.SELECT_BLOBS, (where.n, attempt))
     )
-    roots = await transaction.parents.get(
-        (where.run, where.group),
-        lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (where.run, where.group, GROUP_ROOTS)),
-    )
-    return chain(reversed(own), roots[:GROUP_ROOTS])
+    group = (where.run, where.group)
+    while True:
+        roots = await transaction.parents.get(
+            group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, GROUP_ROOTS))
+        )
+        parent = choose(prompt, chain(reversed(own), roots[:GROUP_ROOTS]))
+        if parent is None or any(parent.n == known.n for known in own):
+            return parent
+        if await transaction.kept(sql.SELECT_TRANSITION_KEY, (parent.n,)):
+            return parent
+        transaction.parents.drop(group)
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[Known]:

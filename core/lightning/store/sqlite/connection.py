@@ -106,6 +106,10 @@ class SqliteTransaction:
         """See `Transaction.free`."""
         return self._connection.execute(sql, values).fetchall()
 
+    async def kept(self, sql: str, values: Sequence[Value] = ()) -> bool:
+        """See `Transaction.kept`."""
+        return await self.one(sql, values) is not None
+
     async def alone(self, *names: str) -> None:
         """See `Transaction.alone`: every write is."""
 

@@ -136,7 +136,7 @@ class SqliteStore(RelationalStore):
     async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
         return await self._open_writer().submit(operation)
 
-    async def _read(self, operation: Operation[T]) -> T:
+    async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         writer, readers = self._open_writer(), self._readers
         # A private in-memory database has one connection: there, reads queue with the writes.
         if readers is None:

@@ -46,7 +46,8 @@ class RevisionWatch:
             if left <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._event.wait(), min(POLL, left))
+                async with asyncio.timeout(min(POLL, left)):
+                    await self._event.wait()
 
 
 @asynccontextmanager

@@ -5,19 +5,26 @@ from __future__ import annotations
 import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.cli import db
 from lightning.errors import DataError, SchemaError, StoreError
+from lightning.store import sql
 from lightning.store.maintenance import Weight, keeper_of
 from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.postgres import PostgresStore
+from lightning.store.postgres.connection import PostgresTransaction
 from lightning.store.postgres.migrations import MIGRATIONS
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
-from lightning.types import Outcome, Resource, Rollout, Scope, Token
+from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
+from typer.testing import CliRunner
 
+from tests.core.store.maintenance.gateways import check_state_of_gateways
 from tests.servers.postgres import PostgresServer
 
 FROZEN = Path(__file__).parents[1] / "frozen"
@@ -164,6 +171,77 @@ async def test_whole_runs(store: PostgresStore, url: str, filled: Callable[..., 
     await keeper.forget_run("other")
     assert await content(store) == {**before, "runs": [run for run in before["runs"] if run.id == "run"]}
     assert (await keeper.status()).calls == 20
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_live_server_stores_no_call_against_one_that_was_pruned(
+    store: PostgresStore, url: str, whole: bool
+) -> None:
+    """It remembers the roots of the group, which are gone when the same names come again."""
+    call = (await store.transitions("run/0/0/0"))[0]
+
+    async def work(name: str) -> None:
+        await store.put_run(Run("again", "again"))
+        await store.create_rollouts([Rollout(f"{name}-{i}", "again", Task("x"), group="g") for i in range(2)])
+        for lease in await store.lease("again", "w", limit=2):
+            made = replace(call, rollout=lease.rollout.id, attempt=lease.attempt)
+            assert await store.append([made]) == 1
+            await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
+            assert await store.transitions(lease.rollout.id) == [made]
+
+    await work("a")
+    if whole:
+        await keeper_of(url).forget_run("again")
+    else:
+        await keeper_of(url).forget_calls("again", ["g"])
+    await work("a" if whole else "b")
+    roots = await store._read(lambda tx: tx.all(sql.SELECT_GROUP_ROOTS, ("again", "g", 10)))
+    assert len(roots) == 1  # the second is stored against the first again
+
+
+async def test_reading_while_somebody_prunes_sees_one_moment(
+    store: PostgresStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, pruned, look = await store.transitions("run/0/1/0"), [], PostgresTransaction.all
+
+    async def look_and_prune(self: PostgresTransaction, query: str, values: Any = ()) -> Any:
+        found = await look(self, query, values)
+        if query == sql.SELECT_TRANSITIONS and not pruned:
+            pruned.append(1)
+            await keeper_of(url).forget_calls("run", ["run/0/1"])
+        return found
+
+    monkeypatch.setattr(PostgresTransaction, "all", look_and_prune)
+    assert await store.transitions("run/0/1/1") != []  # its parent is a call of the other rollout
+    assert whole != []
+    assert await store.transitions("run/0/1/1") == []
+
+
+async def test_what_gateways_keep_of_a_run_goes_with_it(store: PostgresStore, url: str) -> None:
+    await check_state_of_gateways(store, url)
+
+
+async def test_a_file_that_is_no_store_is_refused_before_anything_is_made(
+    url: str, tmp_path: Path, postgres_server: PostgresServer
+) -> None:
+    (tmp_path / "text").write_text("hello" * 1000)
+    (tmp_path / "empty").touch()
+    with closing(sqlite3.connect(tmp_path / "other")) as other:
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+    for name, said in (("text", "not an SQLite database"), ("empty", "is empty"), ("other", "bookmarks")):
+        with pytest.raises(SchemaError, match=said):
+            await keeper_of(url).restore(tmp_path / name)
+    schema = url.partition("schema=")[2].partition("&")[0]
+    assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{schema}'") == "0"
+
+
+@pytest.mark.parametrize("command", [("export", "-", "--table", "runs"), ("prune",), ("upgrade", "--no-backup")])
+def test_a_mistyped_schema_is_not_made(command: tuple[str, ...], postgres_server: PostgresServer) -> None:
+    name = f"typo_{uuid.uuid4().hex[:12]}"
+    done = CliRunner().invoke(db.app, [command[0], postgres_server.url_of(name), *command[1:]])
+    assert isinstance(done.exception, SchemaError)
+    assert "holds no store: check ?schema=" in str(done.exception)
+    assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{name}'") == "0"
 
 
 def test_every_schema_that_was_released_is_kept() -> None:

@@ -17,6 +17,8 @@ from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Run, Task
 
+from tests.core.store.maintenance.gateways import check_state_of_gateways
+
 FROZEN = Path(__file__).parents[1] / "frozen"
 
 
@@ -225,6 +227,13 @@ async def test_a_run_is_not_removed_under_whoever_works_on_it(database: Path) ->
     with pytest.raises(StoreError, match="somebody works on run 'run'"):
         await keeper.forget_run("run")
     assert len((await content(database))["rollouts"]) == 11
+
+
+async def test_what_gateways_keep_of_a_run_goes_with_it(database: Path) -> None:
+    store = SqliteStore(database)
+    await store.open()
+    await check_state_of_gateways(store, sqlite_url(database))
+    await store.close()
 
 
 async def test_space_is_given_back(database: Path) -> None:

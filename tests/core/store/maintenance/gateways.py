@@ -1,0 +1,38 @@
+"""What gateways keep in the store's state of a run, and what of it pruning leaves."""
+
+from __future__ import annotations
+
+import time
+
+from lightning.gateway.fleet import alive_key, notice_key, seat_key
+from lightning.gateway.tracebook import PLACE
+from lightning.store.maintenance import keeper_of
+from lightning.store.protocol import Store
+from lightning.types import Json, Rollout, Run, Task
+
+
+async def check_state_of_gateways(store: Store, url: str) -> None:
+    """Two runs that gateways served, of which one is removed. The store is closed for that, as `prune` does."""
+    later = time.time() + 3600
+    keys = [(run, key) for run in ("gone", "gone-2") for key in (notice_key(run), alive_key(run), seat_key(run, 12))]
+    traces: dict[str, list[Json]] = {
+        "gone": ["gone-r", 1, later],
+        "expired": ["gone-2-r", 1, time.time() - 60],
+        "kept": ["gone-2-r", 2, later],
+    }
+    for run in ("gone", "gone-2"):
+        await store.put_run(Run(run, run))
+        await store.create_rollouts([Rollout(f"{run}-r", run, Task("x"), f"{run}-g")])
+    for run, key in keys:
+        await store.put_state("", key, run)
+    for trace, value in traces.items():
+        await store.put_state(PLACE, trace, value)
+    await store.keep_state("", "gateway_secret", "00")
+    await store.close()
+    keeper = keeper_of(url)
+    await keeper.forget_run("gone")
+    await keeper.vacuum()
+    await store.open()
+    assert [await store.get_state("", key) for _, key in keys] == [None] * 3 + ["gone-2"] * 3
+    assert [await store.get_state(PLACE, trace) for trace in traces] == [None, None, traces["kept"]]
+    assert await store.get_state("", "gateway_secret") == "00"
