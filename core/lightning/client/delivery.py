@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
-from lightning.errors import StaleAttemptError, UnavailableError
+from lightning.errors import StaleAttemptError, StoreError, UnavailableError
 from lightning.store.http import HttpStore
+from lightning.store.http.transport import TokenRefusedError
 from lightning.store.protocol import Watch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 
@@ -52,6 +53,7 @@ class ServerDelivery:
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
     _busy_at: float = field(default_factory=time.monotonic)
     _away_since: float | None = None
+    _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
 
     def watch(self) -> AbstractAsyncContextManager[Watch]:
         """See `Delivery.watch`."""
@@ -62,6 +64,7 @@ class ServerDelivery:
         if self.rollouts is not None:
             limit = min(limit, self.rollouts - self.tally.leased)
         found: list[tuple[Lease, LLM]] = []
+        self._asked = True
         for run in self.runs.in_turn():
             if len(found) >= limit:
                 break
@@ -70,6 +73,11 @@ class ServerDelivery:
             except UnavailableError as error:
                 self._away(error)
                 break
+            except TokenRefusedError:
+                raise
+            except StoreError as error:
+                self.runs.drop(run, error)
+                continue
             self._back()
             if leased:
                 self.runs.gave_work(run)
@@ -106,8 +114,10 @@ class ServerDelivery:
                 else:
                     break
         except StaleAttemptError:
+            self._used.pop((lease.rollout.id, lease.attempt), None)
             self.tally.lost += 1
             raise
+        self._used.pop((lease.rollout.id, lease.attempt), None)
         self._back()
         self._busy_at = time.monotonic()
         self.tally.succeeded += rollout.status is Status.SUCCEEDED
@@ -117,7 +127,7 @@ class ServerDelivery:
 
     async def release(self) -> None:
         """See `Delivery.release`. When no server answers, leases expire by themselves."""
-        if not self._used:
+        if not self._asked:
             return
         try:
             await self.store.release(self.worker)
@@ -141,7 +151,7 @@ class ServerDelivery:
 
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
         """No agent is at fault whose server is gone: the attempt may be made again."""
-        url, process = self._used.pop((lease.rollout.id, lease.attempt), ("", ""))
+        url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
         if outcome.fault not in (Fault.AGENT, Fault.TIMEOUT):
             return outcome
         if process and await self.servers.process_at(url) == process:

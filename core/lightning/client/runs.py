@@ -1,7 +1,8 @@
 """Which runs a client works for: those it was given, or every run of its project that has work.
 
-The invariant: a run that begins to have work is found within `FIND_SECONDS`, and one that gave work lately is watched, so that
-its next rollouts are leased as soon as they are there.
+The invariant: every run that begins to have work is found: one of the newest within `FIND_SECONDS`, an older one when its turn
+comes. One that gave work lately is watched, so that its next rollouts are leased as soon as they are there. No task of finding
+or watching ends unheard.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from lightning.errors import UnavailableError
+from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store.http import HttpStore
 from lightning.types import Status
 
@@ -21,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 FIND_SECONDS = 5.0
 NEWEST = 8
-"""Runs that are looked at for work: a project trains a few at a time, and its newest ones."""
+"""Runs that are looked at for work each time: a project trains a few at a time, and mostly its newest ones."""
+OLDER = 32
+"""Further runs that are looked at each time, in turn."""
 WATCHED_SECONDS = 600.0
 """How long a run without work is watched: an optimizer step lies between two lots of it."""
 ROUND = 25.0
+DROPPED_SECONDS = 60.0
+"""How long a run is left alone that servers refuse to lease from."""
 AWAY_SECONDS = 1.0
 """Between two questions that no server answered."""
 
@@ -37,8 +42,10 @@ class Runs:
         self._given = tuple(given)
         self._active = {run: time.monotonic() for run in given}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._finding: asyncio.Task[None] | None = None
+        self._dropped: dict[str, float] = {}
         self._news = asyncio.Event()
-        self._turn = 0
+        self._turn, self._looked_at = 0, ""
 
     def in_turn(self) -> list[str]:
         """The runs to ask, beginning with another one each time, so that none takes all the places."""
@@ -51,10 +58,21 @@ class Runs:
         """Keep watching this run."""
         self._active[run] = time.monotonic()
 
+    def drop(self, run: str, error: StoreError) -> None:
+        """Leave a run alone for a while that servers refuse to lease from. Raises the error when no other given one is left."""
+        if self._given and set(self._active) <= {run}:
+            raise error
+        logger.warning("nothing is leased from run %s for %g s: %s", run, DROPPED_SECONDS, error)
+        self._dropped[run] = time.monotonic() + DROPPED_SECONDS
+        self._active.pop(run, None)
+        if (watch := self._watches.pop(run, None)) is not None:
+            watch.cancel()
+
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[Runs]:
         """For the length of the block runs are found and watched."""
-        finding = asyncio.create_task(self._find() if not self._given else self._follow())
+        self._finding = finding = asyncio.create_task(self._find() if not self._given else self._follow())
+        finding.add_done_callback(lambda _: self._news.set())
         try:
             yield self
         finally:
@@ -65,9 +83,9 @@ class Runs:
             self._watches.clear()
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`. Raises what ended a watch, but for servers that are away."""
-        for task in self._watches.values():
-            if task.done():
+        """See `Watch.wait`. Raises what ended the finding or a watch, but for servers that are away."""
+        for task in (self._finding, *self._watches.values()):
+            if task is not None and task.done():
                 task.result()
         try:
             await asyncio.wait_for(self._news.wait(), min(timeout, self._longest))
@@ -79,9 +97,9 @@ class Runs:
     async def _find(self) -> None:
         while True:
             try:
-                for run in await self._store.newest_runs(NEWEST):
-                    if run.id not in self._active and await self._has_work(run.id):
-                        self._active[run.id] = time.monotonic()
+                for run in await self._to_look_at():
+                    if run not in self._active and not self._is_dropped(run) and await self._has_work(run):
+                        self._active[run] = time.monotonic()
                         self._news.set()
             except UnavailableError as error:
                 logger.debug("no runs were found: %s", error)
@@ -90,8 +108,32 @@ class Runs:
             self._watch_active()
             await asyncio.sleep(FIND_SECONDS)
 
+    async def _to_look_at(self) -> list[str]:
+        """The newest runs, and the next ones in turn of all that are older."""
+        newest = [run.id for run in await self._store.newest_runs(NEWEST)]
+        if len(newest) < NEWEST:
+            return newest
+        after, self._looked_at = self._looked_at or newest[-1], ""
+        try:
+            older = [run.id for run in await self._store.newest_runs(OLDER, after)]
+        except DataError:  # that run was deleted meanwhile: begin again
+            return newest
+        self._looked_at = older[-1] if len(older) == OLDER else ""
+        return list(dict.fromkeys([*newest, *older]))
+
+    def _is_dropped(self, run: str) -> bool:
+        if time.monotonic() < self._dropped.get(run, 0.0):
+            return True
+        self._dropped.pop(run, None)
+        return False
+
     async def _follow(self) -> None:
-        self._watch_active()
+        while True:
+            for run in self._given:
+                if run not in self._active and not self._is_dropped(run):
+                    self._active[run] = time.monotonic()
+            self._watch_active()
+            await asyncio.sleep(FIND_SECONDS)
 
     def _watch_active(self) -> None:
         for run in self._active:

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.errors import StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
-from lightning.types import CallStatus, Fault, Outcome, Rollout, Transition
+from lightning.types import CallStatus, Fault, Outcome, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,21 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
         outcome = with_spans(judge(outcome, calls) if judged else outcome, spans, calls)
     if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
         outcome = await asyncio.to_thread(redacted_outcome, outcome)
-    return await store.complete(rollout, attempt, outcome)
+    try:
+        return await store.complete(rollout, attempt, outcome)
+    except StaleAttemptError:
+        kept = await store.get_rollout(rollout)
+        if kept is None or not _ended_so(kept, attempt, outcome):
+            raise
+        return kept
+
+
+def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
+    """Whether the attempt has ended with this outcome, told before: spans that came since have only added to its events."""
+    if kept.attempt != attempt or kept.status is Status.RUNNING:
+        return False
+    told = (outcome.reward, dict(outcome.rewards), outcome.fault, outcome.error, outcome.seconds)
+    return told == (kept.reward, dict(kept.rewards), kept.fault, kept.error, kept.seconds)
 
 
 def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:

@@ -204,9 +204,19 @@ class _Worker:
         if self._stop.is_set():
             return bool(self._held)
         free = self._concurrency - len(self._held)
-        for lease, llm in await self._delivery.lease(free) if free else ():
+        for lease, llm in await self._lease(free) if free else ():
             self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
         return bool(self._held) or await self._delivery.unfinished()
+
+    async def _lease(self, free: int) -> list[tuple[Lease, LLM]]:
+        """What `delivery` hands out; nothing when `stop` comes first. What was leased then is given back in the end."""
+        leasing = asyncio.create_task(self._delivery.lease(free))
+        told = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
+            return leasing.result() if leasing.done() else []
+        finally:
+            await _end([leasing, told])
 
     def _collect(self) -> None:
         for task in [task for task in self._held if task.done()]:

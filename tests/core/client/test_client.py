@@ -7,12 +7,13 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.errors import ConfigError, StoreError
+from lightning.client import runs as finding
+from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.gateway import Upstream
 from lightning.gateway.owner import Owner
 from lightning.runner.report import NEVER_CALLED
 from lightning.server.how_to_call import HowToCall
-from lightning.types import LLM, Fault, Resource, Scope, Status, Task
+from lightning.types import LLM, Fault, Resource, Rollout, Run, Scope, Status, Task
 
 from tests.core.client.conftest import RUN, Site, calling
 
@@ -200,3 +201,88 @@ async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(site: Sit
     await site.fake.start()
     await Owner(site.store, RUN).open([Upstream(site.fake.url, site.fake.model)], 0)
     assert (await site.client(server, rollouts=2).work()).succeeded == 2
+
+
+async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    server = await site.start()
+    working = asyncio.create_task(site.client(server).work())
+    await asyncio.sleep(0.2)
+    token = next(one for one in await site.store.list_tokens() if one.scope is Scope.RUNNER)
+    await site.store.revoke_token(token.id)
+    with pytest.raises(StoreError, match="revoked"):
+        await asyncio.wait_for(working, 10)
+
+
+async def test_work_of_an_old_run_is_found_behind_many_newer_ones(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FIND_SECONDS", 0.05), ("NEWEST", 2), ("OLDER", 2)):
+        monkeypatch.setattr(finding, name, value)
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.2)
+    server = await site.start()
+    await site.begin(count=1)
+    for number in range(7):
+        await site.store.put_run(Run(f"newer-{number}", "x", created_at=4e9 + number))
+    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 10)).succeeded == 1
+
+
+async def test_one_rollout_whose_prompt_is_missing_costs_no_other(site: Site) -> None:
+    server = await site.start()
+    await site.begin(count=1, max_attempts=1)
+    await HowToCall(bound={"writer": "prompt"}).keep(site.store, RUN)
+    bad = Rollout("bad", RUN, Task(1), "group", max_attempts=1, resources={"prompt": 7})
+    await site.store.create_rollouts([bad])
+    assert (await site.client(server, idle=0.5).work()).succeeded == 1
+    found = (await site.rollouts())["bad"]
+    assert (found.status, found.fault) == (Status.FAILED, Fault.INFRASTRUCTURE)
+    assert "version 7 of the prompt 'prompt'" in found.error
+
+
+async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    await site.begin("run-2", count=1)
+    lease = site.store.lease
+
+    async def refusing(run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> Any:
+        if run == RUN:
+            raise StoreError("this run is broken")
+        return await lease(run, worker, limit=limit, ttl=ttl)
+
+    monkeypatch.setattr(site.store, "lease", refusing)
+    assert (await site.client(server, idle=0.5).work()).succeeded == 1
+    assert f"nothing is leased from run {RUN}" in caplog.text
+    with pytest.raises(StoreError, match="this run is broken"):
+        await site.client(server, runs=[RUN]).work()
+
+
+async def test_a_lease_whose_outcome_nobody_takes_is_given_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await site.start()
+    await site.begin(count=1, max_attempts=1)
+    stop = asyncio.Event()
+    client = site.client(server, runner__drain=0.1)
+
+    async def away(*_: object) -> Any:
+        stop.set()
+        raise UnavailableError("the server starts again")
+
+    monkeypatch.setattr(client._store, "complete", away)
+    await client.work(stop)
+    (found,) = (await site.rollouts()).values()
+    assert found.status is Status.PENDING
+
+
+async def test_told_to_end_it_waits_for_no_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    stop = asyncio.Event()
+    client = site.client(server, runs=[RUN])
+
+    async def frozen(*_: object, **__: object) -> Any:
+        stop.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client._store, "lease_for_agents", frozen)
+    assert (await asyncio.wait_for(client.work(stop), 5)).leased == 0

@@ -12,12 +12,12 @@ from pathlib import Path
 import lightning
 import pytest
 from lightning.config import RunnerConfig
-from lightning.errors import RunnerError, StoreError
+from lightning.errors import RunnerError, StaleAttemptError, StoreError
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Runner
-from lightning.runner.report import judge
+from lightning.runner.report import judge, report
 from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
@@ -30,6 +30,7 @@ from lightning.types import (
     Outcome,
     Rollout,
     Run,
+    Span,
     Status,
     Task,
     Transition,
@@ -224,6 +225,24 @@ def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | N
     assert verdict.fault is fault
     assert (verdict.reward is None) == (fault is not None)
     assert says in verdict.error
+
+
+async def test_an_outcome_told_again_after_late_spans_is_the_one_that_was_taken(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1))
+    (lease,) = await store.lease(RUN, "w")
+    await store.append([call(lease)])
+    outcome = Outcome(reward=1.0, seconds=2.0)
+    first = await report(store, lease.rollout.id, 1, outcome)
+    late = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"}
+    held = store.spans
+
+    async def spans(rollout: str, attempt: int | None = None) -> list[Span]:
+        return [*await held(rollout, attempt), Span(rollout, 1, "f" * 32, "e" * 16, attributes=late)]
+
+    store.spans = spans  # type: ignore[method-assign]
+    assert await report(store, lease.rollout.id, 1, outcome) == first
+    with pytest.raises(StaleAttemptError):
+        await report(store, lease.rollout.id, 1, Outcome(reward=0.0, seconds=2.0))
 
 
 async def test_kill_9_of_a_worker_costs_an_attempt_and_nothing_else(store: MemoryStore, tmp_path: Path) -> None:

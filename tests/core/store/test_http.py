@@ -165,6 +165,38 @@ async def test_another_server_answers_when_one_does_not() -> None:
                 assert await store.list_runs() == []
 
 
+async def test_a_server_that_is_frozen_costs_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEASE_ANSWER", "OUTCOME_ANSWER"):
+        monkeypatch.setattr(f"lightning.store.http.store.{name}", 0.1)
+    frozen = asyncio.Event()
+
+    async def freezing(request: web.Request) -> web.StreamResponse:
+        if frozen.is_set():
+            await asyncio.Event().wait()
+        return web.json_response(VERSION)
+
+    rollout = Rollout("r", "run", Task("q"), "g", attempt=1)
+    well = Script(
+        renew=[(200, {"expires_at": 2.0})],
+        leases=[(200, {"leases": []})],
+        release=[(200, {"released": 0})],
+        complete=[(422, refused("refused"))],
+    )
+    async with server(freezing) as first, server(well) as second, opened([first, second]) as store:
+        frozen.set()
+        lease = Lease(rollout, "w", 1.0)
+
+        async def asking(work: Awaitable[object]) -> object:
+            store._transport._current = 0  # type: ignore[union-attr]
+            return await asyncio.wait_for(work, 3)
+
+        assert await asking(store.renew(lease)) == Lease(rollout, "w", 2.0)
+        assert await asking(store.lease("run", "w")) == []
+        assert await asking(store.release("w")) == 0
+        with pytest.raises(StoreError, match="for a reason"):
+            await asking(store.complete("r", 1, Outcome(reward=1.0)))
+
+
 async def test_a_server_that_comes_back_is_found_again(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     script = Script(runs=[(200, {"items": [], "cursor": ""})])

@@ -143,7 +143,8 @@ class Keeper:
         for path in KINDS:
             found, _ = await self._cluster.list(path, self._manifests.selector)
             names = [body["metadata"]["name"] for body in found if "deletionTimestamp" not in body["metadata"]]
-            await asyncio.gather(*(self._cluster.delete(path, name, grace=5) for name in names))
+            grace = self._manifests.grace
+            await asyncio.gather(*(self._cluster.delete(path, name, grace=grace) for name in names))
 
     async def _end(self) -> None:
         for task in self._followers:

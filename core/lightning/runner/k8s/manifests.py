@@ -95,6 +95,11 @@ class Manifests:
             )
 
     @property
+    def grace(self) -> int:
+        """Seconds a client has from SIGTERM to its end: to drain, and to give its leases back."""
+        return int(self.config.drain) + 15
+
+    @property
     def selector(self) -> str:
         """What finds the objects of this run."""
         return f"{RUN_LABEL}={label_of(self.site)}"
@@ -162,7 +167,7 @@ class Manifests:
             "enableServiceLinks": False,
             **given,
             "restartPolicy": "Never",  # the keeper replaces pods, so that their last words are read
-            "terminationGracePeriodSeconds": int(self.config.drain) + 15,
+            "terminationGracePeriodSeconds": self.grace,
         }
         if k8s.service_account:
             spec["serviceAccountName"] = k8s.service_account

@@ -14,6 +14,7 @@ from typing import Final, TypeVar, cast
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import messages, rows, wire
 from lightning.store.http.asking import PAGE, Asking
+from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER
 from lightning.store.http.watching import HttpWatch
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
 from lightning.types import (
@@ -37,6 +38,9 @@ T = TypeVar("T")
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
 
+SHORTEST_ANSWER: Final = 3.0
+"""Seconds a server is given at least: what it has leased after that waits until the lease expires."""
+
 
 class HttpStore(Asking):
     """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
@@ -58,9 +62,10 @@ class HttpStore(Asking):
         """See `Store.list_runs`."""
         return await self._all(("runs",), Run, project=project)
 
-    async def newest_runs(self, limit: int) -> list[Run]:
-        """At most `limit` runs, newest first."""
-        page = await self._ask("GET", ("runs",), wire.Slice[Run], query={"limit": min(limit, PAGE)})
+    async def newest_runs(self, limit: int, after: str = "") -> list[Run]:
+        """At most `limit` runs, newest first, beginning behind the run `after`; none when that was the oldest."""
+        query = {"limit": min(limit, PAGE), "cursor": after}
+        page = await self._ask("GET", ("runs",), wire.Slice[Run], query=query)
         return list(page.items)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
@@ -133,22 +138,27 @@ class HttpStore(Asking):
 
     async def _lease(self, run: str, worker: str, limit: int, ttl: float) -> tuple[messages.LeasedRollout, ...]:
         asked = messages.LeaseRequest(run, worker, limit, ttl)
-        return cast("messages.Leases", await self._ask("POST", ("leases",), messages.Leases, asked)).leases
+        found = await self._ask("POST", ("leases",), messages.Leases, asked, answer_seconds=_within(ttl))
+        return cast("messages.Leases", found).leases
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
         """See `Store.renew`."""
         path = ("rollouts", lease.rollout.id, "attempts", str(lease.attempt), "renew")
-        found = await self._ask("POST", path, messages.Expiry, messages.Renewal(lease.worker, ttl))
+        found = await self._ask(
+            "POST", path, messages.Expiry, messages.Renewal(lease.worker, ttl), answer_seconds=_within(ttl)
+        )
         return replace(lease, expires_at=found.expires_at)
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
         """See `Store.complete`. The server judges the outcome by the calls that were recorded before it keeps it."""
         path = ("rollouts", rollout, "attempts", str(attempt), "complete")
-        return cast("Rollout", await self._ask("POST", path, Rollout, messages.Completion(outcome)))
+        body = messages.Completion(outcome)
+        return cast("Rollout", await self._ask("POST", path, Rollout, body, answer_seconds=OUTCOME_ANSWER))
 
     async def release(self, worker: str) -> int:
         """See `Store.release`."""
-        found = await self._ask("POST", ("leases", "release"), messages.Released, messages.Release(worker))
+        path, body = ("leases", "release"), messages.Release(worker)
+        found = await self._ask("POST", path, messages.Released, body, answer_seconds=LEASE_ANSWER)
         return cast("int", found.released)
 
     # transitions ------------------------------------------------------------------------------------------------
@@ -283,6 +293,11 @@ class HttpStore(Asking):
     async def resource_uses(self, name: str) -> list[ResourceUse]:
         """See `Store.resource_uses`."""
         return await self._all(("resources", name, "uses"), ResourceUse)
+
+
+def _within(ttl: float) -> float:
+    """Seconds a server has to answer about a lease of `ttl` seconds: a few servers may be asked before it is over."""
+    return min(max(ttl / 6, SHORTEST_ANSWER), LEASE_ANSWER)
 
 
 def _state(key: str, value: Json) -> messages.State:

@@ -42,6 +42,10 @@ LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
 ANSWER_SECONDS: Final = 90.0
 """Without a byte from a server for so long, it counts as gone."""
+LEASE_ANSWER: Final = 10.0
+"""The same where a lease may expire meanwhile: another server is asked while there is time to renew it."""
+OUTCOME_ANSWER: Final = 20.0
+"""The same for an outcome, which may be long."""
 KEEP_ALIVE: Final = 60.0
 """Seconds; below those of the server, so that it is never the one who hangs up."""
 LONG: Final = 30.0
@@ -61,7 +65,7 @@ KINDS: Final[Mapping[str, type[LightningError]]] = {
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to ask. `path` is percent-encoded below `PREFIX`; `once` must not be done twice; `waits` is how long the server
-    may take on purpose, in seconds."""
+    may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in seconds."""
 
     method: str
     path: str
@@ -69,6 +73,11 @@ class Request:
     body: bytes | None = None
     once: bool = False
     waits: float = 0.0
+    answer_seconds: float = ANSWER_SECONDS
+
+
+class TokenRefusedError(StoreError):
+    """The token opens nothing here: unknown, revoked, expired (401), or of another scope (403)."""
 
 
 class NotFoundError(Exception):
@@ -194,7 +203,7 @@ class Transport:
         query = "&".join(f"{name}={value}" for name, value in request.query.items())
         url = URL(f"{base}{PREFIX}{request.path}" + (f"?{query}" if query else ""), encoded=True)
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS + request.waits
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=request.answer_seconds + request.waits
         )
         headers = {"content-type": "application/json"} if request.body is not None else None
         try:
@@ -223,7 +232,9 @@ class Transport:
             )
         if problem.type == "not_found":
             return NotFoundError(problem.message)
-        message = f"{problem.message} ({base})" if status in (401, 403) else problem.message
+        if status in (401, 403):
+            return TokenRefusedError(f"{problem.message} ({base})")
+        message = problem.message
         return KINDS.get(problem.type, StoreError)(message)
 
 

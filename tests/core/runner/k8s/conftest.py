@@ -41,6 +41,7 @@ class FakeCluster:
         self.objects: dict[str, dict[str, Object]] = {"pods": {}, "jobs": {}, "secrets": {}, "podtemplates": {}}
         self.made: list[Object] = []
         self.deletions: list[str] = []
+        self.graces: list[int | None] = []  # of the deletions
         self.requests: list[tuple[str, str]] = []
         self.refusals: list[tuple[str, str, int, str]] = []  # method, kind, status, message; each is used once
         self.always_refuse: list[tuple[str, str, int, str]] = []
@@ -185,7 +186,9 @@ class FakeCluster:
     async def _delete(self, request: web.Request, kind: str, name: str) -> web.Response:
         if name not in self.objects[kind]:
             return _status(404, f'{kind} "{name}" not found')
-        assert (await request.json())["propagationPolicy"] == "Background"
+        how = await request.json()
+        assert how["propagationPolicy"] == "Background"
+        self.graces.append(how.get("gracePeriodSeconds"))
         self.deletions.append(name)
         self.remove(kind, name)
         return web.json_response({"kind": "Status", "status": "Success"})

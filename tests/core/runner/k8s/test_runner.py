@@ -134,10 +134,17 @@ async def test_a_second_trainer_of_the_run_removes_what_the_first_left(
         old = names(cluster)
     assert names(cluster) == old
     cluster.add("pods", {"metadata": {"name": "not-ours", "labels": {"lightning/run": "run-2"}}, "spec": {}})
+    (pod, _) = [pod for pod in cluster.pods() if pod["metadata"]["name"] in old]
+    unowned = {"name": "unowned", "labels": pod["metadata"]["labels"]}
+    cluster.add("pods", {"metadata": unowned, "spec": {}})
+    old |= {"unowned"}
     async with attending(config_for(cluster, tmp_path, pods=1), site) as task:
         await until(lambda: len(names(cluster) - old) == 2, task)
         assert not names(cluster) & old
     assert names(cluster) == {"not-ours"}
+    given = [grace for grace in cluster.graces if grace is not None]
+    assert given, "the one that goes with no Secret is deleted by its name"
+    assert set(given) == {pod["spec"]["terminationGracePeriodSeconds"]}, "time to give its leases back"
 
 
 async def test_an_answer_that_was_lost_makes_no_pod_twice(cluster: FakeCluster, site: Site, tmp_path: Path) -> None:
