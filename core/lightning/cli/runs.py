@@ -20,7 +20,7 @@ from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.reference import DATABASE, store_in
-from lightning.store.url import sqlite_url
+from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import run_id_of
 from lightning.trainer.summary import Summary, summarize
@@ -64,7 +64,7 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
         try:
             rows += asyncio.run(with_store(url, _rows(url)))
         except StoreError as error:
-            fail(f"{url}: {error}")
+            fail(f"{redacted(url)}: {error}")
     rows.sort(key=lambda row: row.created_at, reverse=True)
     if as_json:
         print_json(rows)
@@ -148,7 +148,7 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
         rewards=rewards,
         before=summary.before,
         after=summary.after,
-        store=url,
+        store=redacted(url),
     )
 
 

@@ -133,4 +133,8 @@ def _described(token: Token) -> dict[str, object]:
 
 
 def _time(at: float) -> str:
-    return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    """A time for people; `-` for one that no calendar has."""
+    try:
+        return f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return "-"

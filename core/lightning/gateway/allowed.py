@@ -35,14 +35,15 @@ class Allowed:
         for pattern in patterns:
             if pattern in DEFAULT:
                 continue
-            if "://" in pattern or not pattern.strip() or pattern == "*":
-                raise ConfigError(
-                    f"gateway.allowed_upstreams has {pattern!r}: write loopback, private, a network such as 203.0.113.0/24, "
-                    "or a host's name, in which * stands for any letters (gpu-*.example.org)"
-                )
+            half = "*" in pattern and not pattern.strip("*.:0123456789")  # such as 10.*, which no name is like
             try:
                 self._networks.append(ipaddress.ip_network(pattern, strict=False))
             except ValueError:
+                if not pattern.strip() or half or ":" in pattern or "/" in pattern:
+                    raise ConfigError(
+                        f"gateway.allowed_upstreams has {pattern!r}: write loopback, private, a network such as "
+                        "203.0.113.0/24, or a host's name, in which * stands for any letters (gpu-*.example.org)"
+                    ) from None
                 self._names.append(pattern.lower().rstrip("."))
 
     def check(self, url: str) -> None:

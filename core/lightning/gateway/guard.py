@@ -122,7 +122,10 @@ class Guard:
             token.in_flight -= 1
 
     def _admit(self, scope: Scope) -> tuple[bytes, Share, Share]:
-        """The token's name here (none without one), and the shares of the token and of the address. Raises `RefusalError`: 421 for a wrong name, 400 for two tokens, 429."""
+        """The token's name here (none without one), and the shares of the token and of the address.
+
+        Raises `RefusalError`: 421 for a wrong name, 400 for two tokens, 429.
+        """
         host, sent = b"", {}
         for name, value in scope["headers"]:
             if name == b"host":

@@ -72,6 +72,10 @@ class Identity:
             token = bearer(authorization) or key.decode("latin-1")
         return self._signer.verify(token)
 
+    def knows(self, trace_id: str) -> bool:
+        """Whether this process knows whose trace that is, without asking the store."""
+        return self._signer.of_trace(trace_id) is not None
+
     def caller(self, scope: Scope, model: object) -> Caller:
         """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
         unnamed = DEFAULT_CALLER

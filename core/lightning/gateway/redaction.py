@@ -21,9 +21,12 @@ log = logging.getLogger(__name__)
 GONE = "[redacted]"
 DEEPEST = 200
 """Lists and mappings inside one another that are looked through; what is deeper is left out."""
+_NAMED_SO = (
+    r"(?:[\w-]{0,40}[_-])?secret(?:[-_]access)?(?:[-_]?key)?|client[-_]?secret|password|passwd"
+    r"|(?:access|refresh|auth)[-_]?token|private[-_]?key"
+)
 SECRET_NAME = re.compile(
-    r"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|password|passwd|client[-_]secret"
-    r"|(?:access|refresh|auth)[-_]token|private[-_]key)$",
+    rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$",
     re.IGNORECASE,
 )
 """Ends of names under which a value is a credential, whatever it looks like: `http.request.header.authorization`."""
@@ -38,14 +41,29 @@ class _Rule(NamedTuple):
 
 
 RULES = (
-    # A header or a setting as it is printed: `Authorization: Bearer x`, `'cookie': 'a=b; c=d'`, `api_key=...`.
+    # A header as it is sent has the rest of the line, commas and quotes included: `Cookie: a=b; c="d"`; one that is quoted
+    # (`'cookie': 'a=b'`, `-H 'cookie: a=b'`) ends with its quote.
     _Rule(
-        ("authorization", "cookie", "api-key", "api_key", "apikey"),
+        ("authorization", "cookie"),
         re.compile(
-            r"""(authorization|cookie|api[-_]?key)(["']?\s*[:=]\s*)(?:"[^"\n]*"|'[^'\n]*'|[^\s,}][^\n\r"',}]*)""",
+            r"""((?:authorization|cookie)["']\s*[:=]\s*)(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s"',}][^\n\r"',}]*)"""
+            r"""|((?<=')(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s'][^\n\r']*"""
+            r"""|((?<=")(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s"][^\n\r"]*"""
+            r"""|((?:authorization|cookie)\s*[:=]\s*)[^\s][^\n\r]*""",
             re.IGNORECASE,
         ),
-        rf"\1\2{GONE}",
+        rf"\1\2\3\4{GONE}",
+    ),
+    # A setting as it is printed, and a credential's name in JSON: `api_key=...`, `{"password": "..."}`.
+    _Rule(
+        ("api-key", "api_key", "apikey", "secret", "password", "passwd", "token", "private"),
+        re.compile(
+            r"""((?:api[-_]?key|secret(?:[-_]access)?(?:[-_]?key)?|password|passwd|(?:access|refresh|auth)[-_]?token"""
+            r"""|private[-_]?key)(?:["']\s*[:=]|\s*=|(?<=key)\s*:)\s*)"""
+            r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s"',{}\[][^\n\r"',}&]*)""",
+            re.IGNORECASE,
+        ),
+        rf"\1{GONE}",
     ),
     _Rule(("bearer ", "basic "), re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1 {GONE}"),
     _Rule(("lt_",), re.compile(r"lt_[0-9a-f]{16}_[\w-]{43}")),
@@ -62,7 +80,7 @@ RULES = (
         ("private key-----",),
         re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL),
     ),
-    _Rule(("://",), re.compile(r"://[^\s/@:]{0,200}:[^\s/@]{1,200}@"), f"://{GONE}@"),  # name:password@ in a URL
+    _Rule(("://",), re.compile(r"://[^\s/@:]{0,200}:[^\s/]{1,200}@"), f"://{GONE}@"),  # name:password@ in a URL
 )
 
 

@@ -35,6 +35,8 @@ PATH: Final = "/traces"
 READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
 GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 501: 12, 503: 14}
 """HTTP statuses as the code of a `google.rpc.Status`; any other is INTERNAL (13)."""
+ANONYMOUS_LOOKUPS: Final = 64
+"""Trace ids unknown here that the store is asked for, in one request without a token."""
 WHY_REJECTED: Final = (
     "{} of {} spans were not kept. A span belongs to a rollout by its trace id (continue the traceparent that the agent sent) "
     "or by the rollout's API key in the request; the rollout's attempt must be its latest, its key not expired, the ids well "
@@ -75,7 +77,7 @@ class TraceEndpoint:
         payload = await self._payload(scope, receive)
         spans = await asyncio.to_thread(_read, content_type, payload)  # the loop has streams to pass on meanwhile
         try:
-            owners = await self._book.find(span.trace_id for span in spans if otlp.well_identified(span))
+            owners = await self._book.find(self._looked_up(spans, claims))
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
             stored = await self._store.append_spans(owned) if owned else 0
         except StoreError as error:
@@ -85,6 +87,15 @@ class TraceEndpoint:
         self._counters.spans += stored
         self._counters.spans_rejected += rejected
         return otlp.accepted(content_type, rejected, WHY_REJECTED.format(rejected, len(spans)))
+
+    def _looked_up(self, spans: Sequence[Span], claims: Claims | None) -> list[str]:
+        """The trace ids to find: of those that the store must be asked for, a few for who sends no token."""
+        ids = list(dict.fromkeys(span.trace_id for span in spans if otlp.well_identified(span)))
+        if claims is not None:
+            return ids
+        unknown = [trace_id for trace_id in ids if not self._identity.knows(trace_id)]
+        left_out = set(unknown[ANONYMOUS_LOOKUPS:])
+        return [trace_id for trace_id in ids if trace_id not in left_out]
 
     def _claims(self, scope: Scope) -> Claims | None:
         """The attempt whose token came with the request; None without one. Raises `RefusalError` (401) for a bad one."""

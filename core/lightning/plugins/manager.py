@@ -125,8 +125,10 @@ class Plugins:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""
         scheme, separator, _ = url.partition("://")
         if not separator:
+            from lightning.store.url import redacted
+
             known = ", ".join(f"{name}://" for name in self.names("stores")) or "nothing: no plugin registers a store"
-            raise PluginError(f"{url!r} is not a store's URL: it begins with {known}")
+            raise PluginError(f"{redacted(url)!r} is not a store's URL: it begins with {known}")
         return cast("Callable[[str], Store]", self.get("stores", scheme.lower()))(url)
 
     # the plugins themselves -------------------------------------------------------------------------------------

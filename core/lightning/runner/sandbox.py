@@ -32,7 +32,7 @@ def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """The beginning of a command line that runs the rest of it in a sandbox.
 
     `files` may be read besides, `hidden` are folders that may not, below what may. Raises `RunnerError` when bubblewrap is not
-    installed or a file is not there.
+    installed, a file is not there, or your home would be shown as a whole.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -57,8 +57,15 @@ def _readable(files: Sequence[str]) -> Iterator[str]:
     """What is bound, outer folders first, so that none hides another."""
     paths = [*SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, os.getcwd(), *sys.path]  # noqa: PTH109
     paths += [str(Path(file).expanduser().absolute()) for file in files]
-    given = {path if path in SYSTEM else os.path.realpath(path) for path in paths if path}
-    yield from sorted(path for path in given - NOT_WHOLE if Path(path).exists())
+    given = {path if path in SYSTEM else os.path.realpath(path) for path in paths if path} - NOT_WHOLE
+    home = Path(os.path.realpath(Path.home()))
+    for path in sorted(path for path in given if Path(path).exists()):
+        if home.is_relative_to(path) and path not in SYSTEM:
+            raise RunnerError(
+                f"runner.sandbox is 'bwrap' and would show agents your whole home, {path}: start in the project's own folder, "
+                "and name files below your home in runner.sandbox_files one by one"
+            )
+        yield path
 
 
 def _unreadable(hidden: Sequence[str]) -> Iterator[str]:

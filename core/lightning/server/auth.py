@@ -26,6 +26,11 @@ CACHE_SECONDS = 1.0
 CACHED = 4096
 SECRET_BYTES = 32
 LONGEST_NAME = 200
+LONGEST_LIFE = 100 * 365.25 * 86_400.0
+"""Seconds a token may live, unless it lives until it is revoked."""
+LAST_TIME = 253_402_300_799.0
+"""The last second of the year 9999, as Unix time: no calendar here has a later one."""
+IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 PLAIN = re.compile(r"lt_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
 PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NOBODY = "0" * 64
@@ -63,15 +68,35 @@ def issue_token(
     """
     scope = Scope(scope)
     check_project(project, scope)
-    if len(name) > LONGEST_NAME or not name.isprintable():
-        raise DataError(f"a token's name has at most {LONGEST_NAME} printable characters: {name[:40]!r} is none")
-    if ttl is not None and not 0 < ttl < float("inf"):
-        raise DataError(f"a token cannot live for {ttl!r} seconds: give a positive number, or none for no end")
+    _check_name(name)
+    if ttl is not None and not 0 < ttl <= LONGEST_LIFE:
+        raise DataError(
+            f"a token cannot live for {ttl!r} seconds: give a positive number, of 100 years at most, or none for no end"
+        )
     identity, secret = secrets.token_hex(8), secrets.token_urlsafe(SECRET_BYTES)
     now = time.time()
     expires_at = None if ttl is None else now + ttl
     token = Token(identity, scope, digest_of(secret), project, name, created_at=now, expires_at=expires_at)
     return token, f"lt_{identity}_{secret}"
+
+
+def check_token(token: Token) -> None:
+    """Raise `DataError` for a token of somebody's own making that `issue_token` could not have made."""
+    check_project(token.project, token.scope)
+    _check_name(token.name)
+    if not IDENTITY.fullmatch(token.id):
+        raise DataError(
+            f"{token.id[:80]!r} cannot be the id of a token: use up to 64 letters, digits, '.', '_' and '-', a letter or "
+            "digit first"
+        )
+    for name, at in (("created_at", token.created_at), ("expires_at", token.expires_at)):
+        if at is not None and not 0 <= at <= LAST_TIME:
+            raise DataError(f"{name}={at!r} is no time: give seconds since 1970, of a year before 10000")
+
+
+def _check_name(name: str) -> None:
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise DataError(f"a token's name has at most {LONGEST_NAME} printable characters: {name[:40]!r} is none")
 
 
 def check_project(project: str, scope: Scope) -> None:

@@ -6,15 +6,13 @@ there. A token that a server made by itself at its first start is nobody's decis
 
 from __future__ import annotations
 
-import re
 import time
 
 from lightning.errors import ConfigError
 from lightning.gateway.guard import is_loopback
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 
-_PASSWORD = re.compile(r"://[^/@]*@")
-"""Who is let into the database, in its URL: not for a message."""
 AUTOMATIC = "made by the server at its first start"
 """The name of the token that a server makes when there is none."""
 
@@ -29,7 +27,7 @@ async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
         alive = token.revoked_at is None and (token.expires_at is None or token.expires_at > now)
         if alive and token.name != AUTOMATIC:
             return
-    where = f" --store {_PASSWORD.sub('://', place)}" if place else ""
+    where = f" --store {redacted(place)}" if place else ""
     raise ConfigError(
         f"this server will not listen on {host}, beyond this machine: nobody has made a token for it yet. Make one with "
         f"`lightning token create admin{where}`, and put a proxy with TLS before the server, since it speaks plain HTTP and "

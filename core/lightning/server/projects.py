@@ -1,8 +1,8 @@
 """The store as one project sees it: the one place that keeps projects apart.
 
 The invariant: what belongs to another project answers exactly as what was never created, whichever method is asked; a secret
-in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be found to be taken elsewhere, since the ids of
-runs and rollouts are one name space.
+in a run's state, and what servers keep there for one another, is told to nobody. Only an id that one asks to *create* can be
+found to be taken elsewhere, since the ids of runs and rollouts are one name space.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from lightning.plugins import plugins
 from lightning.server.control import RUNNER_FILE, Control, first_admin_token, on_server_port, runner_token
 from lightning.server.exposure import check_exposure
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
     """
     if url.partition("://")[0] in ("http", "https"):
         raise ConfigError(
-            f"{url} is a server: a server needs the database itself, as postgresql://, redis:// or sqlite:///"
+            f"{redacted(url)} is a server: a server needs the database itself, as postgresql://, redis:// or sqlite:///"
         )
     async with AsyncExitStack() as resources:
         store = plugins().store(url)

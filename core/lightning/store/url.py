@@ -8,12 +8,15 @@ Three slashes start a relative path and four an absolute one, as in SQLAlchemy.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote
 
 from lightning.errors import ConfigError
+
+_PASSWORD = re.compile(r"([?&](?:\w*password|passwd|token|secret)=)[^&#]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,10 @@ def split_userinfo(url: str) -> tuple[str, str]:
 
 
 def redacted(url: str) -> str:
-    """The URL as errors and pages may show it: `***@` in the place of user and password."""
+    """The URL as errors and pages may show it: `***@` in the place of user and password, `***` for a password option."""
     userinfo, rest = split_userinfo(url)
-    return rest.replace("://", "://***@", 1) if userinfo else url
+    shown = rest.replace("://", "://***@", 1) if userinfo else rest
+    return _PASSWORD.sub(r"\1***", shown)
 
 
 def parse(url: str) -> StoreURL:

@@ -17,7 +17,7 @@ from lightning.server.errors import ApiError
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.testing.control import ControlServer
-from lightning.types import Scope
+from lightning.types import Scope, Token
 
 Lightning = Callable[..., Any]
 
@@ -51,6 +51,13 @@ def test_a_token_is_made_listed_and_revoked(lightning: Lightning, url: str, tmp_
     assert "digest" not in row
 
 
+def test_a_time_that_no_calendar_has_is_still_listed(lightning: Lightning, url: str) -> None:
+    token = Token("t1", Scope.VIEWER, "a" * 64, expires_at=1e18)
+    asyncio.run(with_store(url, lambda store: store.put_token(token)))
+    listed = lightning("token", "ls", "--store", url)
+    assert (listed.code, "t1" in listed.out) == (0, True)
+
+
 def test_a_program_gets_one_document(lightning: Lightning, url: str) -> None:
     made = json.loads(lightning("token", "create", "admin", "--project", "*", "--store", url, "--json").out)
     assert made["state"] == "valid"
@@ -64,6 +71,7 @@ def test_a_program_gets_one_document(lightning: Lightning, url: str) -> None:
         (("viewer", "--project", "a b"), "cannot name a project"),
         (("viewer", "--expires", "soon"), "no time"),
         (("viewer", "--expires", "0s"), "seconds"),
+        (("viewer", "--expires", "9999999d"), "100 years"),
     ],
 )
 def test_impossible_tokens_are_refused_and_none_is_made(

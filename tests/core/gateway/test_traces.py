@@ -167,6 +167,23 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
     assert (house.gateway.stats().spans, house.gateway.stats().spans_rejected) == (1, 5)
 
 
+async def test_without_a_token_the_store_is_asked_for_few_traces(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, book, asked = await house.llm(), house.gateway._tracebook, []
+    find = book.find
+
+    async def finding(ids):
+        asked.append(set(ids))
+        return await find(asked[-1])
+
+    monkeypatch.setattr(book, "find", finding)
+    known = trace_id_of(llm.api_key)
+    spans = request(*(span(f"{number:032x}", number) for number in range(1, 200)), span(known, 500))
+    assert (await post(spans)).json()["partialSuccess"]["rejectedSpans"] == "199"
+    assert (await post(spans, authorization=f"Bearer {llm.api_key}")).status_code == 200
+    assert [len(ids) for ids in asked] == [65, 200]
+    assert known in asked[0]
+
+
 async def test_rejected_spans_are_said_in_protobuf_too(house, post) -> None:
     llm = await house.llm()
     exporter = InMemorySpanExporter()

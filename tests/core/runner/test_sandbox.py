@@ -171,3 +171,19 @@ def test_no_folder_that_holds_everything_is_shown(monkeypatch: pytest.MonkeyPatc
     shown = {command[at + 1] for at, word in enumerate(command) if word == "--ro-bind"}
     assert shown.isdisjoint({"/", "/tmp", "/root", "/home"})
     assert str(tmp_path.resolve()) in shown
+
+
+@pytest.mark.parametrize("below", ["", "..", "project"])
+def test_no_sandbox_shows_the_whole_home(below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "people" / "alice"
+    (home / "project").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir(home / below)
+    if below == "project":
+        assert str(home / "project") in sandbox.bubblewrap([], [])
+        with pytest.raises(RunnerError, match="your whole home"):
+            sandbox.bubblewrap([str(home)], [])
+    else:
+        with pytest.raises(RunnerError, match="your whole home"):
+            sandbox.bubblewrap([], [])

@@ -59,11 +59,18 @@ async def test_a_server_asks_before_it_listens(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*-token")), "no token was made of its own accord"
 
 
+@pytest.mark.parametrize("place", ["redis://:a@hunter2@h/0", "postgresql://h/db?user=u&password=hunter2&x=1"])
+async def test_no_part_of_a_password_is_in_the_message(place: str, store: Store) -> None:
+    with pytest.raises(ConfigError) as refused:
+        await check_exposure(store, "0.0.0.0", place=place)
+    assert "hunter2" not in str(refused.value)
+
+
 async def test_the_database_password_is_no_part_of_the_message(store: Store) -> None:
     with pytest.raises(ConfigError) as refused:
         await check_exposure(store, "0.0.0.0", place="postgresql://me:hunter2@db:5432/lightning")
     assert "hunter2" not in str(refused.value)
-    assert "postgresql://db:5432/lightning" in str(refused.value)
+    assert "postgresql://***@db:5432/lightning" in str(refused.value)
 
 
 @pytest.mark.parametrize(

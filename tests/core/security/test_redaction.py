@@ -63,6 +63,20 @@ def test_what_looks_like_a_credential_is_left_out(secret: str, around: str) -> N
         ("postgresql://me:12345@db/lightning", "12345"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE12345\n-----END RSA PRIVATE KEY-----", "12345"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE12345 and no end", "12345"),
+        ('Authorization: Digest username="a", response="12345"', "12345"),
+        ('Cookie: a=b; c="12345", e=f', "12345"),
+        ("set-cookie: s=1, t=12345", "12345"),
+        ("headers {'authorization': 'Digest a=\"b\", response=12345'}", "12345"),
+        ('curl -H "Cookie: a=b, c=12345" http://x', "12345"),
+        ('{"password":"12345"}', "12345"),
+        ('{"password": "a\\"12345"}', "12345"),
+        ('{"accessToken":"12345", "a": 1}', "12345"),
+        ("AWS_SECRET_ACCESS_KEY=abc/12345", "12345"),
+        ('{"aws_secret_access_key": "12345"}', "12345"),
+        ("password=12345", "12345"),
+        ('{"secret": "12345"}', "12345"),
+        ("postgresql://u:p@ss:12345@h/db", "12345"),
+        ("postgresql://u:12345@ss:w@h/db", "12345"),
     ],
 )
 def test_printed_headers_and_settings_are_left_out(text: str, secret: str) -> None:
@@ -79,6 +93,7 @@ def test_printed_headers_and_settings_are_left_out(text: str, secret: str) -> No
         "the basic idea of bearer tokens",
         "SELECT key FROM api",
         "risk-averse task-force ask-me-anything",
+        "the secret is out: a password: whatever you like",
         "eyJ is how a JSON web token begins",
     ],
 )
@@ -95,7 +110,21 @@ def test_what_is_redacted_once_is_not_redacted_again_and_secrets_go_from_anywher
 
 
 @pytest.mark.parametrize(
-    "piece", ["eyJ", "Bearer ", "://", "://a:", "sk-", "cookie", "authorization ", "api_key= ", "'cookie': '"]
+    "piece",
+    [
+        "eyJ",
+        "Bearer ",
+        "://",
+        "://a:",
+        "sk-",
+        "cookie",
+        "authorization ",
+        "api_key= ",
+        "'cookie': '",
+        "secret",
+        "password=",
+        "a_",
+    ],
 )
 def test_no_text_takes_long(piece: str) -> None:
     began = time.process_time()
@@ -111,6 +140,9 @@ def test_values_under_the_names_of_credentials_go_whole() -> None:
             "config": {
                 "password": "12345",
                 "client_secret": {"a": "12345"},
+                "secret": "12345",
+                "aws_secret_access_key": "12345",
+                "accessToken": "12345",
                 "API_KEY": 12345,
                 "tokens": 5,
                 "cookies": "no",

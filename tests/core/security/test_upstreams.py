@@ -76,7 +76,7 @@ def test_what_is_named_is_allowed_and_nothing_near_it() -> None:
             allowed.check(f"http://{host}")
 
 
-@pytest.mark.parametrize("pattern", ["*", "", " ", "http://gpu-7"])
+@pytest.mark.parametrize("pattern", ["*", "", " ", "http://gpu-7", "10.*", "10.0.0.0/99", "fd00:*", "gpu-7:8000"])
 def test_what_allows_everything_or_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="allowed_upstreams"):
         Allowed([pattern])

@@ -1,8 +1,8 @@
 """The control API as an ASGI application: one object for one server, mounted on the gateway's port below `/api/`.
 
 The invariant: a request is checked in this order, and reaches a handler only behind all of it: route, token, scope, its
-holder's share, query, body, room. So a body that comes slowly takes room from nobody else, and no holder of a token takes all of it.
-A handler sees the store of its caller's project.
+holder's share, query, body, room. So a body that comes slowly takes room from nobody else, and no holder of a token takes all
+of it. A handler sees the store of its caller's project.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from lightning.errors import DataError
 from lightning.server.api.paging import page
 from lightning.server.api.table import ADMIN, ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route, nothing_there
-from lightning.server.auth import check_project
+from lightning.server.auth import check_token
 from lightning.store import messages
 from lightning.store.protocol import Alias, ResourceUse
 from lightning.store.wire import Slice
@@ -84,7 +84,7 @@ async def list_tokens(call: Call[Paging, None]) -> Slice[Token]:
 async def put_token(call: Call[NoQuery, Token]) -> Token:
     """Keep a token under the SHA-256 of a secret that you made: the secret itself is never sent. 409 when its id is taken."""
     token = call.body
-    check_project(token.project, token.scope)
+    check_token(token)
     if len(token.digest) != 64 or set(token.digest) - set("0123456789abcdef"):
         raise DataError("digest is not the SHA-256 of a secret as 64 lower-case hexadecimal digits")
     if token.revoked_at is not None:
