@@ -10,6 +10,7 @@ as new, since what it will run has yet to be submitted.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import TypeVar
 
 from lightning.errors import DataError
@@ -187,7 +189,7 @@ def _leave_behind(ended: Session) -> None:
 def _busy_threads() -> dict[int, threading.Thread]:
     """The other threads that are in the middle of something, by ident; a pool's thread that waits for work is not."""
     waiting = getattr(getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None), "__code__", None)
-    frames = sys._current_frames()  # noqa: SLF001 — the innermost frame of each thread
+    frames = _frames()
     here = threading.get_ident()
     return {
         thread.ident: thread
@@ -196,6 +198,21 @@ def _busy_threads() -> dict[int, threading.Thread]:
         and thread.ident != here
         and (waiting is None or (frame := frames.get(thread.ident)) is None or frame.f_code is not waiting)
     }
+
+
+def _frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread.
+
+    Early releases of Python 3.11 lock up for ever when garbage is collected inside the call (CPython's gh-106883): it holds a
+    lock that a thread which begins or ends waits for, and a finaliser lets that thread run.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()  # noqa: SLF001 — there is no other way
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def current_session() -> Session | None:
