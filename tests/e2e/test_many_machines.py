@@ -218,6 +218,9 @@ async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(
     await store.open()
     await store.put_run(Run("run", "run"))
     await store.create_rollouts([Rollout("run/0", "run", Task(0), "g", max_attempts=1)])
+    fake = FakeVLLM()  # nothing is leased of a run that nobody serves
+    await fake.start()
+    await Owner(store, "run").open([Upstream(fake.url, fake.model)], 0)
     client = processes.start("client", "runner", "slow_agent:agent", "--server", server, "--token-file", "runner-token")
     async with asyncio.timeout(100), store.watch("run") as watch:
         while (found := await store.get_rollout("run/0")) is None or found.status is not Status.RUNNING:
@@ -229,5 +232,6 @@ async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(
     assert await asyncio.to_thread(client.wait, 20) == 130
     found = await store.get_rollout("run/0")
     await store.close()
+    await fake.close()
     assert found is not None
     assert found.status is Status.PENDING, "and the only attempt it may have is not spent"
