@@ -17,7 +17,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from tests.chaos.databases import DATABASES, Database
 from tests.chaos.journal import Journal, Line
 from tests.chaos.services import Service
 from tests.chaos.verdict import Verdict, judge
+from tests.servers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.chaos.agent:agent"
@@ -179,13 +179,6 @@ class Campaign:
         for service in reversed(self.services):
             service.stop(5)
         self.database.close()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 async def with_store(url: str, use: Callable[[Store], object]) -> object:

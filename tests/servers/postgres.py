@@ -10,7 +10,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Self
 
 import asyncpg
+
+from tests.servers.ports import free_port
 
 USER = "lightning"
 """The superuser of the database. PostgreSQL refuses to run as root: root runs it as `nobody`."""
@@ -49,7 +50,7 @@ class PostgresServer:
         self._own = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="lightning-postgres-"))
         self.settings = settings
-        self.port = _free_port()
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.empty: list[str] = []
         """Schemas that `clear` made ready for the next test."""
@@ -182,9 +183,3 @@ def _as_somebody() -> dict[str, object]:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

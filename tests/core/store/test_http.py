@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +34,8 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+
+from tests.servers.ports import free_port
 
 TOKEN = "lt_0123456789abcdef_" + "s" * 43
 VERSION = {"version": "1", "api": "v1", "scope": "admin", "project": "*"}
@@ -68,12 +69,6 @@ async def opened(urls: str | list[str], patience: float = 5.0) -> AsyncIterator[
         yield store
     finally:
         await store.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Script:
