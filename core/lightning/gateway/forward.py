@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from lightning.gateway.body import read_object, write_object
 from lightning.gateway.errors import RefusalError, UpstreamError
@@ -97,17 +98,10 @@ class Forwarder:
                 continue
             body["model"] = slot.upstream.model
             payload = write_object(body)
-            data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
             connection = _Connection()
             live.dispatch(policy.book.current, loop.time())
             try:
-                response = await session.post(
-                    slot.url(f"/v1{path}"),
-                    data=data,
-                    headers=headers,
-                    allow_redirects=False,
-                    trace_request_ctx=connection,
-                )
+                response = await _post(session, slot.url(f"/v1{path}"), payload, headers, connection)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.sent = live.waits_for_bytes = False
                 pool.unreachable(slot, error)
@@ -163,6 +157,18 @@ class _Connection:
     """What one try was sent over."""
 
     reused: bool = False
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: URL, payload: bytes, headers: list[tuple[str, str]], connection: _Connection
+) -> aiohttp.ClientResponse:
+    return await session.post(
+        url,
+        data=payload if len(payload) < LARGE_BODY else io.BytesIO(payload),
+        headers=headers,
+        allow_redirects=False,
+        trace_request_ctx=connection,
+    )
 
 
 async def _note_reuse(

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
+from lightning.ending import end
 from lightning.errors import ConflictError, PolicyServerError, StoreError
 from lightning.gateway.fleet import (
     BEAT,
@@ -27,7 +28,6 @@ from lightning.gateway.fleet import (
     now,
     seat_key,
 )
-from lightning.gateway.tasks import end
 from lightning.gateway.upstreams import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store

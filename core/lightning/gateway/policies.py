@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from lightning.ending import end
 from lightning.gateway.allowed import Allowed
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.fleet import now
 from lightning.gateway.member import Member
 from lightning.gateway.policy import Policy
-from lightning.gateway.tasks import end
 from lightning.store.protocol import Store
 
 log = logging.getLogger(__name__)

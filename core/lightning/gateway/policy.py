@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
+from lightning.ending import end
 from lightning.gateway.hold import Gate
-from lightning.gateway.tasks import end
 from lightning.gateway.upstreams import GRACE, Pool, Upstream
 from lightning.gateway.versions import VersionBook
 

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol, cast
 
 from lightning.config import RunnerConfig
+from lightning.ending import cancel
 from lightning.errors import StaleAttemptError
 from lightning.runner.protocol import Runner
 from lightning.runner.report import report
@@ -170,11 +171,11 @@ class _Worker:
             try:
                 await self._until_done(waiting, told)
             except BaseException:
-                await _end([*waiting.tasks, told, *self._held])
+                await cancel(*waiting.tasks, told, *self._held)
                 await self._release_anyway()
                 raise
             else:
-                await _end([*waiting.tasks, told, *self._held])
+                await cancel(*waiting.tasks, told, *self._held)
                 await self._delivery.release()
             finally:
                 if self._stale:
@@ -216,7 +217,7 @@ class _Worker:
             await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
             return leasing.result() if leasing.done() else []
         finally:
-            await _end([leasing, told])
+            await cancel(leasing, told)
 
     def _collect(self) -> None:
         for task in [task for task in self._held if task.done()]:
@@ -287,9 +288,3 @@ class _Waiting:
             thing = self._things.pop(task)
             task.result()
             self._things[asyncio.create_task(thing())] = thing
-
-
-async def _end(tasks: Sequence[asyncio.Task[object]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

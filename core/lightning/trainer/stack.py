@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.config import Config
+from lightning.ending import cancel
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import UNKNOWN, gateway_secret
@@ -278,7 +279,7 @@ async def open_stack(
             stack.agents.how_to_join = ""
             look_after = _both(look_after, runner.attend(Site(control.url, token, run.id, store)))
     stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
-    resources.push_async_callback(_stop, stack._supervisor)  # noqa: SLF001 — as above
+    resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
 
 
@@ -295,8 +296,3 @@ async def together(first: Coroutine[object, object, A], second: Coroutine[object
 
 async def _both(first: Coroutine[object, object, None], second: Coroutine[object, object, None]) -> None:
     await together(first, second)
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 from lightning.config.models import GatewayConfig
+from lightning.ending import end
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import UNKNOWN, gateway_secret
 from lightning.gateway.owner import Owner
-from lightning.gateway.tasks import end
 from lightning.policy_server.protocol import Update
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore

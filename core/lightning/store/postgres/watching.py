@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
+from lightning.ending import end
 from lightning.store.postgres import failures
 from lightning.store.postgres.connection import channel, connect
 from lightning.store.postgres.settings import Settings
@@ -43,11 +44,7 @@ class Listener:
     async def close(self) -> None:
         """Hear no more."""
         if self._task is not None:
-            while (
-                not self._task.done()
-            ):  # `asyncio.wait_for`, wherever it is used, may lose a cancellation before Python 3.12
-                self._task.cancel()
-                await asyncio.wait([self._task], timeout=0.02)
+            await end(self._task)
         self._bell.ring_all()
 
     async def _listen(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from redis.exceptions import RedisError
 
+from lightning.ending import end
 from lightning.store.redis.settings import Settings
 from lightning.store.redis.wire import REPLY_SECONDS, Reply, Wire, pause
 
@@ -107,9 +108,7 @@ class Listeners:
 
 async def _end(listener: _Listener) -> None:
     listener.news.set()
-    while not listener.task.done():  # before Python 3.12 `asyncio.wait_for`, in the client, may lose a cancellation
-        listener.task.cancel()
-        await asyncio.wait([listener.task], timeout=0.02)
+    await end(listener.task)
 
 
 class EntryWatch:
