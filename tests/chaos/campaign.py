@@ -2,10 +2,12 @@
 
     make chaos                                       # 60 kills over Postgres, about ten minutes
     make chaos ARGS="--store redis --kills 1000"     # hours; --store sqlite, postgres or redis; --seed repeats the order
+    make chaos ARGS="--kills 1000 --storm"           # less than an hour: kills do not wait until the last one is made good
 
 A trainer with a server and a real vLLM, a second server, several clients and the database run as processes of their own. One of
-them is killed, and started again as a supervisor would; when it serves again, the next. At the end the trainer goes on to
-one more committed step, everything is stopped, and the store is compared with what the agents saw with their own eyes.
+them is killed, and started again as a supervisor would; when it serves again, the next. In a storm the next is killed after
+a second, whatever is still away. At the end the trainer goes on to one more committed step, everything is stopped, and the
+store is compared with what the agents saw with their own eyes.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ LONGEST_RECOVERY = 180.0
 """Seconds after which something that was killed counts as not coming back."""
 WEIGHTS = {"agent": 3, "runner": 6, "server": 4, "database": 4, "trainer": 1, "policy server": 1}
 """How often each is killed, beside the others: a trainer and a vLLM take half a minute to start."""
+STORM = {"agent": 12, "runner": 3, "server": 3, "database": 5, "trainer": 0.3, "policy server": 0.3}
+"""The same in a storm, where a process that is always killed before it serves would let nothing happen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,17 @@ class Kill:
     target: str
     at: float
     recovered: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """What was killed `at`, was started again at `restarted`, and serves when a line of the journal after that is `back`."""
+
+    target: str
+    name: str
+    at: float
+    restarted: float
+    back: Callable[[Line], bool]
 
 
 @dataclass
@@ -78,48 +93,83 @@ class Campaign:
         """All but the database, in the order in which they start."""
         return [self.trainer, self.server, *self.runners]
 
-    def run(self, kills: int, seconds: float) -> None:
+    def run(self, kills: int, seconds: float, *, storm: bool = False) -> None:
         """Kill so often, or for so long. Raises `TimeoutError` when something does not come back."""
         self.database.start()
         for service in self.services:
             service.start()
-        self._await(time.time(), lambda line: bool(line.reply), "the first reply", patience=3 * LONGEST_RECOVERY)
+        start = Awaited("the first reply", "", time.time(), time.time(), lambda line: bool(line.reply))
+        self._settle([start], patience=3 * LONGEST_RECOVERY)
         end = time.monotonic() + seconds
-        while len(self.kills) < kills and time.monotonic() < end:
-            self._idle(self.dice.uniform(0.2, 3.0))
-            target = self.dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-            if target == "database" and not self.database.is_process:
+        weights, awaited = STORM if storm else WEIGHTS, list[Awaited]()
+        while len(self.kills) + len(awaited) < kills and time.monotonic() < end:
+            self._idle(self.dice.expovariate(3.0) if storm else self.dice.uniform(0.2, 3.0))
+            target = self.dice.choices(list(weights), list(weights.values()))[0]
+            killed = self._kill(target)
+            if killed is None:
                 continue
-            at, back = time.time(), self._kill(target)
-            if back is None:
-                continue
-            took = self._await(at, back, target)
-            self.kills.append(Kill(target, at, took))
-            self.say(f"{len(self.kills):4} {target:14} serves again after {took:.1f} s")
+            # Whoever is killed again before it served is waited for from its first death on.
+            if killed.name not in {one.name for one in awaited}:
+                awaited.append(killed)
+            awaited = self._look(awaited) if storm else self._settle(awaited)
+        self._settle(awaited, patience=3 * LONGEST_RECOVERY)
 
-    def _kill(self, target: str) -> Callable[[Line], bool] | None:
-        """Kill one and start it again; return which line of the journal shows that it serves. None: there was nothing."""
+    def _settle(self, awaited: Sequence[Awaited], patience: float = LONGEST_RECOVERY) -> list[Awaited]:
+        """Wait until all of them serve."""
+        end = time.time() + patience
+        while awaited := self._look(awaited):
+            if time.time() > end:
+                self._give_up(awaited)
+            self.supervise()
+            time.sleep(0.05)
+        return list(awaited)
+
+    def _look(self, awaited: Sequence[Awaited]) -> list[Awaited]:
+        """Who of them does not serve yet; the others' recovery is noted."""
+        left, lines = list(awaited), self.journal.read()
+        for line in lines:
+            for one in [one for one in left if line.at > one.restarted and one.back(line)]:
+                left.remove(one)
+                if one.name:
+                    self.kills.append(Kill(one.target, one.at, line.at - one.at))
+                    self.say(f"{len(self.kills):4} {one.target:14} serves again after {line.at - one.at:.1f} s")
+        return left
+
+    def _give_up(self, awaited: Sequence[Awaited]) -> None:
+        logs = "\n".join(f"--- {item.name}\n{item.log.read_text(errors='replace')[-3000:]}" for item in self.services)
+        raise TimeoutError(f"{', '.join(one.name or one.target for one in awaited)} did not come back\n{logs}")
+
+    def _kill(self, target: str) -> Awaited | None:
+        """Kill one and start it again; how it is seen to serve. None: there was nothing to kill."""
+        at, name, back = time.time(), target, _replies
         match target:
             case "agent":
                 runner = self.dice.choice(self.runners)
-                killed = self._kill_child(runner, "lightning.runner.template")
-                return (lambda line: line.runner == runner.name) if killed else None
+                if self._kill_child(runner, "lightning.runner.template") is None:
+                    return None
+                name, back = f"an agent of {runner.name}", _of(runner.name)
             case "policy server":
                 killed = self._kill_child(self.trainer, SERVING)
+                if killed is None:
+                    return None
                 # What it had answered before may still arrive: only a new one shows that it serves.
-                return (lambda line: bool(line.reply) and self._serves_anew(killed)) if killed else None
+                back = lambda line: bool(line.reply) and self._serves_anew(killed)  # noqa: E731
+            case "database" if not self.database.is_process:
+                return None
             case "database":
                 self.database.kill()
                 self._pause()
                 self.database.start()
-                return lambda line: bool(line.reply)
-        service = {"trainer": self.trainer, "server": self.server}.get(target) or self.dice.choice(self.runners)
-        service.kill()
-        self._pause()
-        service.start()
-        if target == "runner":
-            return lambda line: line.runner == service.name
-        return lambda line: bool(line.reply)
+            case _:
+                own = {"trainer": self.trainer, "server": self.server}
+                service = own.get(target) or self.dice.choice(self.runners)
+                service.kill()
+                self._pause()
+                service.start()
+                name = service.name
+                if target == "runner":
+                    back = _of(name)
+        return Awaited(target, name, at, time.time(), back)
 
     def _kill_child(self, service: Service, word: str) -> psutil.Process | None:
         """`kill -9` of one of a service's processes; None when it has no such."""
@@ -149,20 +199,6 @@ class Campaign:
         for service in self.services:
             service.start()
 
-    def _await(
-        self, since: float, back: Callable[[Line], bool], what: str, patience: float = LONGEST_RECOVERY
-    ) -> float:
-        """Seconds from `since` until a line of the journal that is newer shows it."""
-        restarted = time.time()
-        while time.time() < since + patience:
-            self.supervise()
-            for line in self.journal.read():
-                if line.at > restarted and back(line):
-                    return line.at - since
-            time.sleep(0.05)
-        logs = "\n".join(f"--- {item.name}\n{item.log.read_text(errors='replace')[-3000:]}" for item in self.services)
-        raise TimeoutError(f"{what} did not come back within {patience:.0f} s\n{logs}")
-
     def finish(self, steps: Callable[[], int]) -> None:
         """Let the run take one more step, so that it is seen to go on, then stop everything in order."""
         before, end = steps(), time.time() + 2 * LONGEST_RECOVERY
@@ -181,6 +217,14 @@ class Campaign:
         self.database.close()
 
 
+def _replies(line: Line) -> bool:
+    return bool(line.reply)
+
+
+def _of(runner: str) -> Callable[[Line], bool]:
+    return lambda line: line.runner == runner
+
+
 async def with_store(url: str, use: Callable[[Store], object]) -> object:
     """Call an async function with the open store."""
     store = plugins().store(url)
@@ -191,7 +235,7 @@ async def with_store(url: str, use: Callable[[Store], object]) -> object:
         await store.close()
 
 
-def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], None]) -> Campaign:
+def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], None], clients: int) -> Campaign:
     """A campaign with a token, tasks and the commands of its processes; nothing but the database is started."""
     database.start()
 
@@ -236,7 +280,7 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
             name, [*command, "runner", AGENT, "--server", servers, "--concurrency", str(AGENTS)],
             folder / f"{name}.log", env | {"CHAOS_RUNNER": name},
         )
-        for name in (f"runner-{number}" for number in range(RUNNERS))
+        for name in (f"runner-{number}" for number in range(clients))
     ]  # fmt: skip
     return Campaign(folder, database, random.Random(seed), Journal(journal), trainer, server, runners, say=say)
 
@@ -253,12 +297,20 @@ def recovery(kills: Sequence[Kill]) -> dict[str, dict[str, float]]:
 
 
 def run_campaign(
-    store: str, kills: int, seconds: float, seed: int, folder: Path, say: Callable[[str], None]
+    store: str,
+    kills: int,
+    seconds: float,
+    seed: int,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    storm: bool = False,
+    runners: int = RUNNERS,
 ) -> tuple[Verdict, list[Kill]]:
     """One campaign. Raises `TimeoutError`, with the logs, when something does not come back."""
-    campaign = prepare(folder, DATABASES[store](folder), seed, say)
+    campaign = prepare(folder, DATABASES[store](folder), seed, say, runners)
     try:
-        campaign.run(kills, seconds)
+        campaign.run(kills, seconds, storm=storm)
 
         async def count(opened: Store) -> int:
             return len(await opened.list_steps("chaos"))
@@ -282,6 +334,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=86_400, help="stop after so long, whatever was killed by then")
     parser.add_argument("--seed", type=int, default=0, help="the order of the kills")
+    parser.add_argument("--storm", action="store_true", help="kill the next after a second, whatever is still away")
+    parser.add_argument("--runners", type=int, default=RUNNERS, help="clients")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--keep", type=Path, help="put logs and database here, and leave them")
     given = parser.parse_args()
@@ -292,8 +346,17 @@ def main() -> int:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
-    verdict, kills = run_campaign(given.store, given.kills, given.seconds, given.seed, folder, say)
-    result = {"store": given.store, "kills": len(kills), "recovery_seconds": recovery(kills), **asdict(verdict)}
+    verdict, kills = run_campaign(
+        given.store, given.kills, given.seconds, given.seed, folder, say, storm=given.storm, runners=given.runners
+    )
+    result = {
+        "store": given.store,
+        "storm": given.storm,
+        "runners": given.runners,
+        "kills": len(kills),
+        "recovery_seconds": recovery(kills),
+        **asdict(verdict),
+    }
     say(json.dumps(result, indent=1))
     if given.json:
         given.json.write_text(json.dumps({**result, "load": os.getloadavg()}, indent=1) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from tests.servers.postgres import PostgresServer
+from tests.servers.postgres import FAST, PostgresServer
 from tests.servers.redis import RedisServer
 
 
@@ -85,6 +85,7 @@ class Redis:
 
 DATABASES: dict[str, Callable[[Path], Database]] = {
     "sqlite": File,
-    "postgres": lambda folder: PostgresServer(folder / "postgres", settings=()),
+    # Processes die here, not machines: without fsync nothing else is tested, and a slow disk delays nobody's return.
+    "postgres": lambda folder: PostgresServer(folder / "postgres", settings=FAST),
     "redis": lambda folder: Redis(folder / "redis"),
 }

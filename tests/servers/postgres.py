@@ -72,7 +72,7 @@ class PostgresServer:
         data = self.folder / "data"
         if not data.exists():
             self._create(data)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:  # after `kill` the children of the old server need a moment to notice
             self.process = self._launch(data)
             while self.process.poll() is None:
@@ -80,11 +80,14 @@ class PostgresServer:
                     return self
                 if time.monotonic() > deadline:
                     self.close()
-                    raise RuntimeError(f"PostgreSQL does not answer; its log is {self.folder / 'log'}")
+                    raise RuntimeError(f"PostgreSQL does not answer: {self._said()}")
                 time.sleep(0.02)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"PostgreSQL does not start; its log is {self.folder / 'log'}")
+                raise RuntimeError(f"PostgreSQL does not start: {self._said()}")
             time.sleep(0.05)
+
+    def _said(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
         """`kill -9` of the server; the processes that serve its clients end when they notice."""
