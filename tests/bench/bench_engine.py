@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from lightning.batch import Sample, Trajectory, build_samples
 from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.rows import by_call
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.rows import by_call
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_trajectory

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
+from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.logprobs import _LogprobEntropy, token_logprobs
-from lightning.engines.torch.rows import plan
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
+from lightning.engines import rows
+from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.torch import rows
-from lightning.engines.torch.critic import Critic, Trunk
-from lightning.engines.torch.forest import Forest
-from lightning.engines.torch.layout import (
-    Layout,
+from lightning.engines.tally import Tally
+from lightning.engines.tokens import (
     Numbers,
     States,
     Tokens,
@@ -32,13 +31,14 @@ from lightning.engines.torch.layout import (
     trained_tokens,
     wanted_tokens,
 )
+from lightning.engines.torch.critic import Critic, Trunk
+from lightning.engines.torch.forest import Forest
+from lightning.engines.torch.layout import Layout
 from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.model import CausalLM, load_model, resolve_device
 from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
-from lightning.engines.torch.prepare import prepared_by, with_numbers
 from lightning.engines.torch.reference import Reference
 from lightning.engines.torch.state import Progress, load_state, save_state
-from lightning.engines.torch.tally import Tally
 from lightning.engines.torch.tree import why_no_tree
 from lightning.engines.torch.weights import write_model, write_weights
 from lightning.errors import EngineError

@@ -13,19 +13,10 @@ import torch
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
-from lightning.engines.torch.layout import (
-    Entries,
-    Ints,
-    Part,
-    States,
-    Tokens,
-    Visit,
-    failing,
-    reordered,
-    trained_tokens,
-)
+from lightning.engines.rows import name
+from lightning.engines.tokens import Entries, Ints, States, Tokens, reordered, trained_tokens
+from lightning.engines.torch.layout import Part, Visit, failing
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.rows import name
 from lightning.engines.torch.tree import TreeWalk
 
 LEAST_TOKENS = 64

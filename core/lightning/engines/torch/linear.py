@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from lightning.batch.sample import Sample
-from lightning.engines.torch.layout import Ints, Part, States, Tokens, Visit, failing, trained_tokens
+from lightning.engines.rows import name, plan
+from lightning.engines.tokens import Ints, States, Tokens, trained_tokens
+from lightning.engines.torch.layout import Part, Visit, failing
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.rows import name, plan
 
 
 @dataclass(frozen=True, slots=True)

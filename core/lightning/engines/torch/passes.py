@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from lightning.engines.tally import Tally
+from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
 from lightning.engines.torch.critic import Critic
-from lightning.engines.torch.layout import Ints, Layout, Numbers, Part, Seen, Tokens, failing, reordered, row_order
+from lightning.engines.torch.layout import Layout, Part, Seen, failing
 from lightning.engines.torch.logprobs import token_logprobs
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.tally import Tally
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, TokenBatch
 from lightning.losses.value import value_loss

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.torch.files import recover, whole_folder
 from lightning.errors import EngineError
 
 FORMAT = 2

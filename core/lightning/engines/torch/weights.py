@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from lightning.engines.torch.files import whole_file, whole_folder
+from lightning.engines.files import whole_file, whole_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

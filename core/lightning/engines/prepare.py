@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import Sample, Span
-from lightning.engines.torch.layout import Numbers, Tokens
-from lightning.engines.torch.rows import name
+from lightning.engines.rows import name
+from lightning.engines.tokens import Numbers, Tokens
 from lightning.errors import DataError, EngineError
 from lightning.losses.protocol import StepLoss, StepTokens
 
