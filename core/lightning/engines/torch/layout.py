@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from lightning.batch.digest import span_digest
 from lightning.batch.sample import Sample
-from lightning.engines.tokens import Ints, States, Tokens, row_order
+from lightning.engines.tokens import Ints, States, Tokens
 from lightning.engines.torch.model import CausalLM
 from lightning.errors import EngineError
 
@@ -78,35 +76,6 @@ class Layout(Protocol):
 
     def again(self, samples: Sequence[Sample]) -> Layout:
         """The layout of rows with the same ids and spans, of which other numbers are known now."""
-
-
-class Seen:
-    """What the tensors held that the losses of a layout's tokens were computed on."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-        self._targets = np.full(len(tokens), -1, np.int32)
-        self._sampled = np.full(len(tokens), np.inf, np.float32)
-
-    def note(self, chosen: Ints, targets: torch.Tensor, sampled: torch.Tensor) -> None:
-        """Read the tensors of some tokens back."""
-        self._targets[chosen] = targets.cpu().numpy()
-        self._sampled[chosen] = sampled.cpu().numpy()
-
-    def digests(self, samples: Sequence[Sample]) -> dict[tuple[str, int, int], str]:
-        """The fingerprint of each span. Of a token without a weight, which is in no loss, it has what the row says."""
-        order = row_order(self._tokens)
-        starts = np.searchsorted(self._tokens.rows[order], np.arange(len(samples) + 1)).tolist()
-        found = {}
-        for row, sample in enumerate(samples):
-            own = order[starts[row] : starts[row + 1]]
-            ids, sampled = sample.ids.copy(), sample.logprobs.copy()
-            ids[self._tokens.columns[own]] = self._targets[own]
-            sampled[self._tokens.columns[own]] = self._sampled[own]
-            for span in sample.spans:
-                key = (span.rollout, span.attempt, span.seq)
-                found[key] = span_digest(ids[span.start : span.stop], sampled[span.start : span.stop])
-        return found
 
 
 @contextmanager

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from lightning.engines.batches import Seen, token_batch
 from lightning.engines.tally import Tally
 from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
 from lightning.engines.torch.critic import Critic
-from lightning.engines.torch.layout import Layout, Part, Seen, failing
+from lightning.engines.torch.layout import Layout, Part, failing
 from lightning.engines.torch.logprobs import token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.errors import EngineError
-from lightning.losses.protocol import Loss, TokenBatch
+from lightning.losses.protocol import Loss
 from lightning.losses.value import value_loss
 
 
@@ -82,7 +83,8 @@ class GradientPass:
 
     def _policy_loss(self, part: Part, seen: Seen) -> torch.Tensor:
         tokens = reordered(self.layout.tokens, part.tokens)
-        batch, targets, sampled = _token_batch(self.lm, part, tokens)
+        logprobs, entropy, targets = _predicted(self.lm, part, tokens)
+        batch, sampled = token_batch(tokens, logprobs, entropy)
         seen.note(part.tokens, targets, sampled)
         output = self.loss(batch)
         self._check("loss", output.loss, part)
@@ -108,32 +110,6 @@ class GradientPass:
                 f"the {what} is {value} at step {self.number} in {part.what}, so the step was not taken and the weights "
                 "are as before"
             )
-
-
-def _token_batch(lm: CausalLM, part: Part, tokens: Tokens) -> tuple[TokenBatch, torch.Tensor, torch.Tensor]:
-    """What a loss function sees of a part's tokens, and the tensors of their ids and of their sampler's logprobs; where
-    these are NaN the old logprobs are the current ones."""
-    logprobs, entropy, targets = _predicted(lm, part, tokens)
-    kind, device = logprobs.dtype, logprobs.device
-
-    def tensor(numbers: Numbers) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(device, kind)
-
-    sampled = torch.from_numpy(tokens.sampled).to(device)
-    old = sampled.to(kind)
-    has_old = ~old.isnan()
-    batch = TokenBatch(
-        logprobs=logprobs,
-        old_logprobs=torch.where(has_old, old, logprobs.detach()),
-        advantages=tensor(tokens.advantages),
-        weights=tensor(tokens.weights),
-        entropy=entropy,
-        has_old=has_old,
-        versions=torch.from_numpy(tokens.versions).to(device),
-        reference=None if tokens.reference is None else tensor(tokens.reference),
-        prepared=None if tokens.prepared is None else tensor(tokens.prepared),
-    )
-    return batch, targets, sampled
 
 
 def _predicted(lm: CausalLM, part: Part, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
