@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization, build_samples, name_of
+from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
 from lightning.batch.flaws import Flaw, first_flaw, is_trained
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import all_equal
@@ -115,18 +115,22 @@ def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
     return "" if any(map(trains, whole.trajectories)) else "nothing_to_train"
 
 
-def reason_to_doubt(group: Group, advantages: PerCall) -> str:
-    """Why credited advantages cannot be trained on, or "": rows hold them as float32."""
-    for trajectory, values in zip(group.trajectories, advantages, strict=False):
+def reason_to_doubt(group: Group, numbers: PerCall, what: str = "advantage") -> str:
+    """Why what a credit function said cannot be trained on, or "": the number of a trained call is not finite
+    (`WHAT_not_finite`), or its square would not be in float32 (`WHAT_too_large`, beyond `MAX_ADVANTAGE`)."""
+    for trajectory, values in zip(group.trajectories, numbers, strict=False):
         for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
-            if is_trained(call, trainable) and not np.isfinite(np.float32(value)):
+            if is_trained(call, trainable) and not abs(value) <= MAX_ADVANTAGE:
                 logger.warning(
-                    "group %s is left out: the advantage of %s is %s; check the rewards and the credit function",
+                    "group %s is left out: the %s of %s is %s, and at most %g can be trained on; check the rewards and the "
+                    "credit function",
                     group.id,
+                    what.replace("_", " "),
                     name_of(call),
                     value,
+                    MAX_ADVANTAGE,
                 )
-                return "advantage_not_finite"
+                return f"{what}_too_large" if np.isfinite(value) else f"{what}_not_finite"
     return ""
 
 

@@ -60,7 +60,8 @@ class LightningRL:
 
     A rollout with a recorded call that cannot be trained on is dropped from its group like one that failed, counted by
     reason and logged. Groups that teach nothing are skipped and counted (`lightning.algorithms.intake.reason_to_skip`), also
-    when the advantage of a trained call is not a finite float32 (`advantage_not_finite`).
+    when a number that the credit function gave for a trained call, its advantage or what a critic should learn there, is not
+    finite or too large for float32 (`advantage_not_finite`, `advantage_too_large`, `value_target_...`).
     """
 
     low_level: LowLevel = "grpo"
@@ -173,15 +174,15 @@ class LightningRL:
             if not reason:
                 with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
                     values = credit(rewarded, estimator)
-                    reason = reason_to_doubt(rewarded, values)
+                    states = _value_targets(credit, rewarded) if critic else []
+                reason = reason_to_doubt(rewarded, values) or reason_to_doubt(rewarded, states, "value_target")
             if reason:
                 intake.skip(reason)
                 continue
             taught += 1
             trajectories.extend(whole.trajectories)
             advantages.extend(values)
-            if critic:
-                targets.extend(_value_targets(credit, rewarded))
+            targets.extend(states)
         if preset.whiten:
             advantages = whiten(trajectories, advantages, eps=self.advantage_eps)
             if taught and not critic and not any(map(np.any, advantages)):

@@ -35,6 +35,9 @@ Normalization = Literal["token-mean", "rollout-mean", "sequence-mean", "constant
 its call) (GRPO, arXiv 2402.03300) · `constant` 1/(R · `constant_tokens`) (Dr. GRPO, arXiv 2503.20783).
 """
 
+MAX_ADVANTAGE = 1e14
+"""The largest advantage or value target, either way: its square, times that of a logprob's gradient, has to be a float32."""
+
 GREEDY_BELOW = 1e-5
 """vLLM samples greedily below this temperature, and then reports logprobs at temperature 1."""
 
@@ -59,9 +62,9 @@ def build_samples(
     With `value_targets[i][j]`, what the critic should have said of call j's state, the spans of the C trained calls carry
     them with the weight `value_coefficient` / C: each visited state counts the same, however long the answer to it.
 
-    Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), an advantage that
-    is not finite, and a call that occurs twice or belongs to another attempt. That an id lies inside the vocabulary is
-    checked by the engine, which knows it.
+    Raises `DataError`, naming rollout, attempt and call, for a trained call that has a flaw (`find_flaw`), an advantage or a
+    target that is not finite or beyond `MAX_ADVANTAGE`, and a call that occurs twice or belongs to another attempt. That an id
+    lies inside the vocabulary is checked by the engine, which knows it.
     """
     if normalization not in get_args(Normalization):
         raise ConfigError(f"unknown normalization {normalization!r}: use one of {', '.join(get_args(Normalization))}")
@@ -200,7 +203,7 @@ def _set_targets(
     for calls in rollouts:
         for call in calls:
             call.value_target, call.value_weight = known[call.transition.key], share
-            if not math.isfinite(call.value_target):
+            if not abs(call.value_target) <= MAX_ADVANTAGE:
                 raise DataError(
                     f"{name_of(call.transition)} cannot train the critic: its target is {call.value_target}"
                 )
@@ -232,7 +235,7 @@ def _check(trajectory: Trajectory, call: Transition, advantage: float) -> None:
         problem = f"it is not part of attempt {rollout.attempt} of rollout {rollout.id}, which was accepted"
     elif flaw is not None:
         problem = flaw.problem
-    elif not np.isfinite(advantage):
+    elif not abs(advantage) <= MAX_ADVANTAGE:
         problem = f"its advantage is {advantage}: check the reward and the credit function"
     if problem:
         raise DataError(f"{name_of(call)} cannot be trained on: {problem}")

@@ -261,7 +261,7 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
-    `value` is not a finite number between -1e30 and 1e30.
+    `value` is not a finite number between -1e12 and 1e12.
     """
     what = f"the reward of lightning.reward(name={text_of(name)!r})"
     checked = number(value, what, "give a finite number")

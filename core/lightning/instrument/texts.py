@@ -16,9 +16,9 @@ from lightning.types import Caller, Json, StepReward, ToolEvent
 MAX_TEXT = 4096
 """Characters kept of a name, of a tool's output, of its error and of an argument."""
 
-MAX_REWARD = 1e30
-"""The largest reward, either way. Rewards are trained as float32 (up to 3.4e38), and what is made of them (sums over a
-rollout's calls, the spread of a group) has to stay finite as well."""
+MAX_REWARD = 1e12
+"""The largest reward, either way. Gradients are float32 (up to 3.4e38) and their norm is a sum of squares, so what is made of
+rewards must stay far below 1e19: sums over a rollout's calls, and times the gradients of a model's logprobs."""
 
 CURE = "return the reward as a finite number, or as a dict of them such as {'reward': 1.0, 'format': 0.5}"
 

@@ -215,8 +215,13 @@ def test_an_odd_call_outside_the_component_of_interest_does_not_matter() -> None
     assert (len(batch.used), batch.dropped) == (2, {})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39], ids=["nan", "inf", "float32"])
-def test_an_advantage_that_is_not_finite_skips_its_group(value: float, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(float("nan"), "not_finite"), (float("inf"), "not_finite"), (1e39, "too_large"), (-1e19, "too_large")],
+)
+def test_an_advantage_that_cannot_be_trained_on_skips_its_group(
+    value: float, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     def credit(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
         last = value if group.id == "odd" else -1.0
         return [np.array([1.0, 1.0]), np.array([1.0, last])]
@@ -224,7 +229,7 @@ def test_an_advantage_that_is_not_finite_skips_its_group(value: float, caplog: p
     groups = [make_group([1.0, 0.0], calls=TWO_CALLS, group=name) for name in ("odd", "sound")]
     with caplog.at_level(logging.WARNING):
         batch = LightningRL(credit=credit).batch(groups)
-    assert batch.skipped == {"advantage_not_finite": 1}
+    assert batch.skipped == {f"advantage_{reason}": 1}
     assert {rollout.group for rollout in batch.used} == {"sound"}
     assert "group odd is left out: the advantage of rollout odd/1 attempt 1 call 1 is" in caplog.text
     members = tuple(replace(member, trainable=(True, False)) for member in groups[0].trajectories)
@@ -233,7 +238,7 @@ def test_an_advantage_that_is_not_finite_skips_its_group(value: float, caplog: p
 
 def test_returns_that_overflow_skip_their_group() -> None:
     group = make_group([1.7e308, -1.7e308], group="odd")
-    assert LightningRL("dr_grpo").batch([group]).skipped == {"advantage_not_finite": 1}
+    assert LightningRL("dr_grpo").batch([group]).skipped == {"advantage_too_large": 1}
 
 
 def test_credit_that_does_not_cover_every_call_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 
@@ -120,10 +121,15 @@ def test_a_credit_that_wants_a_critic_has_to_teach_it() -> None:
         LightningRL(credit=Half()).batch(GROUPS)
 
 
-def test_a_target_that_is_no_number_is_named() -> None:
+@pytest.mark.parametrize(("target", "reason"), [(np.inf, "not_finite"), (1e20, "too_large")])
+def test_a_target_that_no_critic_can_learn_skips_its_group_by_name(
+    target: float, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     class Wild(Critic):
         def value_targets(self, trajectory):
-            return np.full(len(trajectory.transitions), np.inf)
+            return np.full(len(trajectory.transitions), target if trajectory.rollout.group == "a" else 0.5)
 
-    with pytest.raises(DataError, match="rollout a/0 attempt 1 call 0 cannot train the critic: its target is inf"):
-        LightningRL(credit=Wild()).batch(GROUPS)
+    with caplog.at_level(logging.WARNING):
+        batch = LightningRL(credit=Wild()).batch(GROUPS)
+    assert batch.skipped == {f"value_target_{reason}": 1}
+    assert f"group a is left out: the value target of rollout a/0 attempt 1 call 0 is {target}" in caplog.text

@@ -41,10 +41,16 @@ def test_a_broken_call_is_named(call: Transition, problem: str) -> None:
     assert f"rollout r7 attempt {call.attempt} call 5" in str(caught.value)
 
 
-@pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
+@pytest.mark.parametrize("advantage", [float("nan"), float("inf"), -1e19])
 def test_an_advantage_that_is_no_number_points_at_reward_and_credit(advantage: float) -> None:
     with pytest.raises(DataError, match=r"call 5 .* check the reward and the credit function"):
         build_samples([with_call(CALL)], [[advantage]])
+
+
+@pytest.mark.parametrize("target", [float("nan"), 1e19])
+def test_a_target_that_no_critic_can_learn_is_named(target: float) -> None:
+    with pytest.raises(DataError, match=r"r7 attempt 1 call 5 cannot train the critic: its target is"):
+        build_samples([with_call(CALL)], [[1.0]], value_targets=[[target]])
 
 
 def test_a_call_of_another_rollout_is_refused() -> None:

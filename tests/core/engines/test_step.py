@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch import Sample, Span, build_samples, transition_digest
+from lightning.batch.build import MAX_ADVANTAGE
 from lightning.config import LoraConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
@@ -155,6 +156,16 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(open_engine: Ope
         engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], steep)
     assert_unchanged(engine, before)
     assert engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], LOSS).metrics["stepped"] == 1.0
+
+
+def test_the_largest_advantage_has_a_finite_gradient_and_one_beyond_is_named(open_engine: Open, make_row: Make) -> None:
+    engine = open_engine()
+    assert engine.step([make_row(8, [(4, 8, MAX_ADVANTAGE, 1.0)])], LOSS).metrics["stepped"] == 1.0
+    before = snapshot(engine)
+    rows = [make_row(8, [(4, 8, 1.0, 0.1)], name="fine"), make_row(8, [(4, 8, -1e30, 0.1)], name="culprit")]
+    with pytest.raises(EngineError, match=r"gradient is not finite .* \(the largest is 1e\+30, in rollout culprit"):
+        engine.step(rows, LOSS)
+    assert_unchanged(engine, before)
 
 
 def small_memory(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:

@@ -137,7 +137,7 @@ class TorchEngine:
         tally = self._accumulate(samples, loss)
         if not tally.parts:
             return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
-        norms = self._clipped()
+        norms = self._clipped(samples)
         warm = min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
         optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
@@ -257,7 +257,7 @@ class TorchEngine:
                 logger.info("rows are computed one by one, not as a tree: %s", self._no_tree)
         return self._no_tree
 
-    def _clipped(self) -> dict[str, float]:
+    def _clipped(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Clip the policy's gradient and the critic's, each by its own norm; returns these as they were.
 
         Raises `EngineError`, with no gradient left, when one is not finite.
@@ -270,7 +270,7 @@ class TorchEngine:
             self._opened_optimizer().zero_grad(set_to_none=True)
             raise EngineError(
                 f"the gradient is not finite at step {self._steps}, so the step was not taken and the weights are as "
-                "before: lower engine.lr or use float32"
+                f"before: lower engine.lr, use float32, or look at the advantages (the largest is {_largest(samples)})"
             )
         return norms
 
@@ -293,6 +293,13 @@ class TorchEngine:
 def _apart(values: FloatArray, counts: Sequence[int]) -> list[FloatArray]:
     """Numbers of all rows as one array for each."""
     return np.split(values, np.cumsum(counts)[:-1]) if counts else []
+
+
+def _largest(samples: Sequence[Sample]) -> str:
+    """The trained advantage of a step that is furthest from 0, and whose it is, for messages."""
+    trained = [(np.abs(sample.advantages[sample.weights != 0]).max(initial=0.0), sample) for sample in samples]
+    size, sample = max(trained, key=lambda item: item[0])
+    return f"{size:g}, in {rows.name(sample)}"
 
 
 def _adamw(
