@@ -1,6 +1,7 @@
 """The agent's API key: a signed, expiring token that names one attempt of one rollout and nothing else.
 
-The invariant (law 6): a token that verifies gives the right to call the model for that attempt, and no other right.
+The invariant (law 6): a token that verifies gives the right to call the model for that attempt, and no other right. It has one
+spelling: whoever counts by the token's text counts each attempt once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jwt
+from jwt.utils import base64url_decode, base64url_encode
 
 from lightning.errors import ConfigError
 from lightning.gateway.errors import RefusalError
@@ -117,6 +119,8 @@ class TokenSigner:
                 audience=AUDIENCE,
                 options={"require": ["exp", "sub", "att"]},
             )
+            if not is_canonical(token):
+                raise jwt.InvalidTokenError("it is not spelt as it was issued")
             return Claims(
                 said["sub"], int(said["att"]), float(said["exp"]), said.get("smp", {}), str(said.get("run", ""))
             )
@@ -125,6 +129,16 @@ class TokenSigner:
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             message = f"The API key is not one of this gateway ({error}). {CURE}"
             raise RefusalError(401, "invalid_token", message) from None
+
+
+def is_canonical(token: str) -> bool:
+    """Whether the signature of a token that verified is spelt as base64url has it.
+
+    PyJWT reads over padding, and its older releases over the last two bits and over characters that are none of base64's, so
+    that one signature has many spellings. The rest of a token has one: the signature is of its text.
+    """
+    signature = token.rpartition(".")[2]
+    return base64url_encode(base64url_decode(signature)).decode() == signature
 
 
 def refuse_expired() -> RefusalError:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError
 from lightning.gateway.body import read_object, write_object
+from lightning.gateway.errors import RefusalError
 from lightning.gateway.identity import parse_caller
 from lightning.gateway.sampling import is_constrained
-from lightning.gateway.tokens import TokenSigner
+from lightning.gateway.tokens import TokenSigner, is_canonical
 from lightning.types import Caller
 
 HI = [{"role": "user", "content": "hi there"}]
@@ -88,6 +89,28 @@ def test_tokens_are_url_safe_and_of_one_secret():
         TokenSigner(b"t" * 32).verify(token)
     with pytest.raises(ConfigError, match="signing secret"):
         TokenSigner(b"short")
+
+
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+RESPELLINGS = {
+    "other last bits": lambda token: token[:-1] + ALPHABET[ALPHABET.index(token[-1]) ^ 1],
+    "padding": lambda token: f"{token}=",
+    "characters that are none": lambda token: f"{token[:-5]}!!!!{token[-5:]}",
+    "base64's own letters": lambda token: token[:-43] + token[-43:].replace("-", "+").replace("_", "/") + "=",
+}
+
+
+@pytest.mark.parametrize("respell", RESPELLINGS.values(), ids=RESPELLINGS)
+def test_a_key_has_one_spelling(respell):
+    """Each spelling would have a share of requests of its own."""
+    signer = TokenSigner(b"a secret of a test, quite long")
+    token = signer.issue("rollout", 1, 60)
+    with pytest.raises(RefusalError) as caught:
+        signer.verify(respell(token))
+    assert (caught.value.status, caught.value.code) == (401, "invalid_token")
+    assert not is_canonical(respell(token)), "whatever the release of PyJWT reads over"
+    assert is_canonical(token)
+    assert signer.verify(token).rollout == "rollout"
 
 
 async def test_header_wins_over_path_wins_over_key(house):
