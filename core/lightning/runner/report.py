@@ -11,8 +11,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning.errors import StaleAttemptError
+from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
+from lightning.instrument.texts import number
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import CallStatus, Fault, Outcome, Rollout, Status, Transition
@@ -58,16 +59,29 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
 def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
-    A reward without a successful call is nobody's success. An agent that failed, or ran out of time, after the policy
+    A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed, or ran out of time, after the policy
     server had failed under it is not at fault: the attempt counts as an infrastructure failure and may be retried.
     """
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
+    if outcome.reward is not None and (problem := _no_reward(outcome)):
+        outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
     if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(call.status is CallStatus.ERROR for call in calls):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome
+
+
+def _no_reward(outcome: Outcome) -> str:
+    """What is wrong with a reward that no runner of ours has looked at (a client in another language), or ""."""
+    try:
+        number(outcome.reward, "the reward")
+        for step in outcome.step_rewards:
+            number(step.value, f"the step reward {step.name!r}", "give a finite number")
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _check_labels(rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]) -> None:
