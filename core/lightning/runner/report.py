@@ -59,8 +59,9 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
 def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
-    A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed, or ran out of time, after the policy
-    server had failed under it is not at fault: the attempt counts as an infrastructure failure and may be retried.
+    A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
+    or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
+    failure and may be retried.
     """
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED

@@ -214,7 +214,12 @@ async def test_labels_are_stored_however_the_agent_ends_and_unknown_ones_are_log
         (Outcome(reward=1.0), [CallStatus.ABORTED], Fault.AGENT, "none of its model calls came to an end"),
         (Outcome(reward=1.0), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "failed at the policy server"),
         (Outcome(reward=-1e20), [CallStatus.OK], Fault.AGENT, "the reward is -1e+20, which cannot be trained on"),
-        (Outcome(reward=1.0, step_rewards=(StepReward(2e12, "fit"),)), [CallStatus.OK], Fault.AGENT, "reward 'fit' is 2"),
+        (
+            Outcome(reward=1.0, step_rewards=(StepReward(2e12, "fit"),)),
+            [CallStatus.OK],
+            Fault.AGENT,
+            "reward 'fit' is 2",
+        ),
         (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.OK], Fault.AGENT, "boom"),
         (Outcome(fault=Fault.AGENT, error="boom"), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "then the agent: boom"),
         (Outcome(fault=Fault.TIMEOUT, error="slow"), [CallStatus.ERROR], Fault.INFRASTRUCTURE, "then the agent: slow"),
