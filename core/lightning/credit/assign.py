@@ -29,7 +29,8 @@ def identical(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 class Decayed:
     """A call that k others followed gets gamma^k of its rollout's advantage: early calls are blamed and praised less.
 
-    The rollouts are compared as with `identical`, so a constant added to every reward changes nothing. Scaling by the
+    The rollouts are compared as with `identical`, so where the low level compares them (REINFORCE++ does not) a constant added
+    to every reward changes nothing. Scaling by the
     distance to the end is how Kimi-Researcher (Moonshot AI, 2025) discounts outcomes.
     """
 

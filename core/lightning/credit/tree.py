@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.trajectory import Group
-from lightning.credit.advantage import rloo
+from lightning.credit.advantage import centre, rloo
 from lightning.credit.assign import check_discount
 from lightning.credit.calls import returns_to_go, state_ids
 from lightning.credit.protocol import GroupAdvantage, group_returns
@@ -68,6 +68,10 @@ class GiGPO:
     its state adds nothing. The estimator says whether deviations are divided by (F_norm). Anchor states are equal prompts:
     agents whose prompts hold their whole history share only the states before their histories differ.
 
+    The step advantage is relative by definition, so it is centred in its state under every low level. REINFORCE++ leaves the
+    rollout's return to the step's normalisation (arXiv 2501.03262), which has one mean for all calls: without a mean of its
+    own in each state, a call would be praised for having been made where others were.
+
     `gamma` and `omega` are the defaults of the authors' code. With gamma < 1 rollouts of different lengths differ in a
     state even if their rewards are equal.
     """
@@ -86,7 +90,7 @@ class GiGPO:
         earned = _joined([returns_to_go(trajectory, self.gamma) for trajectory in group.trajectories])
         found = np.repeat(advantage(group_returns(group)), counts)
         for calls in _shared(state_ids(group)):
-            found[calls] += self.omega * advantage(earned[calls])
+            found[calls] += self.omega * centre(advantage(earned[calls]))
         return _parted(found, counts)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.low_level import LowLevel
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import GiGPO, LeaveOneOut, centre, group_returns, grpo, returns_to_go, rloo, state_ids
 from lightning.errors import ConfigError
@@ -91,6 +93,26 @@ def test_leave_one_out_beside_loops(group: Group, prior: float) -> None:
 @given(groups(), st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 2.0]), st.sampled_from([centre, grpo, rloo]))
 def test_gigpo_beside_loops(group: Group, gamma: float, omega: float, advantage) -> None:  # type: ignore[no-untyped-def]
     check_equal(GiGPO(gamma, omega)(group, advantage), slow_gigpo(group, gamma, omega, advantage))
+
+
+def test_gigpo_compares_in_a_state_what_the_low_level_does_not_compare() -> None:
+    """Three calls in one state earn 3, 1 and 2 from there on; one is alone."""
+    group = Group("g", (through([(1,)], 0, 3.0), through([(1,)], 1, 1.0), through([(1,), (2,)], 2, 2.0)))
+    found = GiGPO(gamma=1.0, omega=0.5)(group, lambda returns: returns)
+    assert [part.tolist() for part in found] == [[3.5], [0.5], [2.0, 2.0]]
+
+
+@few
+@given(groups(), st.sampled_from(["reinforce++", "reinforce++_baseline", "rloo"]))
+def test_a_constant_that_every_rollout_earns_changes_no_gigpo_advantage(group: Group, low_level: LowLevel) -> None:
+    more = tuple(
+        replace(member, rollout=replace(member.rollout, reward=member.reward + 100.0)) for member in group.trajectories
+    )
+    algorithm = LightningRL(low_level, credit=GiGPO(gamma=1.0), entropy_coefficient=0.1)
+    plain, shifted = algorithm.batch([group]), algorithm.batch([Group("g", more)])
+    assert len(plain.samples) == len(shifted.samples)
+    for one, other in zip(plain.samples, shifted.samples, strict=True):
+        np.testing.assert_allclose(one.advantages, other.advantages, atol=1e-4)
 
 
 @few
