@@ -176,7 +176,10 @@ def _compare_batch(record: StepRecord, groups: Sequence[Group], algorithm: Algor
     if tuple((rollout.id, rollout.attempt) for rollout in batch.used) != record.rollouts:
         findings.append(Finding(record.step, "", "its rollouts, or their order, are not the trained ones"))
     if batch_digest(batch) != record.digest:
-        findings.append(Finding(record.step, "", "its training rows are not the ones the engine computed on"))
+        problem = "its training rows are not the ones the engine computed on"
+        if batch.loss is not None:
+            problem += ", or its loss was another (which pairs are compared, and how)"
+        findings.append(Finding(record.step, "", problem))
     return findings
 
 

@@ -5,9 +5,11 @@ The invariant: training and audit read the same rows by the same functions, so a
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 from lightning.algorithms.protocol import Batch
 from lightning.batch.digest import transition_digest
 from lightning.batch.trajectory import Group, Trajectory
+from lightning.losses.protocol import Loss
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
@@ -106,7 +109,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
 
 
 def batch_digest(batch: Batch) -> str:
-    """SHA-256 (hex) of the training rows in their order: every array the engine computes on."""
+    """SHA-256 (hex) of what the engine computes on: every array of the training rows in their order and, where the batch
+    brings a loss of its own, that loss: its type and fields, the pairs of a `PreferenceLoss` among them."""
     digest = hashlib.sha256()
     for sample in batch.samples:
         digest.update(struct.pack("<qd", len(sample), sample.temperature))
@@ -123,7 +127,22 @@ def batch_digest(batch: Batch) -> str:
             digest.update(struct.pack("<qqqq", span.attempt, span.seq, span.start, span.stop))
             if span.value_weight:
                 digest.update(struct.pack("<dd", span.value_target, span.value_weight))
+    if batch.loss is not None:
+        _text(digest, type(batch.loss).__qualname__, *_fields(batch.loss))
     return digest.hexdigest()
+
+
+def _fields(loss: Loss) -> Iterator[str]:
+    """What a loss was made with, as JSON; of a function or an object only the name, which is the same in every process."""
+    if dataclasses.is_dataclass(loss):
+        for field in dataclasses.fields(loss):
+            if field.init:
+                value = getattr(loss, field.name)
+                yield f"{field.name}={json.dumps(value, default=_name_of, skipkeys=True)}"
+
+
+def _name_of(value: object) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def digests_of(batch: Batch, groups: Sequence[Group]) -> tuple[str, ...]:

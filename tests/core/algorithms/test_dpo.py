@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from lightning.algorithms.dpo import DPO
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError, DataError
 from lightning.losses.preference import PreferenceLoss
+from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group
+from lightning.trainer.collect import batch_digest
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import StepReward, ToolEvent, logprobs
 
@@ -27,6 +29,32 @@ def test_the_best_is_paired_with_the_worst() -> None:
     assert [rollout.id for rollout in batch.used] == ["a/1", "a/2", "b/0", "b/1"]
     assert [float(row.advantages[-1]) for row in batch.samples] == [1.0, -1.0, 1.0, -1.0]
     assert sum(float(row.weights.sum()) for row in batch.samples) == pytest.approx(1.0)
+
+
+def test_the_digest_of_a_step_covers_its_pairs_and_how_they_are_compared() -> None:
+    batch = DPO().batch([make_group([1.0, 0.0], group="a"), make_group([1.0, 0.0], group="b")])
+    same = replace(batch, loss=PreferenceLoss((("a/0", "a/1"), ("b/0", "b/1"))))
+    crossed = replace(batch, loss=PreferenceLoss((("a/0", "b/1"), ("b/0", "a/1"))))
+    colder = replace(batch, loss=PreferenceLoss(same.loss.pairs, beta=0.2))
+    assert batch_digest(batch) == batch_digest(same)
+    assert len({batch_digest(other) for other in (batch, crossed, colder, replace(batch, loss=None))}) == 4
+
+
+def test_a_loss_of_ones_own_has_the_same_digest_in_every_process() -> None:
+    @dataclass(frozen=True)
+    class Own:
+        function: object
+        factor: float
+        measured: float = field(default=0.0, init=False)
+
+        def __call__(self, tokens: TokenBatch) -> LossOutput:
+            return LossOutput(tokens.logprobs.sum())
+
+    batch = DPO().batch([make_group([1.0, 0.0])])
+    one, same, other = (
+        batch_digest(replace(batch, loss=Own(lambda tokens: tokens, factor))) for factor in (0.5, 0.5, 1.0)
+    )
+    assert one == same != other
 
 
 def test_all_pairs_whose_returns_differ_by_more_than_the_margin() -> None:
