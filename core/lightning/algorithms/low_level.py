@@ -55,7 +55,8 @@ PRESETS: Mapping[LowLevel, Preset] = {
     "dapo": Preset(clip_high=0.28, normalization="token-mean", dynamic_sampling=True),
     # arXiv 2507.18071; bounds of its section 5.1
     "gspo": Preset(ratio="sequence", clip_low=3e-4, clip_high=4e-4, normalization="sequence-mean"),
-    # arXiv 2506.13585, without a lower bound as there; the upper one, which it leaves open, from arXiv 2510.13786
+    # arXiv 2506.13585, without a lower bound as there; the upper one, which it leaves open, is 1 + 4 = 5 as in
+    # arXiv 2510.13786, which found 4, 5 and 8 about as good
     "cispo": Preset(surrogate="cispo", clip_low=1.0, clip_high=4.0, normalization="token-mean"),
     # arXiv 2402.14740
     "rloo": Preset(estimator="rloo"),
