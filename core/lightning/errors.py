@@ -83,6 +83,10 @@ class EngineError(LightningError, RuntimeError):
     """The training engine cannot load the model or take the step."""
 
 
+class WorkersLostError(EngineError):
+    """A worker process of an engine died, or the machine under it."""
+
+
 class RunnerError(LightningError, RuntimeError):
     """Agents cannot be run at all."""
 

@@ -32,6 +32,10 @@ def demo(
         bool, typer.Option("--resume", help="Go on with the run in --out, or the newest of this demo.")
     ] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the demo's own number.")] = None,
+    engine: Annotated[str, typer.Option(help="What trains: torch, or verl (many GPUs).")] = "torch",
+    world_size: Annotated[
+        int | None, typer.Option(help="Workers of the verl engine; the setting engine.verl.world_size.", min=0)
+    ] = None,
     runner: Annotated[
         str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` elsewhere).")
     ] = "process",
@@ -48,12 +52,15 @@ def demo(
     settings: dict[str, object] = {**chosen.settings, "trainer.seed": seed}
     if steps is not None:
         settings["trainer.steps"] = steps
+    if world_size is not None:
+        settings["engine.verl.world_size"] = world_size
     config = load_config(overrides=set_ or (), base=with_settings(Config(), settings))
     console.print(f"[bold]{chosen.title}[/bold]\nEverything goes to {folder}; interrupt any time, go on with --resume.")
     trainer = Trainer(
         chosen.model,
         chosen.algorithm(),
         train_agents=chosen.train_agents,
+        engine=engine,
         runner=runner,
         store=store,
         out=folder,

@@ -36,6 +36,9 @@ def train(
         list[str] | None,
         typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What trains: torch, or verl (many GPUs; --set engine.verl.world_size=N), or a plugin's.")
+    ] = "torch",
     runner: Annotated[
         str,
         typer.Option(help="What runs agents: process, inline, remote (`lightning runner` elsewhere), or a plugin's."),
@@ -57,6 +60,7 @@ def train(
         model,
         algorithm,
         train_agents=train_agents or (),
+        engine=engine,
         runner=runner,
         store=store,
         out=out,

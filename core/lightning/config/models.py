@@ -9,6 +9,7 @@ from pydantic import Field
 from lightning.config.limits import LimitsConfig
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
+from lightning.config.verl import VerlConfig
 
 
 class TrainerConfig(Section):
@@ -56,7 +57,7 @@ StepKind = Literal["auto", "tree", "linear", "per-call"]
 
 
 class EngineConfig(Section):
-    """The torch engine."""
+    """What trains."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and compute; `auto` is float32 on a CPU and bfloat16 on a GPU."""
@@ -89,6 +90,7 @@ class EngineConfig(Section):
     """Learning rate of the critic, for algorithms that have one; a step moves a value by about this much, in any model."""
     critic_trunk: Literal["frozen", "shared"] = "frozen"
     """Whether the critic's loss trains its own layer only, on the model's hidden states, or the model too."""
+    verl: VerlConfig = VerlConfig()
 
 
 class PolicyServerConfig(Section):

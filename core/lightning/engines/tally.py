@@ -61,6 +61,22 @@ class Tally:
         for name, value in sums.items():
             self._values[name] = self._values.get(name, 0.0) + value
 
+    def merge(self, other: Tally) -> None:
+        """Add what another worker counted, of other rows of the same step."""
+        self.parts += other.parts
+        self.computed(other._forward, other.seen)
+        self._loss += other._loss
+        self._weight += other._weight
+        self._tokens += other._tokens
+        self._compared += other._compared
+        self._gap_sum += other._gap_sum
+        self._gap_max = max(self._gap_max, other._gap_max)
+        for name, value in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        for name, value in other._maxima.items():
+            self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
+        self.add_values(other._values)
+
     def metrics(self) -> dict[str, float]:
         """The step's numbers so far; weighted sums become weighted means."""
         weight = self._weight or 1.0

@@ -10,7 +10,8 @@ import pytest
 import torch
 from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
-from lightning.engines.torch import files, state
+from lightning.engines import files
+from lightning.engines.torch import state
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient

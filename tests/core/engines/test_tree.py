@@ -19,7 +19,8 @@ from lightning.batch import Sample, build_samples
 from lightning.batch.radix import Node, build_tree
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
-from lightning.engines.torch import passes, rows, tree
+from lightning.engines import rows
+from lightning.engines.torch import passes, tree
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.flex import FlexAttention
 from lightning.engines.torch.forest import Forest

@@ -96,7 +96,7 @@ def load_model(
     model = _read(folder, torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)).to(device)
     if lora is not None:
         _add_lora(model, lora)
-    _silence_dropout(model)
+    silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with torch.no_grad(), _autocast(device, kind):
@@ -178,7 +178,8 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _silence_dropout(model: nn.Module) -> None:
+def silence_dropout(model: nn.Module) -> None:
+    """A policy is trained as it was sampled from: without noise."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

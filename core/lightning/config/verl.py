@@ -1,0 +1,34 @@
+"""The section of the verl engine. Every field is documented here and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from lightning.config.section import Section
+
+
+class VerlConfig(Section):
+    """The verl engine: training on many GPUs, by verl's workers on Ray. What the `engine` section says holds for it too."""
+
+    world_size: int = Field(default=1, ge=0)
+    """Worker processes, one for each GPU (on a machine without one: processes on its CPU); 0 computes in the trainer's own
+    process, without Ray."""
+    nodes: int = Field(default=1, ge=1)
+    """Machines that the workers are spread over evenly. All must see the same files: the model, and the run's folder."""
+    address: str = ""
+    """The Ray cluster: `auto`, or `HOST:6379` of its head; empty starts one on this machine."""
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
+    """What shards the model."""
+    restarts: int = Field(default=3, ge=0)
+    """How often in a run workers that died are started again, from the last checkpoint; a step is then taken again."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds until all workers must have found their places in the cluster and loaded the model."""
+    model: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `HFModelConfig`, as they are."""
+    sharding: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `FSDPEngineConfig` (`McoreEngineConfig` for megatron), as they are: `param_offload`,
+    `ulysses_sequence_parallel_size`, `tensor_model_parallel_size`, ..."""
+    optimizer: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `FSDPOptimizerConfig` (`McoreOptimizerConfig` for megatron), as they are."""

@@ -1,0 +1,155 @@
+"""The workers of one training job, wherever they are: one call on all ranks, and what each of them answered.
+
+The invariant: a call ends on all ranks or raises; after `WorkersLostError` none of the group's processes is left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from lightning.config.verl import VerlConfig
+from lightning.engines.verl import api
+from lightning.engines.verl.device import environment
+from lightning.engines.verl.worker import PolicyWorker
+from lightning.errors import ConfigError, EngineError, WorkersLostError
+
+CPUS_FOR_RAY = 2
+"""Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
+
+
+class Group(Protocol):
+    """All ranks of a job."""
+
+    size: int
+
+    def run(self, method: str, parts: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
+        """Call a method of `PolicyWorker` on every rank, each with its own arguments."""
+
+    def close(self) -> None:
+        """End the workers. Idempotent."""
+
+
+class Alone:
+    """One rank, in this process."""
+
+    size = 1
+
+    def __init__(self, worker_config: Any, arguments: Mapping[str, Any]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {
+            "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        self._worker: PolicyWorker | None = PolicyWorker(worker_config, **arguments)
+
+    def run(self, method: str, parts: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
+        """See `Group.run`."""
+        assert self._worker is not None, "a closed group is not called"
+        return [getattr(self._worker, method)(*parts[0], **named)]
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        import torch.distributed as dist
+
+        self._worker = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class OnRay:
+    """One actor for each rank, placed by verl."""
+
+    def __init__(self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str) -> None:
+        import ray
+
+        self.size = config.world_size
+        self._ray = ray
+        self._own = _connected(config, device)
+        each, rest = divmod(config.world_size, config.nodes)
+        if rest:
+            raise ConfigError(
+                f"engine.verl.world_size is {config.world_size}, which engine.verl.nodes = {config.nodes} does not divide"
+            )
+        _room(ray, config, each)
+        pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
+        made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
+        self._group = api.RayWorkerGroup(pool, made, device_name=api.get_device_name(), worker_env=environment(device))
+        self._workers: list[Any] = list(self._group.workers)
+        try:
+            self.run("place", [()] * self.size, patience=config.start_timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, method: str, parts: Sequence[tuple[Any, ...]], patience: float | None = None, **named: Any
+    ) -> list[Any]:
+        """See `Group.run`. Raises `WorkersLostError` when a worker died, and `EngineError` when one failed."""
+        errors = self._ray.exceptions
+        calls = [
+            getattr(worker, method).remote(*part, **named) for worker, part in zip(self._workers, parts, strict=True)
+        ]
+        waiting, end = list(calls), time.monotonic() + patience if patience else None
+        try:
+            while waiting:
+                # The first that fails ends all: the others may wait for it in a collective.
+                left = None if end is None else max(0.0, end - time.monotonic())
+                done, waiting = self._ray.wait(waiting, num_returns=1, timeout=left)
+                if not done:
+                    raise EngineError(f"verl's workers did not start within {patience:.0f} s: see Ray's logs")
+                self._ray.get(done)
+            return list(self._ray.get(calls))
+        except (errors.RayActorError, errors.ObjectLostError, errors.NodeDiedError) as error:
+            self.close()
+            raise WorkersLostError(f"a worker of the verl engine died in {method}: {error}") from error
+        except errors.RayTaskError as error:
+            self.close()
+            raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
+
+    def close(self) -> None:
+        """See `Group.close`. A cluster that was started for it is stopped."""
+        for worker in self._workers:
+            with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
+                self._ray.kill(worker, no_restart=True)
+        for group in self._group.resource_pool.pgs or ():
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(group)
+        self._workers = []
+        if self._own:
+            self._ray.shutdown()
+            self._own = False
+
+
+def _connected(config: VerlConfig, device: str) -> bool:
+    """Connect this process to a cluster, or start one; whether it was started here."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    local: dict[str, Any] = {"num_cpus": config.world_size + CPUS_FOR_RAY, "include_dashboard": False}
+    if device == "cpu":
+        # Workers ask for a GPU each, wherever they are: here one stands for a process.
+        local |= {"num_gpus": config.world_size, "object_store_memory": 256 * 2**20}
+    given = {"address": config.address} if config.address else {"address": "local", **local}
+    try:
+        ray.init(**given, log_to_driver=False, logging_level="ERROR", namespace="lightning")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}") from error
+    return not config.address
+
+
+def _room(ray: Any, config: VerlConfig, each: int) -> None:
+    """Raises `ConfigError` when the cluster can never hold the workers: Ray would wait for ever."""
+    nodes = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    fitting = [gpus for gpus in nodes if gpus >= each]
+    if len(fitting) < config.nodes:
+        raise ConfigError(
+            f"engine.verl wants {config.world_size} workers on {config.nodes} nodes, {each} GPUs on each; the Ray cluster has "
+            f"nodes with {', '.join(map(str, nodes)) or 'no'} GPUs. Lower engine.verl.world_size, or raise engine.verl.nodes"
+        )

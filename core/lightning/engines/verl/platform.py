@@ -1,0 +1,157 @@
+"""A CPU platform for verl, with gloo: found by verl through the entry-point group `verl.plugins`.
+
+The invariant: it is used only where it was asked for (`VERL_PLATFORM=cpu`, which `choose` sets on a machine without an
+accelerator), and everything else of verl is the code that runs on GPUs.
+"""
+
+from __future__ import annotations
+
+import resource
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+NAME = "cpu"
+
+
+class _Device(types.ModuleType):
+    """`torch.cpu`, and what verl calls on every device's module besides."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def is_available(self) -> bool:
+        """verl asks so for an accelerator."""
+        return False
+
+    def max_memory_allocated(self, _device: object = None) -> int:
+        """The largest resident size of this process so far, in bytes."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
+
+    def mem_get_info(self, _device: object = None) -> tuple[int, int]:
+        """Free and all memory of the machine, in bytes."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def get_device_name(self, _device: object = None) -> str:
+        """What logs call it."""
+        return "CPU"
+
+    def get_rng_state(self, _device: object = None) -> torch.Tensor:
+        """torch's own random state."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, _device: object = None) -> None:
+        """torch's own random state."""
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        """torch's own random state."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def _nothing(self, *_: object, **__: object) -> None:
+        """A CPU has no cache to empty and no device to choose."""
+
+    empty_cache = ipc_collect = reset_peak_memory_stats = set_device = _nothing
+
+
+_DEVICE = _Device("lightning_verl_cpu")
+
+
+@PlatformRegistry.register(platform=NAME)
+class CpuPlatform(PlatformBase):  # type: ignore[misc]  # verl has no types
+    """One worker process for each rank; ranks talk gloo."""
+
+    @property
+    def device_name(self) -> str:
+        """torch's name of the device."""
+        return "cpu"
+
+    @property
+    def vendor_name(self) -> str:
+        """verl's name of its maker."""
+        return "cpu"
+
+    @property
+    def device_module(self) -> types.ModuleType:
+        """What stands in for `torch.cuda`."""
+        return _DEVICE
+
+    def is_available(self) -> bool:
+        """Always."""
+        return True
+
+    def current_device(self) -> str:
+        """verl passes this to `Tensor.to`, where a number would mean a GPU."""
+        return "cpu"
+
+    def device_count(self) -> int:
+        """One for each process."""
+        return 1
+
+    def communication_backend_name(self) -> str:
+        """torch.distributed's."""
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        """verl wants one."""
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        """A worker's place in the cluster: a local cluster is started with as many "GPUs" as workers, so that placement is
+        the code that runs on GPUs."""
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        """None."""
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        """Tensors are not shared between processes here."""
+        return False
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        """CUDA's; a CPU has none."""
+        return None, None
+
+    def manual_seed(self, seed: int) -> None:
+        """torch's own random state."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def cudart(self) -> None:
+        """CUDA's runtime; a CPU has none."""
+        return
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        """Nothing is profiled."""
+        yield
+
+    def set_device(self, device_index: int) -> None:
+        """There is one."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """A CPU computes at once."""
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """CUDA's allocator; a CPU has none."""
+
+    def empty_cache(self) -> None:
+        """A CPU has no cache to empty."""
+
+    def profiler_start(self) -> None:
+        """Nothing is profiled."""
+
+    def profiler_stop(self) -> None:
+        """Nothing is profiled."""

@@ -1,0 +1,153 @@
+"""Our settings in verl's words.
+
+The invariant: every option of verl's can be given, one that verl does not know is refused by name, and so is one that this
+engine decides itself, with the setting that decides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.verl import api
+from lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+
+T = TypeVar("T")
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+OWN = {
+    "model": {
+        "path": "the model that is trained",
+        "lora_rank": "engine.lora.rank",
+        "lora_alpha": "engine.lora.alpha",
+        "target_modules": "engine.lora.target_modules",
+        "enable_gradient_checkpointing": "engine.gradient_checkpointing",
+        "model_type": "the engine",
+        "load_tokenizer": "the engine",
+    },
+    "sharding": {
+        "strategy": "engine.verl.strategy",
+        "max_token_len_per_gpu": "engine.tokens_per_microbatch",
+        "infer_max_token_len_per_gpu": "engine.tokens_per_microbatch",
+        "use_dynamic_bsz": "the engine",
+        "forward_only": "the engine",
+        "mixed_precision": "engine.dtype",
+        "seed": "trainer.seed",
+    },
+    "optimizer": {
+        "lr": "engine.lr",
+        "betas": "engine.betas",
+        "weight_decay": "engine.weight_decay",
+        "clip_grad": "engine.max_grad_norm",
+        "lr_warmup_steps": "engine.warmup_steps",
+        "lr_scheduler_type": "engine.warmup_steps",
+    },
+}
+"""Options of verl's that other settings decide."""
+
+
+def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
+    """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do."""
+    theirs = config.engine.verl
+    megatron = theirs.strategy == "megatron"
+    kinds = (
+        (api.McoreEngineConfig, api.McoreOptimizerConfig)
+        if megatron
+        else (api.FSDPEngineConfig, api.FSDPOptimizerConfig)
+    )
+    if megatron and device == "cpu":
+        raise ConfigError("engine.verl.strategy is megatron, which needs GPUs: on a CPU use fsdp2")
+    if device == "cpu" and theirs.strategy == "fsdp":
+        raise ConfigError("engine.verl.strategy is fsdp, whose first version does not run on a CPU: use fsdp2")
+    return api.TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=_model(config, model, device),
+        engine_config=_made(kinds[0], "sharding", _sharding(config, seed, device, megatron=megatron), theirs.sharding),
+        optimizer_config=_made(kinds[1], "optimizer", _optimizer(optimizer, megatron=megatron), theirs.optimizer),
+        checkpoint_config=api.CheckpointConfig(),
+    )
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """What is computed in, and exported: `float32` or `bfloat16`; weights are trained in float32."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    return auto if config.engine.dtype == "auto" else config.engine.dtype
+
+
+def _model(config: Config, model: Path, device: str) -> Any:
+    ours, theirs = config.engine, dict(config.engine.verl.model)
+    override = theirs.pop("override_config", {})
+    if not isinstance(override, dict):
+        raise ConfigError("engine.verl.model.override_config must be a table of options of the model's configuration")
+    flash = device == "cuda" and find_spec("flash_attn") is not None
+    values: dict[str, object] = {
+        "path": str(model.resolve()),
+        "use_remove_padding": True,
+        "enable_gradient_checkpointing": ours.gradient_checkpointing,
+        # Packed rows are kept apart by their positions; flash attention does that without computing what lies between.
+        "override_config": {"attn_implementation": "flash_attention_2" if flash else "sdpa", **override},
+    }
+    if ours.lora is not None:
+        if ours.lora.alpha != int(ours.lora.alpha):
+            raise ConfigError(f"engine.lora.alpha is {ours.lora.alpha}: verl takes whole numbers only")
+        modules = ours.lora.target_modules
+        values |= {
+            "lora_rank": ours.lora.rank,
+            "lora_alpha": int(ours.lora.alpha),
+            "target_modules": modules if isinstance(modules, str) else list(modules),
+        }
+    return _made(api.HFModelConfig, "model", values, theirs)
+
+
+def _sharding(config: Config, seed: int, device: str, *, megatron: bool) -> dict[str, object]:
+    ours = config.engine
+    values: dict[str, object] = {
+        "strategy": config.engine.verl.strategy,
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": ours.tokens_per_microbatch,
+        "infer_max_token_len_per_gpu": ours.tokens_per_microbatch,
+        "seed": seed,
+    }
+    if megatron:
+        return {**values, "dtype": compute_dtype(config, device)}
+    dtype = _DTYPES[compute_dtype(config, device)]
+    return {
+        **values,
+        "mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32"},
+        "use_torch_compile": device == "cuda",
+    }
+
+
+def _optimizer(optimizer: OptimizerConfig, *, megatron: bool) -> dict[str, object]:
+    values: dict[str, object] = {
+        "lr": optimizer.lr,
+        "betas": optimizer.betas,
+        "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.max_grad_norm,
+    }
+    epsilon = {"adam_eps": optimizer.eps} if megatron else {"eps": optimizer.eps}
+    return {**values, "override_optimizer_config": epsilon}
+
+
+def _made(kind: type[T], section: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> T:
+    """One of verl's dataclasses from our values and the user's."""
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]  # verl has no types
+    for name in theirs:
+        setting = f"engine.verl.{section}.{name}"
+        if name in OWN[section]:
+            raise ConfigError(f"{setting} is decided by {OWN[section][name]}: leave it away")
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{setting}: verl's {kind.__name__} has no option {name!r}.{meant}")
+    try:
+        return kind(**{**ours, **theirs})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"verl refuses the options of engine.verl.{section}: {error}") from error

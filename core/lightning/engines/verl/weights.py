@@ -1,0 +1,65 @@
+"""Whole weights from shards, under Hugging Face names.
+
+The invariant: what is returned is what the ranks compute with, adapters merged in the precision they are trained in; a tied
+output layer comes once, as the embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning.engines.export import original_names
+
+_ADAPTER = "default"
+_WRAPPER = "base_model.model."
+
+
+def whole_weights(engine: Any, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
+    """Every weight on the CPU, in `dtype`. All ranks must call it; those where it is not `wanted` keep nothing."""
+    module: nn.Module = engine.module
+    if not isinstance(module, nn.Module):  # megatron: a list of pipeline stages, which verl knows how to gather
+        parts, _ = engine.get_per_tensor_param()
+        return {name: _on_cpu(tensor, dtype) for name, tensor in parts if wanted}
+    deltas = _deltas(module)
+    found: dict[str, torch.Tensor] = {}
+    written: set[int] = set()
+    for name, tensor in module.state_dict().items():
+        if ".lora_" in name:
+            continue
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = name.removeprefix(_WRAPPER).replace(".base_layer.", ".")
+        if local.data_ptr() in written and local.numel():
+            continue
+        written.add(local.data_ptr())
+        whole = _whole(tensor)
+        if key in deltas:
+            whole = whole.float() + deltas[key]
+        if wanted:
+            found[key] = _on_cpu(whole, dtype)
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return original_names(base, found) if wanted else {}  # type: ignore[arg-type]  # it is what transformers loaded
+
+
+def _deltas(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What each adapter adds to a weight, by the weight's name (arXiv 2106.09685: alpha / rank times B A)."""
+    found = {}
+    for name, layer in module.named_modules():
+        if _ADAPTER not in getattr(layer, "lora_A", {}):
+            continue
+        down, up = (_whole(getattr(layer, part)[_ADAPTER].weight).float() for part in ("lora_A", "lora_B"))
+        found[f"{name.removeprefix(_WRAPPER)}.weight"] = (up @ down) * float(layer.scaling[_ADAPTER])  # type: ignore[index]
+    return found
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_cpu(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.detach().cpu().clone().contiguous()

@@ -1,0 +1,46 @@
+"""Verl engines in this process and on a local Ray, and the torch engine beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from lightning.config import Config, with_settings
+from lightning.engines.plugin import verl_engine
+from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.testing.tiny_models import make_tiny_model
+
+VOCAB = 320
+OpenVerl = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untied Qwen3 of two layers."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "untied", vocab=VOCAB)
+
+
+@pytest.fixture
+def open_verl(model: Path) -> Iterator[OpenVerl]:
+    """`open_verl(world_size, folder=..., optimizer=..., seed=..., **settings of the engine section)`."""
+    opened: list[Engine] = []
+
+    def make(
+        world_size: int,
+        *,
+        folder: Path = model,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3),  # noqa: B008 — it is frozen
+        seed: int = 0,
+        **settings: object,
+    ) -> Engine:
+        names = {f"engine.{name}": value for name, value in settings.items()}
+        config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": world_size, **names})
+        engine = verl_engine(config)
+        opened.append(engine)
+        engine.open(folder, optimizer, seed=seed)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()

@@ -1,0 +1,192 @@
+"""The verl engine beside the torch engine: the same rows, losses and numbers, in this process and on a local Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lightning.batch.sample import Sample, Span
+from lightning.config import LoraConfig
+from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.engines.torch.engine import TorchEngine
+from lightning.errors import EngineError
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+OpenVerl = Callable[..., Engine]
+LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
+UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2)
+VOCAB = 320
+ALONE, RAY = 0, 2
+
+
+class AgainstReference:
+    """k3 to the reference, times a number for each call: everything that an engine must do for a loss."""
+
+    needs_reference = True
+
+    def prepare(self, step: StepTokens) -> np.ndarray:
+        sums = np.bincount(step.calls, step.weights * (step.logprobs - step.old_logprobs), len(step.spans))
+        return (1 + np.tanh(sums))[step.calls]
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        assert batch.reference is not None
+        assert batch.prepared is not None
+        gap = batch.reference - batch.logprobs
+        kl = batch.weights * (gap.exp() - 1 - gap)
+        return LossOutput(LOSS(batch).loss + (batch.prepared * kl).sum(), {"kl": float(kl.sum().detach())})
+
+
+def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
+    """Rows of two calls and different lengths; every third is wholly the environment's from its middle on."""
+    dice = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        length = int(dice.integers(9, 40))
+        spans = (Span(f"r{seed}-{number}", 1, 0, 3, 6), Span(f"r{seed}-{number}", 1, 1, 7, length - 1 - number % 3))
+        weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
+        logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
+        for span in spans:
+            own = slice(span.start, span.stop)
+            weights[own], advantages[own], versions[own] = 0.02, dice.normal(), 0
+            logprobs[own] = dice.uniform(-7, -4) if span.seq else np.nan
+        ids = dice.integers(0, VOCAB, length).astype(np.int32)
+        made.append(Sample(ids, weights, advantages, logprobs, versions, spans, temperature))
+    return made
+
+
+def gradient(folder: Path) -> dict[str, torch.Tensor]:
+    """The first moments of a saved state by the parameters' names: after one step, a tenth of the gradient."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 — it is not a mapping
+                if name.endswith("exp_avg"):
+                    key = name.removesuffix(".exp_avg").removesuffix("|exp_avg").removeprefix("optimizer.state.")
+                    found.setdefault(key, {})[len(found.get(key, {}))] = tensors.get_tensor(name)
+    return {name: torch.cat(list(parts.values())) for name, parts in found.items()}
+
+
+@pytest.fixture
+def torch_engine(model: Path) -> Iterator[TorchEngine]:
+    engine = TorchEngine(device="cpu")
+    engine.open(model, UNCLIPPED, seed=0)
+    yield engine
+    engine.close()
+
+
+def assert_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray], tolerance: float = 1e-5) -> None:
+    assert [len(row) for row in one] == [len(row) for row in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert np.isnan(mine[0])
+        np.testing.assert_allclose(mine[1:], theirs[1:], atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [ALONE, 1, RAY])
+def test_it_computes_what_the_torch_engine_computes(
+    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path, world_size: int
+) -> None:
+    """Logprobs, gradient, metrics and what was seen, over several steps and losses, for rows that do not divide by 2."""
+    verl = open_verl(world_size, optimizer=UNCLIPPED, tokens_per_microbatch=64)
+    losses: list[Loss] = [LOSS, AgainstReference(), LOSS]
+    for number, loss in enumerate(losses):
+        batch = rows(number, temperature=0.7 if number == 2 else 1.0)
+        assert_equal(verl.logprobs(batch), torch_engine.logprobs(batch))
+        found, expected = verl.step(batch, loss), torch_engine.step(batch, loss)
+        assert found.seen == expected.seen
+        for name in {*expected.metrics} - {"microbatches", "tokens_forward"}:
+            assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=2e-4, abs=1e-5), name
+        if number == 0:
+            verl.save(tmp_path / "verl")
+            torch_engine.save(tmp_path / "torch")
+            mine, theirs = gradient(tmp_path / "verl"), gradient(tmp_path / "torch")
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert float((mine[name] - value).abs().max()) <= 1e-5 * max(1.0, float(value.abs().max())), name
+    one, other = load_file(verl.weights(tmp_path / "a.safetensors")), load_file(torch_engine.weights(tmp_path / "b"))
+    assert one.keys() == other.keys()
+    for name, value in other.items():
+        assert float((one[name] - value).abs().max()) <= 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_state_is_resumed_by_another_number_of_workers(open_verl: OpenVerl, tmp_path: Path) -> None:
+    first = open_verl(RAY)
+    first.step(rows(0), LOSS)
+    first.save(tmp_path / "state")
+    assert not [file for file in (tmp_path / "state").iterdir() if file.suffix not in (".safetensors", ".json")]
+    went_on = [first.step(rows(seed), LOSS).metrics["loss"] for seed in (1, 2)]
+    first.close()
+    second = open_verl(ALONE, seed=5)
+    second.step(rows(9), LOSS)
+    second.load(tmp_path / "state")
+    assert [second.step(rows(seed), LOSS).metrics["loss"] for seed in (1, 2)] == pytest.approx(
+        went_on, rel=1e-4, abs=1e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path: Path) -> None:
+    """Also with adapters, which are merged."""
+    engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4, alpha=8).model_dump())
+    engine.step(rows(0), LOSS)
+    batch = rows(1, 2)
+    loaded = AutoModelForCausalLM.from_pretrained(engine.export(tmp_path / "model"), dtype=torch.float32).eval()
+    for row, found in zip(batch, engine.logprobs(batch), strict=True):
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        with torch.no_grad():
+            expected = loaded(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_loss_that_is_not_finite_changes_nothing(open_verl: OpenVerl) -> None:
+    def broken(batch: TokenBatch) -> LossOutput:
+        return LossOutput(batch.logprobs.sum() * float("nan"))
+
+    engine, batch = open_verl(ALONE), rows(0)
+    before = engine.logprobs(batch)
+    with pytest.raises(EngineError, match=r"the loss is nan at step 0 in .* rows .*rollout r0-\d"):
+        engine.step(batch, broken)
+    assert_equal(engine.logprobs(batch), before, 0.0)
+    assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_workers_that_are_killed_are_made_again_and_the_step_is_taken_once(open_verl: OpenVerl, tmp_path: Path) -> None:
+    engine, quiet = open_verl(RAY), open_verl(ALONE)
+    assert engine.step(rows(0), LOSS).metrics["loss"] == pytest.approx(
+        quiet.step(rows(0), LOSS).metrics["loss"], rel=1e-4
+    )
+    engine.save(tmp_path / "state")
+    workers = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "PolicyWorker" in " ".join(process.cmdline())
+    ]
+    assert len(workers) == RAY
+    os.kill(workers[1].pid, signal.SIGKILL)
+    assert engine.step(rows(1), LOSS).metrics["loss"] == pytest.approx(
+        quiet.step(rows(1), LOSS).metrics["loss"], rel=1e-4
+    )
+    for process in psutil.Process().children(recursive=True):
+        if "PolicyWorker" in " ".join(process.cmdline()):
+            process.kill()
+    with pytest.raises(EngineError, match="the last checkpoint is older than step 2"):
+        engine.step(rows(2), LOSS)
