@@ -169,7 +169,9 @@ def _place(tree: dict[str, object], given: Given) -> None:
         if not isinstance(below, dict):
             below = tree[name] = {}
         tree = below
-    if given.value != {} or not isinstance(tree.get(last), dict):
+    field = find(given.key)
+    turns_on = given.value == {} and field is not None and section_of(field.annotation) is not None
+    if not turns_on or not isinstance(tree.get(last), dict):
         tree[last] = given.value
 
 

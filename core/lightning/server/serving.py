@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.config import Config
-from lightning.errors import PolicyServerError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
@@ -60,8 +60,15 @@ class Serving:
 async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serving]:
     """Serve a model folder through a gateway that records into `folder`.
 
-    Raises `ConfigError` for a bind beyond loopback before anybody has made a token, and what the rooms raise.
+    Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
+    before anybody has made a token; and what the rooms raise.
     """
+    if config.runner.prompts:
+        raise ConfigError(
+            f"runner.prompts gives prompts to {', '.join(sorted(config.runner.prompts))}, but a served model's agents run "
+            "elsewhere and send their own: put the text into component(..., prompt=...) there (`lightning resources show "
+            "NAME@ALIAS --content` prints it), and serve with --set 'runner.prompts={}'"
+        )
     database = Path(os.path.abspath(folder / "lightning.db"))  # noqa: ASYNC240, PTH100 — says where, does not look
     async with AsyncExitStack() as resources:
         resources.enter_context(claim_folder(folder))
@@ -70,7 +77,7 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serv
         resources.push_async_callback(store.close)
         await check_exposure(store, config.gateway.host, place=sqlite_url(database))
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
-        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
+        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False)
         resources.push_async_callback(policy.close)
         await policy.start()
         gateway = await open_gateway(resources, store, policy, config, run.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.config import load_config
 
 
 def test_a_server_says_how_to_join_it(lightning, tmp_path: Path) -> None:
@@ -28,6 +29,18 @@ def test_a_model_or_a_database_is_served(lightning, arguments: tuple[str, ...]) 
         2,
         "error: give a model to serve, or --store URL to serve a database: one of the two\n",
     )
+
+
+def test_a_served_model_has_no_agents_to_give_prompts_to(lightning, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings, out = tmp_path / "settings.toml", tmp_path / "out"
+    settings.write_text('[runner]\nprompts = { writer = "Write.", judge = "Judge." }\n')
+    ran = lightning("serve", str(tmp_path), "--config", str(settings), "--out", str(out))
+    assert ran.code == 2
+    assert "runner.prompts gives prompts to judge, writer, but a served model's agents run elsewhere" in ran.err
+    assert "--set 'runner.prompts={}'" in ran.err
+    assert not out.exists()
+    assert not load_config(settings, ["runner.prompts={}"]).runner.prompts, "the cure"
 
 
 def test_a_runner_needs_a_token(lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,13 @@ def test_null_takes_a_value_away(tmp_path: Path) -> None:
     assert config.engine.lora is None
 
 
+def test_an_empty_table_empties_a_free_mapping_and_changes_nothing_in_a_section(tmp_path: Path) -> None:
+    file = write(tmp_path, "[runner]\nprompts = {writer = 'Write.'}\n[engine.lora]\nrank = 4\n")
+    config = load_config(file, ["runner.prompts={}", "engine.lora={}"], {})
+    assert config.runner.prompts == {}
+    assert config.engine.lora == LoraConfig(rank=4)
+
+
 def test_variables_that_are_not_settings_are_left_alone() -> None:
     env = {"LIGHTNING_DISABLE_PLUGINS": "a,b", "LIGHTNING_CLOUD_URL": "elsewhere", "LIGHTNING": "1"}
     assert load_config(env=env) == Config()
