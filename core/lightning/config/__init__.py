@@ -15,6 +15,7 @@ from lightning.config.models import (
     ServerConfig,
     TrainerConfig,
 )
+from lightning.config.optimizer_model import OptimizerModelConfig
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
 
@@ -25,6 +26,7 @@ __all__ = [
     "KubernetesConfig",
     "LimitsConfig",
     "LoraConfig",
+    "OptimizerModelConfig",
     "PolicyServerConfig",
     "RayConfig",
     "RunnerConfig",

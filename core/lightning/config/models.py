@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lightning.config.limits import LimitsConfig
+from lightning.config.optimizer_model import OptimizerModelConfig
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
 from lightning.config.verl import VerlConfig
@@ -201,3 +202,4 @@ class Config(Section):
     gateway: GatewayConfig = GatewayConfig()
     server: ServerConfig = ServerConfig()
     runner: RunnerConfig = RunnerConfig()
+    optimizer_model: OptimizerModelConfig = OptimizerModelConfig()

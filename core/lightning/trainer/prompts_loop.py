@@ -21,6 +21,7 @@ from lightning.algorithms.prompts.protocol import (
     PromptAlgorithm,
     Trial,
 )
+from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
@@ -51,6 +52,19 @@ def check_prompt_tasks(algorithm: PromptAlgorithm, val: Sequence[Task]) -> None:
             f"max_rollouts={algorithm.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
             f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
         )
+
+
+def optimizer_in(config: Config) -> OptimizerModel | None:
+    """The optimiser model of the settings, or None when they name none.
+
+    Raises `ConfigError` for one that cannot be meant, without a word of what may be a key.
+    """
+    section = config.optimizer_model
+    if section == OptimizerModelConfig():
+        return None
+    if not section.model or not section.base_url:
+        raise ConfigError("the section optimizer_model needs both: a model, and the base_url of where it is")
+    return OptimizerModel(**section.model_dump())
 
 
 async def tune(
@@ -168,10 +182,8 @@ class PromptBench:
         self._stack, self._algorithm, self._component = stack, algorithm, component
         self._start, self._train, self._val = start, train, val
         self._reporter, self._trackers, self._made = reporter, trackers, made
-        model = algorithm.optimizer_model or OptimizerModel(
-            stack.policy.model, f"{stack.policy.url}/v1", api_key_env=""
-        )
-        self._client = OptimizerClient(model)
+        policy = OptimizerModel(stack.policy.model, f"{stack.policy.url}/v1", api_key_env="")
+        self._client = OptimizerClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
         self._transcripts = Transcripts(stack.store, stack.policy)
         self._seconds: dict[str, float] = {}
         self._last_step = 0

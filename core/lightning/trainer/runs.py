@@ -50,6 +50,7 @@ MAY_CHANGE = (
     "runner.sandbox_hidden",
     "runner.ray",
     "runner.k8s",
+    "optimizer_model",
     "algorithm.arguments.optimizer",
     "algorithm.arguments.rounds",
     "algorithm.arguments.max_rollouts",

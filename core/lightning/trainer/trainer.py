@@ -35,7 +35,7 @@ from lightning.trainer.model import resolve_model
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.progress import Reporter
 from lightning.trainer.prompts import Prompts, resolve_prompts
-from lightning.trainer.prompts_loop import check_prompt_tasks, tune
+from lightning.trainer.prompts_loop import check_prompt_tasks, optimizer_in, tune
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 from lightning.trainer.stack import Stack, open_stack, together
 from lightning.trainer.summary import Summary, summarize
@@ -92,6 +92,7 @@ class Trainer:
         }
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
         _check_lifetimes(self.config)
+        optimizer_in(self.config)  # settings are kept with the run: none that hold a password get that far
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = resolve_model(model)

@@ -32,7 +32,8 @@ class APO:
     weighs UCB's bonus. `max_rollouts` bounds the whole run, held-out evaluations included. The best prompt becomes `alias`.
 
     `optimizer` is the model that criticises and edits, at any OpenAI-compatible endpoint: `{"model": ..., "base_url": ...}`
-    or an `OptimizerModel`; its key is in the environment (`api_key_env`, OPENAI_API_KEY). Without one the policy writes.
+    or an `OptimizerModel`; its key is in the environment (`api_key_env`, OPENAI_API_KEY). Without one it is the model of the
+    setting `optimizer_model`, and without that the policy writes.
 
     Candidates are dropped, and counted by reason, when the optimiser model did not answer (`no_answer`), gave no template
     (`no_prompt`), or one that cannot stand in for the old one (`empty`, `unchanged`, `too_long` beyond `longest_prompt`
@@ -42,7 +43,7 @@ class APO:
     component: str = ""
     _: KW_ONLY
     prompt: str | None = None
-    optimizer: OptimizerModel | Mapping[str, str | float | int] | None = None
+    optimizer: OptimizerModel | Mapping[str, str | float | int | None] | None = None
     beam_width: int = 4
     branch_factor: int = 4
     rounds: int = 3
@@ -77,7 +78,7 @@ class APO:
 
     @property
     def optimizer_model(self) -> OptimizerModel | None:
-        """The model that writes; None means the policy."""
+        """The model that writes; None means that of the settings, or else the policy."""
         return self.optimizer if isinstance(self.optimizer, OptimizerModel) else None
 
     async def tune(self, bench: Bench) -> Resource:
@@ -89,7 +90,7 @@ class APO:
         return await Search(self, bench).execute()
 
 
-def _model(given: Mapping[str, str | float | int]) -> OptimizerModel:
+def _model(given: Mapping[str, str | float | int | None]) -> OptimizerModel:
     try:
         return OptimizerModel(**given)  # type: ignore[arg-type]  # a wrong name is told below, a wrong type by what uses it
     except TypeError as error:

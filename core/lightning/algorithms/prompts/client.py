@@ -61,7 +61,9 @@ class OptimizerClient:
         model = self._model
         key = os.environ.get(model.api_key_env, "").strip() if model.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        body = {"model": model.model, "messages": list(messages), "temperature": model.temperature}
+        body: dict[str, object] = {"model": model.model, "messages": list(messages)}
+        if model.temperature is not None:
+            body["temperature"] = model.temperature
         url = f"{model.base_url.rstrip('/')}/chat/completions"
         timeout = aiohttp.ClientTimeout(total=model.timeout)
         try:

@@ -108,7 +108,7 @@ class PromptAlgorithm(Protocol):
 
     @property
     def optimizer_model(self) -> OptimizerModel | None:
-        """The model that writes; None means the policy."""
+        """The model that writes; None means that of the settings (`optimizer_model`), or else the policy."""
 
     async def tune(self, bench: Bench) -> Resource:
         """The best prompt that was found, which may be the one it started from."""
@@ -118,12 +118,13 @@ class PromptAlgorithm(Protocol):
 class OptimizerModel:
     """A model at an OpenAI-compatible endpoint. `base_url` ends before `/chat/completions`; `api_key_env` names the
     environment variable that holds the key, which is read when it is needed and never kept. A question without an answer within
-    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once."""
+    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once. A `temperature` of None is not
+    sent: some endpoints refuse any."""
 
     model: str
     base_url: str
     api_key_env: str = "OPENAI_API_KEY"
-    temperature: float = 1.0
+    temperature: float | None = 1.0
     timeout: float = 120.0
     attempts: int = 4
     concurrency: int = 8
@@ -141,7 +142,7 @@ class OptimizerModel:
                 "api_key_env of the optimiser model cannot name an environment variable: give the name of the variable that "
                 "holds the key, not the key"
             )
-        if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or self.temperature < 0:
+        if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:
             raise ConfigError(
                 "an optimiser model has attempts and concurrency of at least 1, a positive timeout, no negative temperature"
             )
