@@ -70,6 +70,8 @@ class ScriptedPolicy:
         """The served name."""
         return self.fake.model
 
+    alias, claim = model, ""
+
     async def start(self) -> None:
         """It runs already."""
 

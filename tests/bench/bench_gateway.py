@@ -103,6 +103,7 @@ async def backend(announce: Callable[[object], None]) -> None:
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_get("/health", lambda _: asyncio.sleep(0, web.Response()))
+    app.router.add_get("/v1/models", lambda _: asyncio.sleep(0, web.json_response({"data": [{"id": "tiny"}]})))
     app.router.add_get("/peak", lambda _: asyncio.sleep(0, web.json_response(counter)))
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=75)
     await runner.setup()

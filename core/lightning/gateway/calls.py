@@ -23,7 +23,7 @@ from lightning.gateway.body import ClientGoneError, read_body, read_object, writ
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
 from lightning.gateway.disconnect import Watch
-from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, send_bytes
+from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, UpstreamGoneError, send_bytes
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.identity import Identity, forwarded_headers
 from lightning.gateway.policies import Policies
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
-UNSERVED = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
+NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
 NO_RETRY: Header = (b"x-should-retry", b"false")
 """OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
@@ -109,12 +109,14 @@ class CallEndpoint:
             call = await self._admit(scope, receive)
             await self._serve(call, receive, send)
         except RefusalError as refusal:
-            if call is not None and refusal.code in UNSERVED:
-                # The agent will see a failure that is not its own: the record says so, and the attempt is retried.
-                await self._append_failure(call, CallStatus.ERROR)
+            if call is not None and refusal.code in NO_SERVER:
+                await self._record_unserved(call)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
-            await self._record_failure(call, CallStatus.ABORTED)
+            if call is not None and not call.live.sent and not call.policy.pool.healthy:
+                await self._record_unserved(call)  # its agent's patience ended first
+            else:
+                await self._record_failure(call, CallStatus.ABORTED)
         except asyncio.CancelledError:
             await asyncio.shield(self._record_failure(call, CallStatus.ABORTED))
             raise
@@ -148,11 +150,15 @@ class CallEndpoint:
                 await self._forwarder.settle(call.policy, call.live)
         except UpstreamError as error:
             log.warning("call %s failed: %s", call.capture.id, error)
+            gone = isinstance(error, UpstreamGoneError)
+            call.live.unserved = gone or await self._forwarder.is_gone(call.policy, call.live)
             await self._record_failure(call, CallStatus.ERROR)
             message = f"The policy server broke off: {error}. The call was not trained on; send it again."
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
             call.policy.book.forget(call.live)
+        if answer.outcome is CallStatus.ERROR:  # by a server that answers still: its engine may have died
+            call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
         await self._finish(call, answer, send)
 
     async def _ask(self, call: Call, send: Send) -> Answer:
@@ -166,7 +172,7 @@ class CallEndpoint:
                 return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
             return self._whole(call, response, await response.read())
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(f"its connection was lost in the middle of the answer ({error!r})") from error
+            raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
 
@@ -263,6 +269,11 @@ class CallEndpoint:
         """Record a call that was sent but not answered; a store that refuses this too is only logged."""
         if call is not None and call.live.sent:
             await self._append_failure(call, status)
+
+    async def _record_unserved(self, call: Call) -> None:
+        """Record a call that no policy server has seen: its agent's failure is not its own, and the attempt is made again."""
+        call.live.unserved = True
+        await self._append_failure(call, CallStatus.ERROR)
 
     async def _append_failure(self, call: Call, status: CallStatus) -> None:
         try:

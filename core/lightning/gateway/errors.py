@@ -61,6 +61,10 @@ class UpstreamError(Exception):
     """vLLM broke off in the middle of a call, or answered in a shape that is not vLLM's."""
 
 
+class UpstreamGoneError(UpstreamError):
+    """The connection to vLLM was lost, as it is when vLLM dies."""
+
+
 async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Header] = (JSON_TYPE,)) -> None:
     """Send a whole answer at once."""
     length = (b"content-length", str(len(body)).encode())

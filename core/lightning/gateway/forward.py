@@ -1,8 +1,9 @@
 """Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered.
 
-The invariant: a call is sent with the version that is current at that moment noted on it, never during a hold, and never
-again once a server has begun to work on it. A kept connection that ends before a byte of the answer came tells of a server
-that had just let go of it and never read the call (RFC 9112, 9.3.1): such a call is sent once more.
+The invariant: a call is sent with the version that is current at that moment noted on it, to the server that has this version
+and not to another in its place, never during a hold, and never again once a server has begun to work on it. A kept connection
+that ends before a byte of the answer came tells of a server that had just let go of it and never read the call (RFC 9112,
+9.3.1): such a call is sent once more.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import aiohttp
 from yarl import URL
 
 from lightning.gateway.body import read_object, write_object
-from lightning.gateway.errors import RefusalError, UpstreamError
+from lightning.gateway.errors import RefusalError, UpstreamError, UpstreamGoneError
 from lightning.gateway.policy import Policy
 from lightning.gateway.sampling import Body
-from lightning.gateway.upstreams import Slot
+from lightning.gateway.upstreams import Pool, Slot
 from lightning.gateway.versions import LiveCall
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
@@ -100,22 +101,30 @@ class Forwarder:
             payload = write_object(body)
             connection = _Connection()
             live.dispatch(policy.book.current, loop.time())
+            live.slot = slot
             try:
                 response = await _post(session, slot.url(f"/v1{path}"), payload, headers, connection)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.sent = live.waits_for_bytes = False
                 pool.unreachable(slot, error)
                 tried.append(slot)
+                continue
             except (aiohttp.ClientError, OSError) as error:
                 if connection.reused and not renewed and _is_silent_end(error):
                     live.sent = live.waits_for_bytes = False
                     renewed = True
                     continue
-                raise UpstreamError(f"its connection was lost before it answered ({error!r})") from error
-            else:
+                raise UpstreamGoneError(f"its connection was lost before it answered ({error!r})") from error
+            if not await _is_anothers(response, pool, slot, session):
                 return _at_its_place(response)
+            live.sent = live.waits_for_bytes = False
+            tried.append(slot)
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
+
+    async def is_gone(self, policy: Policy, live: LiveCall) -> bool:
+        """Whether the server that a call was sent to is not there any more, or no longer well."""
+        return live.slot is None or not await policy.pool.check(live.slot, self._session_for(policy))
 
     async def settle(self, policy: Policy, live: LiveCall) -> None:
         """The answer has been read: wait until no update is under way, so that its tokens' versions are known.
@@ -135,6 +144,8 @@ class Forwarder:
             _at_its_place(response).raise_for_status()
             listed = read_object(await response.read())
         cards = [card for card in listed.get("data", []) if card.get("id") == slot.upstream.model]
+        if not cards:
+            raise UpstreamError(f"it does not serve {slot.upstream.model}")
         return write_object({**listed, "data": [{**card, "id": MODEL} for card in cards]})
 
     async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
@@ -143,6 +154,8 @@ class Forwarder:
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")
         async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
+            if await _is_anothers(response, policy.pool, slot, session):
+                raise UpstreamError("another server answers there")
             return _at_its_place(response).status, await response.read()
 
     async def close(self) -> None:
@@ -176,6 +189,21 @@ async def _note_reuse(
 ) -> None:
     if isinstance(connection := context.trace_request_ctx, _Connection):
         connection.reused = True
+
+
+async def _is_anothers(
+    response: aiohttp.ClientResponse, pool: Pool, slot: Slot, session: aiohttp.ClientSession
+) -> bool:
+    """Whether an answer is of another server, which has no such model or no such route; then it is closed."""
+    if response.status != 404:
+        return False
+    other = True
+    try:
+        other = not await pool.check(slot, session) or slot.misses > 0  # one that is late does not show who it is
+    finally:
+        if other:
+            response.close()
+    return other
 
 
 def _at_its_place(response: aiohttp.ClientResponse) -> aiohttp.ClientResponse:

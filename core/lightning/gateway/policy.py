@@ -44,6 +44,11 @@ class Policy:
         self.used = 0.0
         self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None
+        self.pool.on_other = self._lose_calls
+
+    def _lose_calls(self) -> None:
+        self.book.lose()
+        self.gate.stir()
 
     def check_health(self, session: aiohttp.ClientSession) -> None:
         """Look after the servers from now on, until `close`."""

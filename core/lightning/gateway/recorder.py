@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 COUNTERS = 8192
 """Attempts whose counter is remembered at most."""
 CONFLICT_RETRIES = 5
+UNSERVED = "unserved"
+"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +144,7 @@ def build(ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallSt
             caller=ticket.caller,
             versions=live.versions(index, len(choice.response_ids)),
             status=status,
-            finish_reason=choice.finish_reason,
+            finish_reason=UNSERVED if live.unserved else choice.finish_reason,
             choice=index,
             temperature=plan.temperature,
             constrained=plan.constrained,

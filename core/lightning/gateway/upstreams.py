@@ -1,7 +1,8 @@
 """The policy servers behind the gateway: which one serves a rollout, which are alive.
 
-The invariant: a rollout stays with one server while that server is alive (its prefix cache is there), a server that
-cannot be reached gets no requests until it answers again, and a request waits a while before it is told that none is.
+The invariant: a rollout stays with one server while that server is alive (its prefix cache is there), a server that cannot be
+reached, or in whose place another one answers, gets no requests until it answers again, and a request waits a while before it
+is told that none is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -18,23 +20,28 @@ from yarl import URL
 
 from lightning.errors import GatewayError
 from lightning.gateway.errors import RefusalError
+from lightning.gateway.recognition import TIMEOUT, strangeness
 
 log = logging.getLogger(__name__)
 
 GRACE = 30.0
 """Seconds a request waits for a server to come (back) up."""
 CHECK_EVERY = 2.0
-CHECK_TIMEOUT = 5.0
 MISSES = 3
 """Checks in a row that may time out (a busy server answers late) before a server counts as down."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """A policy server: its root URL without `/v1`, and the model name it serves."""
+    """A policy server: its root URL without `/v1`, and the model name that calls carry.
+
+    `claim` is the word by which a server is known that others serve under the same name, too; empty where the name is enough.
+    `lightning.gateway.recognition` says how.
+    """
 
     url: str
     model: str
+    claim: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,19 +54,29 @@ class Slot:
     healthy: bool = True
     misses: int = 0
     asked: bool = False  # whether a check has ended: until then `healthy` is a hope
+    other: str = ""  # what shows that another server answers there
 
     def url(self, path: str) -> URL:
         """The address of a path on this server."""
         return URL(f"{self.base}{path}", encoded=True)
 
 
+def _nobody() -> None:
+    """For a pool whose calls nobody follows."""
+
+
 class Pool:
-    """The slots, with health checks in the background and a way to wait until one is healthy."""
+    """The slots, with health checks in the background and a way to wait until one is healthy.
+
+    `on_other` is called when another server was found in the place of one of them: calls in flight there may be its own.
+    """
 
     def __init__(self, upstreams: Sequence[Upstream], grace: float = GRACE, check_every: float = CHECK_EVERY) -> None:
         self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
+        self.on_other: Callable[[], None] = _nobody
+        self._out_since: float | None = None  # from when on no request found a server, once that was said
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
         """These are the servers now. One that was there before keeps its place and what is known of its health.
@@ -71,7 +88,7 @@ class Pool:
         slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         for slot, old in zip(slots, self.slots, strict=False):
             if slot.upstream == old.upstream:
-                slot.healthy, slot.misses, slot.asked = old.healthy, old.misses, old.asked
+                slot.healthy, slot.misses, slot.asked, slot.other = old.healthy, old.misses, old.asked, old.other
         self.slots = slots
         self._changed.set()
         self._assigned.set()
@@ -90,8 +107,7 @@ class Pool:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            names = ", ".join(slot.upstream.url for slot in self.slots)
-            log.warning("no policy server was healthy for %g s: %s", self.grace, names)
+            self._say_out()
             raise RefusalError(
                 503,
                 "no_policy_server",
@@ -106,6 +122,13 @@ class Pool:
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         return max(candidates, key=lambda slot: score(rollout, slot.number))
+
+    def _say_out(self) -> None:
+        """Say that there is no server: once, however many requests find none."""
+        if self._out_since is None:
+            self._out_since = time.monotonic() - self.grace
+            names = ", ".join(slot.upstream.url for slot in self.slots) or "none is known"
+            log.warning("no policy server was healthy for %g s: %s", self.grace, names)
 
     def replace(self, old: Upstream, new: Upstream) -> None:
         """Put a restarted server in its predecessor's place and let waiting requests go to it."""
@@ -122,6 +145,18 @@ class Pool:
             log.warning("policy server %s cannot be reached: %s", slot.upstream.url, why)
         self._mark(slot, healthy=False)
 
+    def _found_other(self, slot: Slot, why: str) -> None:
+        """What answers is not the server that was named."""
+        if not slot.other:
+            log.warning(
+                "another server answers at %s, where the policy server was: %s. It gets no calls; they wait until the trainer "
+                "names a server",
+                slot.upstream.url,
+                why,
+            )
+            self.on_other()
+        self._mark(slot, healthy=False, other=why)
+
     @property
     def healthy(self) -> int:
         """How many servers are believed to be up."""
@@ -136,37 +171,45 @@ class Pool:
         """Check every server's `/health` for ever, new ones at once."""
         while True:
             self._assigned.clear()
-            await asyncio.gather(*(self._check(slot, session) for slot in self.slots))
+            await asyncio.gather(*(self.check(slot, session) for slot in self.slots))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._assigned.wait(), self.check_every)
 
-    async def _check(self, slot: Slot, session: aiohttp.ClientSession) -> None:
-        asked = slot.base
+    async def check(self, slot: Slot, session: aiohttp.ClientSession) -> bool:
+        """Ask a server now: whether it is well, and the one that was named."""
+        asked, other, late = slot.base, "", False
         try:
-            timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT)
-            async with session.get(slot.url("/health"), timeout=timeout, allow_redirects=False) as answer:
-                healthy, why = answer.status == 200, f"/health answered {answer.status}"
+            async with session.get(slot.url("/health"), timeout=TIMEOUT, allow_redirects=False) as answer:
+                why = "" if answer.status == 200 else f"/health answered {answer.status}"
+            why = why or (other := await strangeness(slot, session))
         except TimeoutError:
-            slot.misses += 1
-            healthy, why = slot.healthy and slot.misses < MISSES, f"/health did not answer {slot.misses} times"
+            late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
-            healthy, why = False, str(error)
-        else:
-            slot.misses = 0
+            why = str(error)
         if slot.base is not asked:  # replaced while the old one was being asked
-            return
+            return False
         slot.asked = True
-        if healthy:
-            self._mark(slot, healthy=True)
-        else:
+        slot.misses = slot.misses + 1 if late else 0
+        if late and slot.healthy and slot.misses < MISSES:
+            return True
+        if other:
+            self._found_other(slot, other)
+        elif why:
             self.unreachable(slot, why)
+        else:
+            self._mark(slot, healthy=True)
+        return slot.healthy
 
-    def _mark(self, slot: Slot, *, healthy: bool) -> None:
+    def _mark(self, slot: Slot, *, healthy: bool, other: str = "") -> None:
         if healthy and not slot.healthy:
             log.info("policy server %s is up", slot.upstream.url)
-        slot.healthy = healthy
-        if healthy:
-            self._changed.set()
+        slot.healthy, slot.other = healthy, other
+        if not healthy:
+            return
+        if self._out_since is not None:
+            log.warning("a policy server is healthy again after %.0f s", time.monotonic() - self._out_since)
+            self._out_since = None
+        self._changed.set()
 
 
 def base_url(upstream: Upstream) -> URL:

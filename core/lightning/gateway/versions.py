@@ -8,10 +8,14 @@ of which that cannot be said is never trained on.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightning.gateway.dialects import Capture
 from lightning.policy_server.protocol import Update
 from lightning.types import VersionRun
+
+if TYPE_CHECKING:
+    from lightning.gateway.upstreams import Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -19,9 +23,9 @@ class LiveCall:
     """A call that vLLM may still be sampling.
 
     `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
-    says that it reached a server, `seen` how many tokens of each choice had come before the last hold. `unsure` calls may
-    have tokens of versions that nobody here has heard of. While `waits_for_bytes`, the last sign of life was at `heard_at`
-    (the loop's clock).
+    says that it reached a server (the one in `slot`), `seen` how many tokens of each choice had come before the last hold.
+    `unsure` calls may have tokens of versions that nobody here has heard of; `unserved` ones failed because no server was
+    there, or theirs went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
     """
 
     request_id: str
@@ -33,6 +37,8 @@ class LiveCall:
     seen: dict[int, int] = field(default_factory=dict)
     sent: bool = False
     unsure: bool = False
+    unserved: bool = False
+    slot: Slot | None = None
     waits_for_bytes: bool = False
     heard_at: float = 0.0
 

@@ -28,6 +28,10 @@ MISSING_ROUTES = (
 )
 
 
+class NoRoutesError(PolicyServerError):
+    """What answers cannot be given weights."""
+
+
 class VLLMControl:
     """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go."""
 
@@ -76,6 +80,15 @@ class VLLMControl:
         versions = {answer.get("version") for answer in await self._rpc("lightning_attach")}
         version = versions.pop()
         return version if isinstance(version, int) and not versions else None
+
+    async def claim(self, claim: str) -> None:
+        """Leave a word by which this vLLM is known, in place of another trainer's."""
+        await self._rpc("lightning_claim", claim)
+
+    async def claimed(self) -> str:
+        """The word that was left last; empty in a vLLM that was started since."""
+        claims = {str(answer.get("claim")) for answer in await self._rpc("lightning_attach")}
+        return claims.pop() if len(claims) == 1 else ""
 
     async def set_version(self, version: int) -> None:
         """Declare what the weights are."""
@@ -139,7 +152,7 @@ class VLLMControl:
                 session.request(verb, self.url + route, json=json, params=params) as reply,
             ):
                 if reply.status == 404 and not route.startswith("/v1"):
-                    raise PolicyServerError(MISSING_ROUTES.format(url=self.url))
+                    raise NoRoutesError(MISSING_ROUTES.format(url=self.url))
                 if reply.status != 200:
                     text = " ".join((await reply.text()).split())
                     raise PolicyServerError(f"{verb} {self.url}{route} was answered {reply.status}: {text[:400]}")

@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lightning.errors import ConfigError, MissingExtraError
@@ -75,10 +75,10 @@ def check_host(host: str) -> None:
 
 
 def server_args(
-    model: Path, config: PolicyServerConfig, *, device: Literal["cpu", "cuda"], name: str, port: int
+    model: Path, config: PolicyServerConfig, *, device: Literal["cpu", "cuda"], names: Sequence[str], port: int
 ) -> list[str]:
-    """The arguments of `vllm serve`; `config.args` come last and win."""
-    args = ["serve", str(model), "--served-model-name", name, "--host", config.host, "--port", str(port)]
+    """The arguments of `vllm serve`; `config.args` come last and win. The first of the `names` is the one in answers."""
+    args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
     args += ["--max-model-len", str(config.max_model_len)]
     args += ["--generation-config", "vllm"]  # not the folder's own sampling defaults
     args += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from, temperature included

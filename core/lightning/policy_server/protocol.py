@@ -47,6 +47,15 @@ class PolicyServer(Protocol):
         """The served model name requests must carry."""
 
     @property
+    def alias(self) -> str:
+        """The served model name that the policy's calls carry: of this start alone where the server is ours, else `model`."""
+
+    @property
+    def claim(self) -> str:
+        """The word that this trainer has left in a server that others run, since its names say nothing; empty where `alias`
+        is of this start alone."""
+
+    @property
     def version(self) -> int:
         """The weight version it samples from now."""
 

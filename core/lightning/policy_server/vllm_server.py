@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server.control import VLLMControl
+from lightning.policy_server.control import NoRoutesError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
 from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
@@ -38,7 +39,7 @@ class _VLLMServer(ABC):
     def __init__(self, model: Path, version: int) -> None:
         self._folder = model
         self._version = version
-        self._name = ""
+        self._name = self._alias = self._claim = ""
         self._control: VLLMControl | None = None
         self._serving = False
         self._weights: Path | None = None
@@ -54,6 +55,16 @@ class _VLLMServer(ABC):
     def model(self) -> str:
         """The served model name requests must carry."""
         return self._name
+
+    @property
+    def alias(self) -> str:
+        """The served model name that the policy's calls carry."""
+        return self._alias or self._name
+
+    @property
+    def claim(self) -> str:
+        """The word that was left in the server, if it is known by that."""
+        return self._claim
 
     @property
     def version(self) -> int:
@@ -138,7 +149,8 @@ class _VLLMServer(ABC):
     async def wait_died(self) -> None:
         """Return when the server has died without being asked to; never returns while it lives, or after `close`.
 
-        Dead is: its process ended, its engine is gone, or nobody has listened for some seconds. Slow is not dead.
+        Dead is: its process ended, its engine is gone, nobody has listened for some seconds, or another server answers in its
+        place. Slow is not dead.
         """
         refusals, asked = 0, time.monotonic()
         while True:
@@ -152,17 +164,23 @@ class _VLLMServer(ABC):
                 continue
             asked, state = time.monotonic(), await self._control.health()
             refusals = refusals + 1 if state == "refused" else 0
-            if self._serving and (state == "dead" or refusals >= REFUSALS):
+            dead = state == "dead" or refusals >= REFUSALS or (state == "ok" and await self._is_another(self._control))
+            if self._serving and dead:
                 return
 
     def _exited(self) -> bool:
+        return False
+
+    async def _is_another(self, control: VLLMControl) -> bool:
+        """Whether what answers is not the server that was started or attached to."""
         return False
 
 
 class OwnedVLLM(_VLLMServer):
     """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
 
-    The port is chosen at the first start and kept, so that `url` stays the same over restarts.
+    The port is chosen at the first start and kept, so that `url` stays the same over restarts. Each start serves the model
+    under a further name of its own, so that nobody takes another server at this address for it.
     """
 
     def __init__(
@@ -196,7 +214,9 @@ class OwnedVLLM(_VLLMServer):
         require_vllm(device)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
-            args = server_args(self._folder, self._config, device=device, name=self._name, port=self._port)
+            self._alias = f"{self._name}-{secrets.token_hex(8)}"
+            names = (self._name, self._alias)
+            args = server_args(self._folder, self._config, device=device, names=names, port=self._port)
             self._process = ServerProcess(args, server_env(os.environ, device=device), self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}")
             try:
@@ -260,11 +280,14 @@ class AttachedVLLM(_VLLMServer):
 
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
     `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
+
+    With `claims` its weights are this process's to change from `start` on: a word is left in it, and a trainer that finds
+    another's there later stops.
     """
 
-    def __init__(self, model: Path, config: PolicyServerConfig) -> None:
+    def __init__(self, model: Path, config: PolicyServerConfig, *, claims: bool = True) -> None:
         super().__init__(model.resolve(), 0)
-        self._config = config
+        self._config, self._claims = config, claims
         self._root = config.attach.rstrip("/").removesuffix("/v1")
 
     async def start(self) -> None:
@@ -282,13 +305,20 @@ class AttachedVLLM(_VLLMServer):
             )
         self._name = await control.served_model()
         version = await control.attach()
+        if self._claims:
+            claim = secrets.token_hex(8)
+            await control.claim(claim)
+            self._claim = claim
         self._version = -1 if version is None else version
         if version is not None and await control.is_paused():
             await control.resume()
         self._control, self._serving = control, True
 
     async def restart(self, weights: Path | None, version: int) -> None:
-        """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`."""
+        """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`.
+
+        Raises PolicyServerError when it does not come, or when another trainer has attached to it.
+        """
         deadline = time.monotonic() + self._config.start_timeout
         self._serving = False
         while await VLLMControl(self._root).health() != "ok":
@@ -297,6 +327,11 @@ class AttachedVLLM(_VLLMServer):
                     f"the vLLM at {self._root} died and did not come back within {self._config.start_timeout:.0f} s"
                 )
             await asyncio.sleep(1.0)
+        if self._claim and (found := await VLLMControl(self._root).claimed()) not in ("", self._claim):
+            raise PolicyServerError(
+                f"another trainer has attached to the vLLM at {self._root} (its claim is {found}): give each trainer a vLLM "
+                "of its own (policy_server.attach), and resume this run"
+            )
         await self.start()
         if weights is not None:
             await self.update(weights, version)
@@ -304,6 +339,19 @@ class AttachedVLLM(_VLLMServer):
         async with self._changing:
             await self._running().set_version(version)
         self._version = version
+
+    async def _is_another(self, control: VLLMControl) -> bool:
+        """Whether it was started again, or belongs to another trainer now. One that is too busy to say is the same."""
+        if not self._claim or self._changing.locked():
+            return False
+        claim = self._claim
+        try:
+            return await control.claimed() != claim
+        except NoRoutesError:
+            return True
+        except PolicyServerError as error:
+            logger.debug("%s did not say whose it is: %s", self._root, error)
+            return False
 
     def _give_up(self) -> str:
         return f"{self._root} stays paused, its weights are undefined; restart it and attach again"
@@ -321,8 +369,13 @@ async def served_version(url: str) -> int | None:
     return await VLLMControl(url.rstrip("/").removesuffix("/v1")).attach()
 
 
-def make_policy_server(model: Path, config: PolicyServerConfig, *, log: Path, version: int = 0) -> PolicyServer:
-    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`."""
+def make_policy_server(
+    model: Path, config: PolicyServerConfig, *, log: Path, version: int = 0, claims: bool = True
+) -> PolicyServer:
+    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
+
+    Without `claims` an attached one is used as it is, and somebody else may train it.
+    """
     if config.attach:
-        return AttachedVLLM(model, config)
+        return AttachedVLLM(model, config, claims=claims)
     return OwnedVLLM(model, config, log=log, version=version)

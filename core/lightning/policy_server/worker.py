@@ -37,6 +37,8 @@ class _State:
     """None while, or since, the weights are not those of one version."""
     departed: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Response tokens of requests that left the engine since the last update, newest last."""
+    claim: str = ""
+    """The word of the trainer that attached last, by which its gateways know this vLLM."""
 
 
 class WorkerExtension:
@@ -47,12 +49,17 @@ class WorkerExtension:
     """Departed requests to remember: more than can be on their way from the engine to their client at one time."""
 
     def lightning_attach(self) -> Answer:
-        """Start to watch the requests (once), and tell the version of the weights (None: unknown) and our process."""
+        """Start to watch the requests (once); tell the version of the weights (None: unknown), our process and the claim."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
             state = self._lightning_state = _State()
             _watch(self, state, self._LIGHTNING_REMEMBERED)
-        return {"version": state.version, "pid": os.getpid()}
+        return {"version": state.version, "pid": os.getpid(), "claim": state.claim}
+
+    def lightning_claim(self, claim: str) -> Answer:
+        """From now on a trainer owns the weights; gateways of another one find another word than theirs."""
+        self._lightning_state.claim = claim
+        return {"claim": claim}
 
     def lightning_set_version(self, version: str) -> Answer:
         """The weights are those of `version`; what left the engine before now is forgotten."""

@@ -1,7 +1,8 @@
 """Ends an attempt: judges its outcome against what was recorded of it, and keeps it.
 
 The invariant: an outcome is judged against the calls and the spans that the store has, not against the agent's word, by the
-process that talks to the database: the trainer for agents beside it, a server for agents anywhere else.
+process that talks to the database: the trainer for agents beside it, a server for agents anywhere else. An attempt that failed
+because no policy server was there is given back and not spent, whichever runner had it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.errors import DataError, StaleAttemptError
+from lightning.gateway.recorder import UNSERVED
 from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
 from lightning.spans.derive import with_spans
@@ -31,16 +33,19 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
 
     Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
     """
-    judged = outcome.fault is not Fault.INFRASTRUCTURE
+    judged, spend = outcome.fault is not Fault.INFRASTRUCTURE, True
     spans = await store.spans(rollout, attempt)
     if judged or outcome.labels or spans:
         calls = await store.transitions(rollout, attempt)
         _check_labels(rollout, attempt, outcome, calls)
-        outcome = with_spans(judge(outcome, calls) if judged else outcome, spans, calls)
+        if judged:
+            outcome = judge(outcome, calls)
+            spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
+        outcome = with_spans(outcome, spans, calls)
     if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
         outcome = await asyncio.to_thread(redacted_outcome, outcome)
     try:
-        return await store.complete(rollout, attempt, outcome)
+        return await store.complete(rollout, attempt, outcome, spend=spend)
     except StaleAttemptError:
         kept = await store.get_rollout(rollout)
         if kept is None or not _ended_so(kept, attempt, outcome):
@@ -83,6 +88,11 @@ def _no_reward(outcome: Outcome) -> str:
     except DataError as error:
         return str(error)
     return ""
+
+
+def is_unserved(call: Transition) -> bool:
+    """Whether a call failed because no policy server was there, or went away with it."""
+    return call.status is CallStatus.ERROR and call.finish_reason == UNSERVED
 
 
 def _check_labels(rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]) -> None:

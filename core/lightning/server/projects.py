@@ -212,10 +212,10 @@ class ProjectStore:
         held = await self._store.renew(self._names.lease_in(lease), ttl=ttl)
         return self._names.lease_out(held)
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
         await self._check(rollout)
-        return self._names.rollout_out(await self._store.complete(rollout, attempt, outcome))
+        return self._names.rollout_out(await self._store.complete(rollout, attempt, outcome, spend=spend))
 
     async def release(self, worker: str) -> int:
         """See `Store.release`: of this project's workers the one with the name."""

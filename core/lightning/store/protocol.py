@@ -143,11 +143,12 @@ class Store(Protocol):
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """End an attempt, with its tool events, step rewards and labels, atomically.
 
-        A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left,
-        other faults make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
+        A reward makes the rollout succeeded. `Fault.INFRASTRUCTURE` makes it pending again while attempts are left, without
+        `spend` also when none is: the attempt is then given back as by `release`, up to `rules.EXCUSED` times. Other faults
+        make it failed. Repeating the same call returns the same rollout; a different outcome for an ended
         attempt, or a superseded attempt, raises `StaleAttemptError`. A NaN or infinite reward raises `DataError`.
 
         `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.

@@ -6,6 +6,7 @@ The invariant: an attempt ends at most once, and only the current attempt of a r
                        running --agent or timeout----------> failed
                        running --infrastructure, expired---> pending while retries are left, else failed
                        running --release-------------------> pending, the retry not spent
+                       running --infrastructure, excused---> the same, `EXCUSED` times
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from lightning.store.rows import (
     versions_to_text,
 )
 from lightning.types import Fault, Json, Outcome, Rollout, Status, Transition
+
+EXCUSED = 3
+"""Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. With the
+two attempts that it may spend by default it does so before the trainer has had enough of restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,12 @@ def after(position: Position, end: Ending) -> Status:
     if end.fault == Fault.INFRASTRUCTURE and position.spent < position.max_attempts:
         return Status.PENDING
     return Status.FAILED
+
+
+def is_excused(position: Position, end: Ending, *, spend: bool) -> bool:
+    """Whether the attempt that ends so is given back as if it had been released. Those that were released count, too."""
+    given_back = position.attempt - position.spent
+    return not spend and end.fault == Fault.INFRASTRUCTURE and given_back < EXCUSED
 
 
 def leased(rollout: Rollout) -> Rollout:

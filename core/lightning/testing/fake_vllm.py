@@ -44,11 +44,14 @@ class FakeVLLM:
     """The server. Start it with `async with`, or `start`/`close`; `port` 0 takes a free one.
 
     Replies come from the queue, then from `script(request body)`, then are `default`. `requests` holds what arrived,
-    `aborted` the request ids whose client hung up, `healthy` what `/health` says. `pause`/`resume` freeze sampling as
-    `/pause?mode=keep` does; `in_flight()` then is what a policy server reports in `Update.in_flight`.
+    `aborted` the request ids whose client hung up, `healthy` what `/health` says. `aliases` are further names of the model,
+    `claim` is the word that a trainer left. `pause`/`resume` freeze sampling as `/pause?mode=keep` does; `in_flight()` then is
+    what a policy server reports in `Update.in_flight`.
     """
 
     model: str = "tiny"
+    aliases: tuple[str, ...] = ()
+    claim: str = ""
     default: Reply = field(default_factory=Reply)
     script: Script | None = None
     port: int = 0
@@ -63,6 +66,10 @@ class FakeVLLM:
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self.model, *self.aliases)
 
     def queue(self, *replies: Reply) -> None:
         """Answer the next requests with these (one for each choice when `n > 1`)."""
@@ -88,6 +95,7 @@ class FakeVLLM:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/collective_rpc", self._rpc)
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -114,8 +122,13 @@ class FakeVLLM:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": self.model, "object": "model", "created": 1, "owned_by": "vllm", "root": self.model}
-        return web.json_response({"object": "list", "data": [{**card, "parent": None, "max_model_len": 2048}]})
+        card = {"object": "model", "created": 1, "owned_by": "vllm", "root": self.model}
+        rest = {**card, "parent": None, "max_model_len": 2048}
+        return web.json_response({"object": "list", "data": [{"id": name, **rest} for name in self._names]})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        """The worker extension's `lightning_attach`."""
+        return web.json_response({"results": [{"version": 0, "pid": 1, "claim": self.claim}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         (ids,) = ChatShape().prompts(json.loads(await request.read()))
@@ -135,7 +148,7 @@ class FakeVLLM:
         headers = {name.lower(): value for name, value in request.headers.items()}
         recorded = Recorded(request.path, headers, body, time.time())
         self.requests.append(recorded)
-        if body.get("model") != self.model:
+        if body.get("model") not in self._names:
             return error_response(404, f"The model `{body.get('model')}` does not exist.", "NotFoundError")
         job = self._job(recorded, shape)
         first = job.generations[0].reply

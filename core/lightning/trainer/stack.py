@@ -173,12 +173,17 @@ class Stack:
 
     def upstreams(self) -> list[Upstream]:
         """Where the policy is served."""
-        return [Upstream(self.policy.url, self.policy.model)]
+        return [upstream_of(self.policy)]
 
     async def tell_how_to_call(self) -> None:
         """Tell other servers over the store how this run's agents are to call the model."""
         prompts, temperature = self.prompts, self.config.trainer.eval_temperature
         await HowToCall(prompts.own, prompts.bound, prompts.versions, temperature).keep(self.store, self.run.id)
+
+
+def upstream_of(policy: PolicyServer) -> Upstream:
+    """A policy server that has started, as gateways know it and no other."""
+    return Upstream(policy.url, policy.alias, policy.claim)
 
 
 def seed_of(config: Config) -> int | None:
@@ -190,7 +195,7 @@ async def make_gateway(
     store: Store, policy: PolicyServer, config: Config, run: str, *, shared: bool = False
 ) -> Gateway:
     """A gateway in front of a policy server that has started. With `shared` other servers answer for its keys, too."""
-    upstreams = [Upstream(policy.url, policy.model)]
+    upstreams = [upstream_of(policy)]
     secret, version, seed = await gateway_secret(store), policy.version, seed_of(config)
     return Gateway(store, upstreams, config.gateway, secret=secret, version=version, run=run, shared=shared, seed=seed)
 

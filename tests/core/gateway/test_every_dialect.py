@@ -165,9 +165,13 @@ async def test_an_answer_without_a_choice_is_the_policy_servers_fault(build):
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"id": "x", "choices": []})
 
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
     app = web.Application()
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_get("/health", answer)
+    app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

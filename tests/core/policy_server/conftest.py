@@ -20,6 +20,7 @@ class FakeVLLM:
     fail: dict[str, int] = field(default_factory=dict)
     version: int | None = 0
     weights: tuple[str, ...] = ()
+    claim: str = ""
     paused: bool = False
     health: int = 200
     counts: dict[str, int] = field(default_factory=dict)
@@ -73,7 +74,9 @@ class FakeVLLM:
         if method == "lightning_in_flight":
             assert self.paused
             return {"counts": self.counts, "randomized": True}
-        return {"version": self.version}
+        if method == "lightning_claim":
+            self.claim = args[0]
+        return {"version": self.version, "claim": self.claim}
 
 
 @pytest.fixture

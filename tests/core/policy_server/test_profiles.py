@@ -18,9 +18,10 @@ def value(args: list[str], flag: str) -> str:
 
 def test_cpu_arguments() -> None:
     config = PolicyServerConfig(max_model_len=777, kv_cache_bytes=4096)
-    args = server_args(Path("/m"), config, device="cpu", name="policy", port=8123)
+    args = server_args(Path("/m"), config, device="cpu", names=["policy", "policy-1"], port=8123)
     assert args[:2] == ["serve", "/m"]
-    assert value(args, "--served-model-name") == "policy"
+    first = args.index("--served-model-name") + 1
+    assert args[first : first + 3] == ["policy", "policy-1", "--host"]
     assert (value(args, "--host"), value(args, "--port")) == ("127.0.0.1", "8123")
     assert (value(args, "--max-model-len"), value(args, "--kv-cache-memory-bytes")) == ("777", "4096")
     assert (value(args, "--dtype"), value(args, "--tool-call-parser")) == ("float32", "hermes")
@@ -31,21 +32,21 @@ def test_cpu_arguments() -> None:
 
 
 def test_cuda_arguments() -> None:
-    args = server_args(Path("/m"), PolicyServerConfig(), device="cuda", name="policy", port=1)
+    args = server_args(Path("/m"), PolicyServerConfig(), device="cuda", names=["policy", "policy-1"], port=1)
     assert value(args, "--gpu-memory-utilization") == "0.4"
     assert value(args, "--dtype") == "auto"
     assert not {"--kv-cache-memory-bytes", "--enforce-eager"} & set(args)
 
 
 def test_the_extension_that_is_named_exists() -> None:
-    args = server_args(Path("/m"), PolicyServerConfig(), device="cpu", name="policy", port=1)
+    args = server_args(Path("/m"), PolicyServerConfig(), device="cpu", names=["policy", "policy-1"], port=1)
     module, _, name = value(args, "--worker-extension-cls").rpartition(".")
     assert hasattr(importlib.import_module(module), name)
 
 
 def test_the_users_arguments_come_last_and_an_empty_parser_leaves_tools_off() -> None:
     config = PolicyServerConfig(tool_call_parser="", dtype="bfloat16", args=("--max-num-seqs", "4"))
-    args = server_args(Path("/m"), config, device="cpu", name="policy", port=1)
+    args = server_args(Path("/m"), config, device="cpu", names=["policy", "policy-1"], port=1)
     assert args[-2:] == ["--max-num-seqs", "4"]
     assert value(args, "--dtype") == "bfloat16"
     assert not {"--enable-auto-tool-choice", "--tool-call-parser"} & set(args)

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
-from lightning.gateway import Gateway, Upstream
+from lightning.gateway import Gateway, Upstream, upstreams
 from lightning.gateway.allowed import Allowed
 from lightning.gateway.fleet import Notice, Stance
 from lightning.gateway.member import Member
@@ -136,13 +136,17 @@ async def gateway_before(store: Store, upstream: Upstream) -> AsyncIterator[LLM]
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def test_redirects_are_not_followed(store: Store) -> None:
+async def test_redirects_are_not_followed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+
+    async def named(*_: object) -> str:
+        return ""
 
     async def elsewhere(request: web.Request) -> web.Response:
         asked.append(request.path)
         return web.Response()
 
+    monkeypatch.setattr(upstreams, "strangeness", named)  # else a server that redirects counts as another one
     async with listening(elsewhere) as target:
 
         async def redirect(request: web.Request) -> web.Response:
@@ -165,17 +169,20 @@ async def test_redirects_are_not_followed(store: Store) -> None:
     assert asked == []
 
 
-async def test_a_health_check_follows_no_redirect(store: Store) -> None:
+@pytest.mark.parametrize("length", [1, 2, 3])
+async def test_a_health_check_follows_no_redirect(store: Store, length: int) -> None:
     asked: list[str] = []
 
     async def redirect(request: web.Request) -> web.Response:
         asked.append(request.path)
+        if len(asked) < length:
+            return web.json_response({"data": [{"id": "m"}]})
         return web.Response(status=302, headers={"location": "/elsewhere"})
 
     async with listening(redirect) as url, aiohttp.ClientSession() as session:
-        pool = Pool([Upstream(url, "m")])
-        await pool._check(pool.slots[0], session)
-    assert (asked, pool.healthy) == (["/health"], 0)
+        pool = Pool([Upstream(url, "m", "claim")])
+        assert not await pool.check(pool.slots[0], session)
+    assert (asked, pool.healthy) == (["/health", "/v1/models", "/collective_rpc"][:length], 0)
 
 
 @asynccontextmanager

@@ -126,6 +126,8 @@ class LedgerPolicy:
     def model(self) -> str:
         return self.fake.model
 
+    alias, claim = model, ""
+
     async def start(self) -> None: ...
 
     async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:

@@ -35,7 +35,7 @@ class Policy:
     def __init__(self, fake: FakeVLLM, store: Store) -> None:
         self.fake, self._store = fake, store
         self.version = 0
-        self.url, self.model = fake.url, fake.model
+        self.url, self.model, self.alias, self.claim = fake.url, fake.model, fake.model, ""
         self.notice: Any = None
         self.died = asyncio.Event()
         self.restarted = asyncio.Event()
@@ -199,7 +199,7 @@ def test_clients_of_a_dry_run_are_told_how_to_call(
 
         async def start(self) -> None:
             await fake.start()
-            self.url, self.model = fake.url, fake.model
+            self.url, self.model, self.alias, self.claim = fake.url, fake.model, fake.model, ""
 
         async def close(self) -> None:
             await fake.close()

@@ -72,6 +72,8 @@ class FakePolicy:
     def model(self) -> str:
         return self.fake.model
 
+    alias, claim = model, ""
+
     async def start(self) -> None:
         await self.fake.start()
 
@@ -384,6 +386,43 @@ def test_the_policy_writes_its_own_prompts_where_no_optimiser_is_named(tmp_path:
         tmp_path, APO("greeter", rounds=2, beam_width=1, branch_factor=1, minibatch=2, selection_rollouts=4)
     ).fit(agent, TRAIN, VAL)
     assert summary.after == 1.0
+
+
+def test_the_optimiser_model_can_be_a_setting_and_the_algorithms_own_wins(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy
+) -> None:
+    here = {"optimizer_model.model": "written-here", "optimizer_model.base_url": writer.llm().base_url}
+    settings = {**here, "optimizer_model.api_key_env": "WRITER_KEY", "optimizer_model.temperature": 0.5}
+    algorithm = APO("greeter", rounds=2, beam_width=1, branch_factor=1, minibatch=2, selection_rollouts=4)
+    made = trainer(tmp_path, algorithm, settings=settings)
+    assert made.fit(agent, TRAIN, VAL).after == 1.0
+    asked = {(call.key, call.body["model"], call.body["temperature"]) for call in writer.calls}
+    assert asked == {("secret-of-the-writer", "written-here", 0.5)}
+    assert not any("</template>" in str(sent.body) for sent in house.fake.requests), "the policy was not asked"
+    kept = look(made.out, lambda store: store.get_run("run")).config["config"]["optimizer_model"]
+    assert (kept["model"], kept["api_key_env"]) == ("written-here", "WRITER_KEY")
+    trainer(tmp_path, algorithm, settings=here | {"optimizer_model.timeout": 9.0}, resume=True).fit(agent, TRAIN, VAL)
+    writer.calls.clear()
+    trainer(tmp_path, apo(writer, rounds=1), settings=settings, out=tmp_path / "other").fit(agent, TRAIN, VAL)
+    assert {call.body["model"] for call in writer.calls} == {"scripted"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "m"}, "needs both: a model, and the base_url"),
+        ({"base_url": "http://x/v1"}, "needs both: a model, and the base_url"),
+        ({"model": "m", "base_url": "http://me:sk-123@x/v1"}, "has a user, a password or a query"),
+        ({"model": "m", "base_url": "http://x/v1", "api_key_env": "sk-123"}, "cannot name an environment variable"),
+    ],
+)
+def test_a_setting_that_cannot_be_an_optimiser_model_is_refused_before_it_is_kept(
+    tmp_path: Path, settings: dict[str, str], words: str
+) -> None:
+    given = {f"optimizer_model.{name}": value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=words) as caught:
+        trainer(tmp_path, "grpo", settings=given)
+    assert "sk-123" not in str(caught.value)
 
 
 def test_held_out_tasks_are_needed_and_the_budget_must_hold_them(tmp_path: Path, writer: ChatServer) -> None:

@@ -149,8 +149,9 @@ class HttpStore(Asking):
         )
         return replace(lease, expires_at=found.expires_at)
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
-        """See `Store.complete`. The server judges the outcome by the calls that were recorded before it keeps it."""
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
+        """See `Store.complete`. The server judges the outcome by the calls that were recorded before it keeps it, and decides
+        by them whether the attempt is spent, whatever `spend` says."""
         path = ("rollouts", rollout, "attempts", str(attempt), "complete")
         body = messages.Completion(outcome)
         return cast("Rollout", await self._ask("POST", path, Rollout, body, answer_seconds=OUTCOME_ANSWER))

@@ -172,7 +172,7 @@ async def renew(link: Link, held: Lease, ttl: float) -> Lease:
     )
 
 
-async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending) -> Rollout:
+async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *, spend: bool) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
@@ -182,7 +182,7 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending) ->
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
         ],
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
-        *(end.seconds, end.tool_events, end.step_rewards, end.labels),
+        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rules.EXCUSED),
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)

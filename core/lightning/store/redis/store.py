@@ -194,11 +194,11 @@ class RedisStore:
         with self._link() as link:
             return await rollout_ops.renew(link, lease, ttl)
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
         end = rules.ending(rollout, outcome)
         with self._link() as link:
-            return await rollout_ops.complete(link, rollout, attempt, end)
+            return await rollout_ops.complete(link, rollout, attempt, end, spend=spend)
 
     async def release(self, worker: str) -> int:
         """See `Store.release`."""

@@ -171,7 +171,7 @@ async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
     return Lease(held.rollout, held.worker, until)
 
 
-async def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.Ending) -> Rollout:
+async def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.Ending, *, spend: bool) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
     where = await held_standing(transaction, rollout)
     if not rules.may_write(where.position, attempt):
@@ -179,10 +179,13 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, end: ru
         if earlier is None or earlier[0] != end.digest:
             rules.check_fence(where.position, attempt)
     else:
-        status = rules.after(where.position, end)
+        excused = rules.is_excused(where.position, end, spend=spend)
+        status = Status.PENDING if excused else rules.after(where.position, end)
         await transaction.run(
             sql.END_ROLLOUT, (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n)
         )
+        if excused:
+            await transaction.run(sql.GIVE_BACK, (where.n,))
         ending = end.fault or "reward"
         await transaction.run(
             sql.END_ATTEMPT,

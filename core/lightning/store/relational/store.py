@@ -102,10 +102,10 @@ class RelationalStore(ABC):
         """See `Store.renew`."""
         return await self._write(lambda tx: rollout_ops.renew(tx, lease, ttl))
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
         end = rules.ending(rollout, outcome)
-        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end))
+        return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end, spend=spend))
 
     async def release(self, worker: str) -> int:
         """See `Store.release`."""

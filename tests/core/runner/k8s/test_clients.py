@@ -180,6 +180,8 @@ class FakePolicy:
     def model(self) -> str:
         return self.fake.model
 
+    alias, claim = model, ""
+
     async def wait_died(self) -> None:
         await asyncio.Event().wait()
 

@@ -1,6 +1,7 @@
 -- keys: standing columns attempts labels uses held pending running succeeded failed leases changes
--- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named
--- The digest of the outcome tells a call that comes again.
+-- arguments: rollout attempt digest reward rewards fault error seconds tool_events step_rewards named excused
+-- The digest of the outcome tells a call that comes again. `excused` is how many attempts may have been given back before this
+-- one is spent.
 
 local text = redis.call('HGET', standing, rollout)
 if not text then return {'unknown'} end
@@ -26,6 +27,9 @@ if fault == '' then
     local sum = tonumber(redis.call('HGET', uses, field) or '0') + tonumber(reward)
     redis.call('HSET', uses, field, string.format('%.17g', sum))
   end
+elseif fault == 'infrastructure' and position.attempt - position.spent < tonumber(excused) then
+  position.status, position.spent = 'pending', position.spent - 1
+  move(rollout, running, pending)
 elseif fault == 'infrastructure' and position.spent < position.max then
   position.status = 'pending'
   move(rollout, running, pending)
