@@ -78,6 +78,11 @@ async def test_one_question_one_answer(endpoint: Endpoint) -> None:
     assert endpoint.keys == ["Bearer the-key"]
 
 
+async def test_a_temperature_of_none_is_not_sent(endpoint: Endpoint) -> None:
+    await asker(endpoint, temperature=None).ask(ASK)
+    assert endpoint.asked == [{"model": "m", "messages": ASK}]
+
+
 async def test_without_a_key_none_is_sent(endpoint: Endpoint) -> None:
     await asker(endpoint, api_key_env="NO_SUCH_VARIABLE").ask(ASK)
     await asker(endpoint, api_key_env="").ask(ASK)
@@ -152,6 +157,7 @@ async def test_no_more_questions_at_once_than_allowed(endpoint: Endpoint) -> Non
         {"model": "m"},
         {"model": "m", "base_url": "api.openai.com"},
         {"model": "m", "base_url": "http://x/v1", "attempts": 0},
+        {"model": "m", "base_url": "http://x/v1", "temperature": -0.5},
         {"model": "m", "base_url": "http://x/v1", "api_key": "sk-123"},
         {"model": "m", "base_url": "http://x/v1", "api_key_env": "sk-123"},
         {"model": "m", "base_url": "http://me:sk-123@x/v1"},
