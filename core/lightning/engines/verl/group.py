@@ -68,20 +68,23 @@ class OnRay:
     def __init__(self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str) -> None:
         import ray
 
-        self.size = config.world_size
-        self._ray = ray
-        self._own = _connected(config, device)
         each, rest = divmod(config.world_size, config.nodes)
         if rest:
             raise ConfigError(
                 f"engine.verl.world_size is {config.world_size}, which engine.verl.nodes = {config.nodes} does not divide"
             )
-        _room(ray, config, each)
-        pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
-        made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
-        self._group = api.RayWorkerGroup(pool, made, device_name=api.get_device_name(), worker_env=environment(device))
-        self._workers: list[Any] = list(self._group.workers)
+        self.size, self._ray = config.world_size, ray
+        self._pool: Any = None
+        self._workers: list[Any] = []
+        self._own = _connected(config, device)
         try:
+            _room(ray, config, each)
+            self._pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
+            made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
+            name = api.get_device_name()
+            self._workers += api.RayWorkerGroup(
+                self._pool, made, device_name=name, worker_env=environment(device)
+            ).workers
             self.run("place", [()] * self.size, patience=config.start_timeout)
         except BaseException:
             self.close()
@@ -117,7 +120,7 @@ class OnRay:
         for worker in self._workers:
             with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
                 self._ray.kill(worker, no_restart=True)
-        for group in self._group.resource_pool.pgs or ():
+        for group in (self._pool and self._pool.pgs) or ():
             with suppress(Exception):
                 self._ray.util.remove_placement_group(group)
         self._workers = []

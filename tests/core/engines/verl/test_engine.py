@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
 OpenVerl = Callable[..., Engine]
 LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
 UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2)
@@ -52,7 +53,7 @@ def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
     dice = np.random.default_rng(seed)
     made = []
     for number in range(count):
-        length = int(dice.integers(9, 40))
+        length = int(dice.integers(12, 40))
         spans = (Span(f"r{seed}-{number}", 1, 0, 3, 6), Span(f"r{seed}-{number}", 1, 1, 7, length - 1 - number % 3))
         weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
         logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
@@ -92,8 +93,6 @@ def assert_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray], toleran
         np.testing.assert_allclose(mine[1:], theirs[1:], atol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [ALONE, 1, RAY])
 def test_it_computes_what_the_torch_engine_computes(
     open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path, world_size: int
@@ -121,8 +120,6 @@ def test_it_computes_what_the_torch_engine_computes(
         assert float((one[name] - value).abs().max()) <= 1e-4, name
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_state_is_resumed_by_another_number_of_workers(open_verl: OpenVerl, tmp_path: Path) -> None:
     first = open_verl(RAY)
     first.step(rows(0), LOSS)
@@ -138,8 +135,6 @@ def test_a_state_is_resumed_by_another_number_of_workers(open_verl: OpenVerl, tm
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path: Path) -> None:
     """Also with adapters, which are merged."""
     engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4, alpha=8).model_dump())
@@ -153,8 +148,6 @@ def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path:
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_loss_that_is_not_finite_changes_nothing(open_verl: OpenVerl) -> None:
     def broken(batch: TokenBatch) -> LossOutput:
         return LossOutput(batch.logprobs.sum() * float("nan"))
@@ -167,8 +160,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(open_verl: OpenVerl) -> None:
     assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_workers_that_are_killed_are_made_again_and_the_step_is_taken_once(open_verl: OpenVerl, tmp_path: Path) -> None:
     engine, quiet = open_verl(RAY), open_verl(ALONE)
     assert engine.step(rows(0), LOSS).metrics["loss"] == pytest.approx(

@@ -1,0 +1,64 @@
+"""Our settings in verl's words: everything of verl's can be given, and nothing is misunderstood silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightning.config import Config, with_settings
+from lightning.engines.plugin import verl_engine
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.verl.device import choose
+from lightning.errors import ConfigError, EngineError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # verl's own
+
+
+def made(model: Path, **settings: object) -> object:
+    device = choose("cpu")
+    from lightning.engines.verl.settings import worker_config
+
+    config = with_settings(Config(), {f"engine.{name}": value for name, value in settings.items()})
+    return worker_config(config, model, OptimizerConfig(lr=3e-5, eps=1e-6), seed=7, device=device)
+
+
+def test_ours_and_theirs(model: Path) -> None:
+    made_of = made(
+        model,
+        tokens_per_microbatch=777,
+        **{"lora.rank": 4, "verl.sharding": {"param_offload": True}, "verl.model": {"use_liger": False}},
+        **{"verl.optimizer": {"optimizer": "Adam"}},
+    )
+    sharding, optimizer, of_model = made_of.engine_config, made_of.optimizer_config, made_of.model_config  # type: ignore[attr-defined]
+    assert (sharding.strategy, sharding.max_token_len_per_gpu, sharding.param_offload) == ("fsdp2", 777, True)
+    assert (optimizer.lr, optimizer.optimizer, optimizer.override_optimizer_config) == (3e-5, "Adam", {"eps": 1e-6})
+    assert (of_model.lora_rank, of_model.hf_config._attn_implementation) == (4, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"verl.sharding": {"param_ofload": True}}, r"engine.verl.sharding.param_ofload: .*mean 'param_offload'"),
+        ({"verl.optimizer": {"lr": 1.0}}, r"engine.verl.optimizer.lr is decided by engine.lr"),
+        ({"verl.model": {"path": "x"}}, r"decided by the model that is trained"),
+        ({"verl.strategy": "megatron"}, r"needs GPUs"),
+        ({"verl.strategy": "fsdp"}, r"use fsdp2"),
+        ({"lora.alpha": 1.5}, r"engine.lora.alpha is 1.5"),
+        ({"verl.optimizer": {"warmup_style": "square"}}, r"verl refuses the options of engine.verl.optimizer"),
+    ],
+)
+def test_what_verl_cannot_do_is_refused_by_name(model: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(model, **settings)
+
+
+def test_what_the_engine_cannot_do_is_said_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    engine = verl_engine(Config())
+    with pytest.raises(EngineError, match="has no critic"):
+        engine.open(model, OptimizerConfig(), seed=0, critic=True)
+    with pytest.raises(EngineError, match="call open"):
+        engine.weights(tmp_path / "w")
+    with pytest.raises(EngineError, match="not a model folder"):
+        verl_engine(with_settings(Config(), {"engine.device": "cpu"})).open(tmp_path, OptimizerConfig(), seed=0)
+    with pytest.raises(ConfigError, match=r"engine\.device is 'cuda:1'"):
+        verl_engine(with_settings(Config(), {"engine.device": "cuda:1"})).open(model, OptimizerConfig(), seed=0)
