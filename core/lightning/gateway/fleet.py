@@ -5,7 +5,8 @@ of a seat, which `keep_state` decides.
 
     policy/RUN          the owner's notice: servers, weight version, and whether calls are held
     policy/RUN/alive    the owner's heartbeat, only while it holds calls
-    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order and never given to a second one
+    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, none is
+                        ever given to a second one
 
 An update: the owner announces a hold under a new epoch, then reads the seats. A gateway that reads the announcement stops
 dispatching, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
@@ -15,6 +16,9 @@ acknowledged or is gone the owner updates, and announces the version with the to
 Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock; a
 gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have passed since it began the last heartbeat that
 the store has acknowledged.
+
+Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
+(`lightning.store.maintenance.queries`), so that their numbers may be taken once more by a gateway that read an older notice.
 """
 
 from __future__ import annotations

@@ -210,6 +210,9 @@ class Member:
     def _account(self, notice: Notice) -> bool:
         """Bring the versions of the calls in flight up to date; False when the owner has given this gateway up."""
         book = self.policy.book
+        if self._number < notice.first:  # gone; it may have been pruned since, and taken anew by one that came late
+            self.lapse("its seat is gone")
+            return False
         if notice.owner != self._owner:
             if self._owner:
                 self._lose()  # whatever the new owner did, it did not ask about these
