@@ -11,6 +11,7 @@ import pytest
 from lightning.config.models import GatewayConfig
 from lightning.errors import ConflictError, GatewayError
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.recorder import UNSERVED
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import CallStatus, Fault, Outcome
@@ -91,6 +92,57 @@ async def test_a_kept_connection_that_ends_within_an_answer_is_a_502(house):
     with pytest.raises(openai.APIError, match="broke off"):
         _ = [chunk async for chunk in await client.chat.completions.create(model="policy", messages=HI, stream=True)]
     assert len(house.fake.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "stream", "well", "reason"),
+    [
+        (Reply("a b c d", die_after=2), False, True, UNSERVED),
+        (Reply("a b c d", die_after=2), True, True, UNSERVED),
+        (Reply(status=500), False, True, ""),
+        (Reply(status=500), False, False, UNSERVED),
+        (Reply("a b c d", error_after=2), True, True, ""),
+        (Reply("a b c d", error_after=2), True, False, UNSERVED),
+        (Reply(raw=b"<html>"), False, True, ""),
+    ],
+)
+async def test_the_record_says_whether_the_server_was_gone(house, reply, stream, well, reason):
+    """An engine that has died lets its server answer for a moment: with 500, and `/health` with 503."""
+
+    def script(body):
+        house.fake.healthy = well
+        return reply
+
+    house.fake.script = script
+    client = await house.client()
+
+    async def ask() -> None:
+        answer = await client.chat.completions.create(model="policy", messages=HI, stream=stream)
+        _ = [chunk async for chunk in answer]
+
+    with pytest.raises(openai.APIError):
+        await ask()
+    (step,) = await house.recorded()
+    assert (step.status, step.finish_reason) == (CallStatus.ERROR, reason)
+
+
+async def test_an_agent_that_hangs_up_while_there_is_no_server_is_not_at_fault(build):
+    house = await build()
+    await house.fake.close()
+    client = await house.client(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat.completions.create(model="policy", messages=HI)
+    (step,) = await house.recorded()
+    assert (step.status, step.finish_reason) == (CallStatus.ERROR, UNSERVED)
+
+
+async def test_an_agent_that_hangs_up_during_an_update_leaves_nothing(house):
+    client = await house.client(timeout=0.2)
+    async with house.gateway.hold():
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="policy", messages=HI)
+        await house.until(lambda: not house.gateway.stats().in_flight)
+    assert await house.transitions() == []
 
 
 async def test_a_server_that_dies_in_a_stream_is_an_error_event(house):
@@ -208,6 +260,7 @@ async def test_no_server_at_all_is_a_503_with_the_cure(build):
     assert caught.value.status_code == 503
     (step,) = await house.transitions()
     assert step.status is CallStatus.ERROR, "the record says whose fault the agent's failure is"
+    assert step.finish_reason == UNSERVED
     assert not step.response_ids
 
 

@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lightning
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError, StaleAttemptError, StoreError
+from lightning.gateway.recorder import UNSERVED
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
@@ -21,6 +22,7 @@ from lightning.runner.report import judge, report
 from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
+from lightning.store.rules import EXCUSED
 from lightning.types import (
     LLM,
     Caller,
@@ -233,6 +235,37 @@ def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | N
     assert verdict.fault is fault
     assert (verdict.reward is None) == (fault is not None)
     assert says in verdict.error
+
+
+@pytest.mark.parametrize(
+    ("reason", "outcome", "attempts"),
+    [
+        (UNSERVED, Outcome(fault=Fault.AGENT, error="boom"), EXCUSED + 2),
+        (UNSERVED, Outcome(fault=Fault.TIMEOUT, error="slow"), EXCUSED + 2),
+        (UNSERVED, Outcome(reward=1.0), EXCUSED + 2),
+        (UNSERVED, Outcome(fault=Fault.INFRASTRUCTURE, error="the worker died"), 2),
+        ("", Outcome(fault=Fault.AGENT, error="boom"), 2),
+    ],
+)
+async def test_what_no_policy_server_served_is_not_spent_and_comes_to_an_end(
+    store: MemoryStore, reason: str, outcome: Outcome, attempts: int
+) -> None:
+    await store.create_rollouts(rollouts(1, max_attempts=2))
+    for attempt in range(1, attempts + 1):
+        (lease,) = await store.lease(RUN, "w")
+        await store.append([replace(call(lease, 0, CallStatus.ERROR), finish_reason=reason)])
+        found = await report(store, "r0", attempt, outcome)
+        assert found == await report(store, "r0", attempt, outcome), "told again"
+        assert found.fault is Fault.INFRASTRUCTURE
+        assert found.status is (Status.FAILED if attempt == attempts else Status.PENDING)
+
+
+async def test_an_agent_that_got_over_an_outage_keeps_its_reward(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1))
+    (lease,) = await store.lease(RUN, "w")
+    lost = replace(call(lease, 0, CallStatus.ERROR), finish_reason=UNSERVED)
+    await store.append([lost, call(lease, 1)])
+    assert (await report(store, "r0", 1, Outcome(reward=1.0))).status is Status.SUCCEEDED
 
 
 async def test_an_outcome_told_again_after_late_spans_is_the_one_that_was_taken(store: MemoryStore) -> None:

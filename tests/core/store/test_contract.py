@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import Store
+from lightning.store.http import HttpStore
+from lightning.store.rules import EXCUSED
 from lightning.types import (
     Caller,
     CallStatus,
@@ -294,6 +296,28 @@ async def test_a_released_attempt_leaves_all_retries(store: Store, rollout: Roll
         assert (await store.complete("a", 2, INFRASTRUCTURE)).status is Status.PENDING
     assert [lease.attempt for lease in await store.lease("run", "w")] == [3]
     assert (await store.complete("a", 3, INFRASTRUCTURE)).status is Status.FAILED
+
+
+async def test_an_attempt_that_is_not_to_be_spent_is_given_back_a_few_times(store: Store, rollout: RolloutOf) -> None:
+    if isinstance(store, HttpStore):
+        pytest.skip("the server decides what is spent")
+    await store.create_rollouts([rollout(max_attempts=1)])
+    for attempt in range(1, EXCUSED + 1):
+        await store.lease("run", "w")
+        if attempt == 2:
+            await store.release("w")  # counts, too
+            continue
+        pending = await store.complete("a", attempt, INFRASTRUCTURE, spend=False)
+        assert (pending.status, pending.fault, pending.error) == (Status.PENDING, Fault.INFRASTRUCTURE, "node gone")
+        assert await store.complete("a", attempt, INFRASTRUCTURE, spend=False) == pending
+    await store.lease("run", "w")
+    assert (await store.complete("a", EXCUSED + 1, INFRASTRUCTURE, spend=False)).status is Status.FAILED
+
+
+@pytest.mark.parametrize("outcome", [Outcome(reward=1.0), Outcome(fault=Fault.AGENT), Outcome(fault=Fault.TIMEOUT)])
+async def test_only_what_the_infrastructure_lost_is_given_back(leased: Store, outcome: Outcome) -> None:
+    ended = await leased.complete("a", 1, outcome, spend=False)
+    assert ended.status is (Status.FAILED if outcome.reward is None else Status.SUCCEEDED)
 
 
 @pytest.mark.parametrize("asked", [{"ttl": math.nan}, {"ttl": -1.0}, {"limit": -1}, {"worker": ""}], ids=str)

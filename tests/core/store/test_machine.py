@@ -19,6 +19,8 @@ from hypothesis.stateful import (
 )
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import Store
+from lightning.store.http import HttpStore
+from lightning.store.rules import EXCUSED
 from lightning.types import (
     Caller,
     Fault,
@@ -146,12 +148,12 @@ class StoreMachine(RuleBasedStateMachine):
             model.expired = short
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), back=BACK)
-    def complete(self, data: st.DataObject, outcome: Outcome, back: int) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from(OUTCOMES), back=BACK, spend=st.booleans())
+    def complete(self, data: st.DataObject, outcome: Outcome, back: int, spend: bool) -> None:
         model = self.pick(data)
         attempt = model.attempt - back
         try:
-            found = self.runner.run(self.store.complete(model.id, attempt, outcome))
+            found = self.runner.run(self.store.complete(model.id, attempt, outcome, spend=spend))
         except StaleAttemptError:
             assert not model.may_write(attempt)
             assert model.outcomes.get(attempt) != outcome
@@ -160,7 +162,12 @@ class StoreMachine(RuleBasedStateMachine):
             assert model.may_write(attempt)
             model.outcomes[attempt] = outcome
             model.reward = outcome.reward
-            retry = outcome.fault is Fault.INFRASTRUCTURE and model.spent < model.max_attempts
+            lost = outcome.fault is Fault.INFRASTRUCTURE
+            excused = (
+                lost and not spend and model.attempt - model.spent < EXCUSED and not isinstance(self.store, HttpStore)
+            )
+            retry = excused or (lost and model.spent < model.max_attempts)
+            model.spent -= excused
             ended = Status.FAILED if outcome.reward is None else Status.SUCCEEDED
             model.status = Status.PENDING if retry else ended
         assert (found.status, found.reward) == (model.status, model.reward)
