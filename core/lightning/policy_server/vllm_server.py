@@ -29,8 +29,10 @@ from lightning.policy_server.protocol import PolicyServer, Probe, Update
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+LOOK_SECONDS = 1.0
+"""How often a server is asked whether it is well."""
 REFUSALS = 5
-"""So many refused connections in a row, one a second, and a server counts as dead although its process lives."""
+"""So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
 
 
 class _VLLMServer(ABC):
@@ -160,7 +162,7 @@ class _VLLMServer(ABC):
                 continue
             if self._exited():
                 return
-            if time.monotonic() - asked < 1.0:
+            if time.monotonic() - asked < LOOK_SECONDS:
                 continue
             asked, state = time.monotonic(), await self._control.health()
             refusals = refusals + 1 if state == "refused" else 0

@@ -115,6 +115,22 @@ async def test_weights_that_cannot_be_put_back_end_the_server_and_a_restart_brin
     await vllm.close()
 
 
+async def test_each_start_serves_a_name_that_no_other_has(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    """So that nobody takes a server for it that has the port after its death."""
+    vllm = server(model, tmp_path)
+    await vllm.start()
+    first = vllm.alias
+    await vllm.restart(None, 3)
+    assert (vllm.model, vllm.claim) == ("mine", "")
+    for process, alias in zip(processes, (first, vllm.alias), strict=True):
+        at = process.args.index("--served-model-name")
+        assert process.args[at + 1 : at + 3] == ["mine", alias]
+    assert len({"mine", first, vllm.alias}) == 3
+    await vllm.close()
+
+
 async def test_nobody_is_told_of_a_death_that_was_asked_for(
     processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
 ) -> None:

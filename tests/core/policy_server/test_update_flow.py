@@ -32,7 +32,7 @@ async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> Non
     with pytest.raises(PolicyServerError, match="has not been started"):
         _ = server.url
     await server.start()
-    assert (server.url, server.model, server.version) == (fake.url, "someone's", 7)
+    assert (server.url, server.model, server.alias, server.version) == (fake.url, "someone's", "someone's", 7)
     assert await server.healthy()
     await server.close()
     assert await server.healthy()
@@ -197,6 +197,61 @@ async def test_a_dead_engine_is_noticed(fake: Any, model: Path) -> None:
     await asyncio.wait_for(waiting, 30)
     assert await VLLMControl(fake.url).health() == "dead"
     assert not await server.healthy()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's health is asked for without a second's pause."""
+    monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_server, "POLL_SECONDS", 0.01)
+
+
+async def test_an_attached_vllm_that_was_started_again_is_noticed_and_claimed_anew(
+    fake: Any, model: Path, soon: None
+) -> None:
+    """However soon it answers again: it has other weights than it had."""
+    server = await attached(fake, model)
+    first = server.claim
+    assert fake.claim == first != ""
+    died = asyncio.create_task(server.wait_died())
+    await server.update(model / "model.safetensors", 3)
+    await asyncio.sleep(0.1)
+    assert not died.done()
+    fake.claim, fake.version = "", 0
+    await asyncio.wait_for(died, 30)
+    await server.restart(model / "model.safetensors", 3)
+    assert fake.version == 3
+    assert fake.claim == server.claim != first
+
+
+async def test_a_trainer_whose_vllm_another_one_has_attached_to_stops(fake: Any, model: Path, soon: None) -> None:
+    server = await attached(fake, model)
+    other = await attached(fake, model)
+    await asyncio.wait_for(server.wait_died(), 30)
+    with pytest.raises(PolicyServerError, match=r"another trainer has attached to the vLLM at .*policy_server\.attach"):
+        await server.restart(None, 0)
+    assert fake.claim == other.claim, "it has not been taken back"
+
+
+async def test_what_cannot_say_whose_it_is_is_the_same_and_what_has_no_weights_is_not(
+    fake: Any, model: Path, soon: None
+) -> None:
+    server = await attached(fake, model)
+    fake.fail["lightning_attach"] = 3
+    died = asyncio.create_task(server.wait_died())
+    while fake.fail["lightning_attach"] > 0:
+        await asyncio.sleep(0.01)
+    assert not died.done()
+    fake.routes = False
+    await asyncio.wait_for(died, 30)
+
+
+async def test_one_that_only_serves_claims_nothing(fake: Any, model: Path) -> None:
+    fake.claim = "the trainer's"
+    config = PolicyServerConfig(attach=fake.url)
+    server = make_policy_server(model, config, log=Path("unused"), claims=False)
+    await server.start()
+    assert (fake.claim, server.claim, server.alias) == ("the trainer's", "", "someone's")
 
 
 async def test_an_attached_server_that_came_back_gets_its_weights(fake: Any, model: Path) -> None:

@@ -43,6 +43,15 @@ def test_attach_starts_at_version_zero_and_keeps_what_it_has() -> None:
     assert worker.lightning_attach()["version"] == 5
 
 
+def test_the_last_claim_is_told_and_no_update_forgets_it() -> None:
+    worker = Extended(v1())
+    assert worker.lightning_attach()["claim"] == ""
+    worker.lightning_claim("first")
+    worker.lightning_claim("second")
+    worker.lightning_set_version("5")
+    assert worker.lightning_attach()["claim"] == "second"
+
+
 def test_in_flight_counts_what_runs_and_what_has_left() -> None:
     worker = Extended(v1(a=3, b=0, c=9))
     worker.lightning_attach()
