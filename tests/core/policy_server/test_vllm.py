@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import PolicyServerError
+from lightning.gateway.upstreams import Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
 from lightning.policy_server.protocol import Probe
 from lightning.testing.tiny_models import make_tiny_model
@@ -96,6 +97,31 @@ async def test_it_serves(served: Any) -> None:
     assert "Application startup complete" in served.log.read_text()
     with pytest.raises(PolicyServerError, match="runs already"):
         await served.vllm.start()
+
+
+async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(served: Any) -> None:
+    told = await call(served.vllm, "completions", model=served.vllm.alias, prompt=[1, 2, 3], max_tokens=1)
+    assert told["model"] == "policy"
+    async with aiohttp.ClientSession() as session:
+        body = {"model": "policy-of-another", "prompt": [1, 2, 3]}
+        async with session.post(f"{served.vllm.url}/v1/completions", json=body) as refused:
+            assert refused.status == 404
+        upstream = Upstream(served.vllm.url, served.vllm.alias)
+        for named in (upstream, replace(upstream, model="policy-of-another")):
+            pool = Pool([named])
+            assert await pool.check(pool.slots[0], session) is (named == upstream)
+
+
+async def test_an_attached_one_keeps_the_claim_of_the_trainer_that_attached_last(served: Any) -> None:
+    config = PolicyServerConfig(attach=served.vllm.url)
+    first, second = (AttachedVLLM(served.first, config) for _ in range(2))
+    await first.start()
+    async with aiohttp.ClientSession() as session:
+        pool = Pool([Upstream(first.url, first.alias, first.claim)])
+        assert await pool.check(pool.slots[0], session)
+        await second.start()
+        assert not await pool.check(pool.slots[0], session)
+        assert "another trainer has attached" in pool.slots[0].other
 
 
 async def test_ids_and_logprobs_are_those_of_the_model(served: Any) -> None:

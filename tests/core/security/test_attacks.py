@@ -205,6 +205,11 @@ async def _(house: House) -> Got:
     return await house.chat(TokenSigner(b"another secret, of an attacker").issue("run/1", 1, 600.0))
 
 
+@attack("an agent's key in another spelling, for a share of requests of its own")
+async def _(house: House) -> Got:
+    return await house.chat(f"{house.agent.api_key}=")
+
+
 @attack("an agent's key whose time is over")
 async def _(house: House) -> Got:
     return await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
