@@ -83,7 +83,13 @@ class VLLMControl:
 
     async def claim(self, claim: str) -> None:
         """Leave a word by which this vLLM is known, in place of another trainer's."""
-        await self._rpc("lightning_claim", claim)
+        try:
+            await self._rpc("lightning_claim", claim)
+        except PolicyServerError as error:
+            raise PolicyServerError(
+                f"the vLLM at {self.url} takes no claim of a trainer ({error}); if it was started with another release of "
+                "lightning, start it again with this one"
+            ) from error
 
     async def claimed(self) -> str:
         """The word that was left last; empty in a vLLM that was started since."""

@@ -246,6 +246,12 @@ async def test_what_cannot_say_whose_it_is_is_the_same_and_what_has_no_weights_i
     await asyncio.wait_for(died, 30)
 
 
+async def test_a_vllm_with_another_releases_extension_is_told_how_to_get_on(fake: Any, model: Path) -> None:
+    fake.fail["lightning_claim"] = 1
+    with pytest.raises(PolicyServerError, match=r"takes no claim.*lightning_claim broke.*start it again with this one"):
+        await attached(fake, model)
+
+
 async def test_one_that_only_serves_claims_nothing(fake: Any, model: Path) -> None:
     fake.claim = "the trainer's"
     config = PolicyServerConfig(attach=fake.url)
