@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        return f"{self.rollouts}x{self.turns}_prompt{self.prompt}"
+        return f"{self.rollouts}x{self.turns}_prompt{self.prompt}_response{self.response}"
 
 
 STEPS = (
