@@ -1,0 +1,167 @@
+"""What a model's `config.json` says of its size: parameters, bytes of its KV cache, floating point operations.
+
+The invariant: counts are exact for decoders of the Llama kind (attention with or without grouped heads, a gated
+feed-forward, dense or a mixture of experts); a configuration that lacks what is needed to count is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.errors import ConfigError, MissingExtraError
+
+KNOWN: Mapping[str, Mapping[str, object]] = {
+    "Qwen/Qwen3-4B": {
+        "model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-8B": {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The models of the recipes, as their `config.json` on the hub has them, so that a plan for them needs no network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder. `intermediate` is the width of one feed-forward, of which a layer has `experts` and a token uses `used`."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    experts: int = 1
+    used: int = 1
+    attention_bias: bool = False
+    head_norms: bool = False
+
+    @property
+    def queries(self) -> int:
+        """Width of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads together; that of the values is the same."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and so of an output layer of its own."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return self._attention + self.experts * self._feed_forward + self._router + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.layer + self.hidden + self.embedding * (1 if self.tied else 2)
+
+    @property
+    def computed(self) -> int:
+        """Parameters of the matrices that a token is multiplied with: its experts and the output layer, no embedding."""
+        own = self._attention + self.used * self._feed_forward + self._router
+        return self.layers * own + self.embedding
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers that the KV cache keeps for a token."""
+        return 2 * self.layers * self.keys
+
+    def adapters(self, rank: int) -> int:
+        """Parameters of LoRA adapters of a rank on all linear layers but the output layer: rank (in + out) for each."""
+        attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
+        return self.layers * rank * (attention + self.experts * 3 * (self.hidden + self.intermediate))
+
+    @property
+    def _attention(self) -> int:
+        bias = self.queries + 2 * self.keys if self.attention_bias else 0
+        norms = 2 * self.head_dim if self.head_norms else 0
+        return 2 * self.hidden * (self.queries + self.keys) + bias + norms
+
+    @property
+    def _feed_forward(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def _router(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+
+def read_shape(model: str) -> Shape:
+    """The shape of a model: a folder, a `config.json`, or a name on the hub, of which only that file is read.
+
+    Raises `ConfigError` for a model that is not there, or whose configuration does not say what is needed.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+    elif model in KNOWN:
+        return shape_of(model, KNOWN[model])
+    else:
+        file = _from_hub(model)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as a model's configuration: {error}") from error
+    return shape_of(model, values)
+
+
+def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
+    """The shape that a configuration describes. Raises `ConfigError` naming what it lacks."""
+    values = {**values, **values.get("text_config", {})}
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [key for key in needed if not isinstance(values.get(key), int)]
+    if missing:
+        raise ConfigError(
+            f"the configuration of {name} says nothing of {', '.join(missing)}: the planner knows decoders of the Llama kind"
+        )
+    heads, kind = values["num_attention_heads"], values.get("model_type", "")
+    experts = values.get("num_experts") or values.get("num_local_experts") or 1
+    wide = values.get("moe_intermediate_size") if experts > 1 else None
+    return Shape(
+        name=name,
+        hidden=values["hidden_size"],
+        layers=values["num_hidden_layers"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or math.ceil(values["hidden_size"] / heads),
+        intermediate=wide or values["intermediate_size"],
+        vocabulary=values["vocab_size"],
+        tied=bool(values.get("tie_word_embeddings", False)),
+        experts=experts,
+        used=values.get("num_experts_per_tok", 1) if experts > 1 else 1,
+        attention_bias=bool(values.get("attention_bias", kind == "qwen2")),
+        head_norms=kind.startswith("qwen3"),
+    )
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise MissingExtraError("torch", "huggingface_hub") from error
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"no model {model!r}: there is no such folder here, and the hub did not give its config.json "
+            f"({type(error).__name__}). Give a folder, a config.json, or one of {', '.join(KNOWN)}"
+        ) from error
