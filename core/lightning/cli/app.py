@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "token": Command("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
         "db": Command("lightning.cli.db", "Look after a database: status, upgrade, backup, restore, prune, export."),
         "audit": Command("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
+        "plan": Command("lightning.cli.plan", "Simulate a run on other machines, from what a recorded run took."),
         "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
         "doctor": Command("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
     }
