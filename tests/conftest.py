@@ -28,7 +28,8 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 FRAMEWORKS = (
     "adapters/autogen/", "adapters/langchain/", "adapters/openai_agents/", "adapters/otel/",
-    "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_rag_", "examples/test_sql_",
+    "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_multi_gpu_agents", "examples/test_rag_",
+    "examples/test_sql_",
 )  # fmt: skip
 """Tests that import an agent framework, which takes seconds: `make test-frameworks`."""
 

@@ -34,19 +34,27 @@ ANSWER = re.compile(rf"answer is\s+({NUMBER})\.?\s*$")
 
 async def agent(task: Task, llm: LLM) -> float:
     """Solve one word problem and return the reward: 1.0 for exactly the right number, else 0.0."""
-    client = OpenAIChatCompletionClient(
+    mathematician = AssistantAgent(
+        NAME,
+        model_client=client_of(llm, MAX_TOKENS),
+        tools=[calculate],
+        system_message=SYSTEM,
+        max_tool_iterations=MAX_CALLS,
+    )
+    result = await mathematician.run(task=str(task.input))
+    return grade(result.messages[-1].to_text(), task)
+
+
+def client_of(llm: LLM, max_tokens: int) -> OpenAIChatCompletionClient:
+    """AutoGen's client of the model."""
+    return OpenAIChatCompletionClient(
         model=llm.model,
         base_url=llm.base_url,
         api_key=llm.api_key,
         model_info=MODEL_INFO,
-        max_tokens=MAX_TOKENS,
+        max_tokens=max_tokens,
         http_client=_http(),  # type: ignore[call-arg]  # handed on to the `openai` client, which takes it
     )
-    mathematician = AssistantAgent(
-        NAME, model_client=client, tools=[calculate], system_message=SYSTEM, max_tool_iterations=MAX_CALLS
-    )
-    result = await mathematician.run(task=str(task.input))
-    return grade(result.messages[-1].to_text(), task)
 
 
 def grade(reply: str, task: Task) -> float:

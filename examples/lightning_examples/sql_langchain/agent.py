@@ -36,7 +36,7 @@ class State(TypedDict):
     rewrites: int
 
 
-def build_graph(model: ChatOpenAI) -> CompiledStateGraph[State]:
+def build_graph(model: ChatOpenAI, max_rewrites: int = MAX_REWRITES) -> CompiledStateGraph[State]:
     """The agent: `write` -> `execute` -> `check` -> (`rewrite` -> `execute` -> `check`)*."""
 
     def write(state: State) -> dict[str, object]:
@@ -56,7 +56,7 @@ def build_graph(model: ChatOpenAI) -> CompiledStateGraph[State]:
 
     def decide(state: State) -> Literal["rewrite", "__end__"]:
         correct = re.search(r"\bCORRECT\b", state["verdict"])
-        return "__end__" if correct or state["rewrites"] == MAX_REWRITES else "rewrite"
+        return "__end__" if correct or state["rewrites"] == max_rewrites else "rewrite"
 
     graph = StateGraph(State)
     graph.add_node("write", write)

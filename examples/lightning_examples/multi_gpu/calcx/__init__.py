@@ -1,0 +1,1 @@
+"""Word problems of Calc-X with AutoGen and a calculator."""

@@ -1,0 +1,1 @@
+"""Multi-hop questions of MuSiQue with the OpenAI Agents SDK."""
