@@ -68,7 +68,7 @@ async def test_a_restarted_policy_server_is_told_with_its_new_address(
     async with bench(tmp_path) as house:
         stack = house.loop.stack
         monkeypatch.setattr(
-            type(house.policy), "model", property(lambda self: "new" if self.restarted_with >= 0 else "tiny")
+            type(house.policy), "alias", property(lambda self: "new" if self.restarted_with >= 0 else "tiny")
         )
         async with stack.owner.moving(stack.upstreams):
             assert (await notice(house)).stance is Stance.PAUSED
