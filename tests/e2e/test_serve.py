@@ -16,8 +16,12 @@ from pathlib import Path
 
 import openai
 import pytest
+from lightning.algorithms.prompts.client import OptimizerClient
+from lightning.config import load_config
+from lightning.errors import ConfigError, OptimizerError
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
+from lightning.trainer.prompts_loop import optimizer_in
 from lightning.types import LLM
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
@@ -83,6 +87,21 @@ def test_only_the_key_s_holder_is_answered_and_every_call_is_recorded(served: Se
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").models.list()
     assert asyncio.run(recorded(served.folder)) == [("shell", before[1] + 1)]
+
+
+async def test_it_is_an_endpoint_for_an_optimiser_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the settings of APO name may be any OpenAI-compatible server: here vLLM, behind a gateway that wants a key."""
+    settings = ["model=policy", f"base_url={served.given['OPENAI_BASE_URL']}", "api_key_env=WRITER_KEY", "attempts=1"]
+    named = optimizer_in(load_config(overrides=[f"optimizer_model.{setting}" for setting in settings]))
+    assert named is not None
+    ask = [{"role": "user", "content": "Ann has 20 pens. Ann gives away 5. How many pens now?"}]
+    monkeypatch.setenv("WRITER_KEY", served.given["OPENAI_API_KEY"])
+    assert await OptimizerClient(named).ask(ask)
+    with pytest.raises(OptimizerError, match="'policy' refused a request"):
+        await OptimizerClient(named).ask([{"role": "user", "content": "pens " * 5000}])
+    monkeypatch.setenv("WRITER_KEY", "wrong")
+    with pytest.raises(ConfigError, match=r"status 401: .* the environment variable WRITER_KEY"):
+        await OptimizerClient(named).ask(ask)
 
 
 def test_ctrl_c_stops_it(served: Served) -> None:
