@@ -198,12 +198,12 @@ class ProjectStore:
         page = await self._store.list_rollouts(run, split=split, step=step, status=status, cursor=cursor, limit=limit)
         return replace(page, rollouts=tuple(self._names.rollout_out(rollout) for rollout in page.rollouts))
 
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`. Workers of two projects may have one name and stay two."""
         if not await self._sees_run(run):
             return []
         check_id(worker, "worker")
-        leases = await self._store.lease(run, self._names.worker_in(worker), limit=limit, ttl=ttl)
+        leases = await self._store.lease(run, self._names.worker_in(worker), limit=limit, ttl=ttl, once=once)
         return [self._names.lease_out(lease) for lease in leases]
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
@@ -217,9 +217,9 @@ class ProjectStore:
         await self._check(rollout)
         return self._names.rollout_out(await self._store.complete(rollout, attempt, outcome, spend=spend))
 
-    async def release(self, worker: str) -> int:
+    async def release(self, worker: str, *, once: str = "") -> int:
         """See `Store.release`: of this project's workers the one with the name."""
-        return await self._store.release(self._names.worker_in(worker))
+        return await self._store.release(self._names.worker_in(worker), once=once)
 
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
@@ -273,20 +273,20 @@ class ProjectStore:
         """See `Store.list_steps`."""
         return await self._store.list_steps(run) if await self._sees_run(run) else []
 
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`. Raises `StoreError` for a run that is not there."""
         await self._check_run(run)
-        await self._store.log_metrics(run, step, values)
+        await self._store.log_metrics(run, step, values, once=once)
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """See `Store.metrics`."""
         return await self._store.metrics(run) if await self._sees_run(run) else []
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
         """See `Store.put_state`. Raises `StoreError` for a run that is not there and for a secret."""
         await self._check_state(run, key)
-        await self._store.put_state(run, key, value)
+        await self._store.put_state(run, key, value, once=once)
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`. Raises as `put_state` does."""
@@ -306,11 +306,11 @@ class ProjectStore:
             raise StoreError(f"the state {key!r} is a secret of the servers: use a key without the word secret")
 
     # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
+    async def put_token(self, token: Token, *, once: str = "") -> Token:
         """See `Store.put_token`. Raises `DataError` for a token of another project."""
         if self._project not in (None, token.project):
             raise DataError(f"a token of project {self._project!r} makes no tokens for {token.project!r}")
-        return await self._store.put_token(token)
+        return await self._store.put_token(token, once=once)
 
     async def get_token(self, token: str) -> Token | None:
         """See `Store.get_token`."""
@@ -349,16 +349,18 @@ class ProjectStore:
             found = [item for item in await self._store.list_resources() if self._names.owns(item.name)]
         return [self._names.resource_out(resource) for resource in found]
 
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
         await self._check_version(name, version)
-        return self._names.alias_out(await self._store.set_alias(self._names.resource_in(name), alias, version))
+        moved = await self._store.set_alias(self._names.resource_in(name), alias, version, once=once)
+        return self._names.alias_out(moved)
 
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
         """See `Store.roll_back_alias`."""
         if not await self.alias_history(name, alias):
             raise StoreError(f"the resource {name!r} has no alias {alias!r}: list_aliases() says which there are")
-        return self._names.alias_out(await self._store.roll_back_alias(self._names.resource_in(name), alias))
+        moved = await self._store.roll_back_alias(self._names.resource_in(name), alias, once=once)
+        return self._names.alias_out(moved)
 
     async def list_aliases(self, name: str | None = None) -> list[Alias]:
         """See `Store.list_aliases`."""

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from lightning.types import LLM, Json, Lease, Outcome, Rollout, Span, Transition
+
+ONCE_HEADER: Final = "idempotency-key"
+"""The header in which a request carries its caller's id for it (`once` of the store's methods)."""
 
 
 @dataclass(frozen=True, slots=True)

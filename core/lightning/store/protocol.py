@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from lightning.types import (
     Json,
@@ -33,6 +33,9 @@ LATEST = "latest"
 
 MAX_SPANS = 10_000
 """Spans kept of one attempt; a service in an endless loop must not fill the database."""
+
+KNOWN_SECONDS: Final = 3600.0
+"""For how long a store knows the answer to a call that was named by its caller (`once`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,12 @@ class Watch(Protocol):
 
 
 class Store(Protocol):
-    """The one source of truth. Every method raises `StoreError` (or a subclass) when the database refuses."""
+    """The one source of truth. Every method raises `StoreError` (or a subclass) when the database refuses.
+
+    A method may be called again when its answer was lost. Where that would not be the same as calling it once, it takes `once`:
+    an id that the caller made for this very call, of any form that nobody else makes. For `KNOWN_SECONDS` the same call under
+    the same id changes nothing more and is answered as it was; with other arguments it is another call.
+    """
 
     async def open(self) -> None:
         """Connect and migrate forward. Raises `SchemaError` for a corrupt or newer database. Idempotent."""
@@ -132,12 +140,13 @@ class Store(Protocol):
     ) -> Page:
         """Rollouts of a run in creation order, filtered; `cursor` continues where a page ended."""
 
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
 
         A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead; with a
         `limit` of 0 that is all that happens.
-        Clocks are the database's; `ttl` is in seconds.
+        Clocks are the database's; `ttl` is in seconds. The same call again (`once`), while its leases last, gives those of
+        them that nobody else has taken since, for another `ttl` seconds.
         """
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
@@ -154,7 +163,7 @@ class Store(Protocol):
         `outcome.labels` become the callers of the attempt's transitions with these ids; an id that none has is ignored.
         """
 
-    async def release(self, worker: str) -> int:
+    async def release(self, worker: str, *, once: str = "") -> int:
         """Return every rollout leased by `worker` to pending without spending the attempt's retry; return how many.
 
         Used when a runner restarts or drains. The attempt number still advances at the next lease, so that late
@@ -208,14 +217,14 @@ class Store(Protocol):
     async def list_steps(self, run: str) -> list[StepRecord]:
         """Committed steps in order."""
 
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """Merge values into the metrics of a step."""
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """The metrics of a run by step."""
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
         """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one."""
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
@@ -225,7 +234,7 @@ class Store(Protocol):
         """The value kept under a key, or None."""
 
     # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
+    async def put_token(self, token: Token, *, once: str = "") -> Token:
         """Keep a token and return it as it is stored. Raises `ConflictError` when its id is taken."""
 
     async def get_token(self, token: str) -> Token | None:
@@ -251,13 +260,13 @@ class Store(Protocol):
     async def list_resources(self, name: str | None = None) -> list[Resource]:
         """All versions of a resource, or of all, by name and version."""
 
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """Point an alias to a version, atomically; it is where it was when it pointed there already.
 
         Raises `DataError` for `latest` and for what cannot name an alias, `StoreError` when there is no such version.
         """
 
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
         """Point an alias to where it pointed before; again, to where it pointed before that.
 
         Raises `StoreError` when it has no earlier version.

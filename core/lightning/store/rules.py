@@ -126,6 +126,17 @@ def check_fence(position: Position, attempt: int) -> None:
     )
 
 
+def known_as(once: str, method: str, *arguments: Json) -> str:
+    """Under which name a database keeps what a call was answered; empty for a call that its caller did not name (`once`).
+
+    The name is of fixed length and tells nothing of the arguments, on which it depends.
+    """
+    if not once:
+        return ""
+    text = json.dumps([once, method, *arguments], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def unknown_rollout(rollout: str) -> StoreError:
     """The error for a rollout nobody created."""
     return StoreError(f"rollout {rollout!r} is unknown: create it with create_rollouts() first")

@@ -149,6 +149,13 @@ SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"
 
 KEEP_STATE: Final = "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING"
 
+# answers to calls that their callers named ----------------------------------------------------------------------
+INSERT_ANSWER: Final = "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+KEEP_ANSWER: Final = "UPDATE answers SET answer = ?, until = ? WHERE id = ?"
+SELECT_ANSWER: Final = "SELECT answer FROM answers WHERE id = ?"
+SELECT_OLD_ANSWERS: Final = "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?"
+FORGET_ANSWER: Final = "DELETE FROM answers WHERE id = ?"
+
 # tokens ---------------------------------------------------------------------------------------------------------
 TOKEN_COLUMNS: Final = "id, scope, digest, project, name, created_at, expires_at, revoked_at"  # noqa: S105 — columns
 INSERT_TOKEN: Final = (

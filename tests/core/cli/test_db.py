@@ -31,14 +31,14 @@ def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_
     connection = sqlite3.connect(path)
     connection.executescript((FROZEN / "version-2.sql").read_text())
     connection.close()
-    assert "2 (this release: 5; `lightning db upgrade" in lightning("db", "status", str(path)).out
+    assert "2 (this release: 6; `lightning db upgrade" in lightning("db", "status", str(path)).out
     shown = lightning("db", "upgrade", str(path)).out
-    assert "has schema 5 (it was 2)" in shown
+    assert "has schema 6 (it was 2)" in shown
     assert json.loads(lightning("db", "status", str(tmp_path / "old.db.schema-2"), "--json").out)["schema"] == 2
-    assert "has schema 5 already" in lightning("db", "upgrade", str(path)).out
+    assert "has schema 6 already" in lightning("db", "upgrade", str(path)).out
     lightning("db", "restore", str(tmp_path / "old.db.schema-2"), str(tmp_path / "again.db"))
     ran = lightning("db", "upgrade", str(tmp_path / "again.db"), "--no-backup")
-    assert (ran.code, "has schema 5" in ran.out) == (0, True)
+    assert (ran.code, "has schema 6" in ran.out) == (0, True)
     assert not (tmp_path / "again.db.schema-2").exists()
 
 

@@ -246,10 +246,10 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
     await site.begin("run-2", count=1)
     lease = site.store.lease
 
-    async def refusing(run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> Any:
+    async def refusing(run: str, worker: str, **asked: Any) -> Any:
         if run == RUN:
             raise StoreError("this run is broken")
-        return await lease(run, worker, limit=limit, ttl=ttl)
+        return await lease(run, worker, **asked)
 
     monkeypatch.setattr(site.store, "lease", refusing)
     assert (await site.client(server, idle=0.5).work()).succeeded == 1

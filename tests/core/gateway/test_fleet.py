@@ -11,13 +11,21 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lightning.errors import ConflictError
-from lightning.gateway.fleet import BEAT, GONE, LAPSE, Notice, Seat, Stance
+from lightning.gateway.fleet import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
 from lightning.gateway.upstreams import GRACE, Upstream
+from lightning.store.maintenance.queries import empty_seats
 
-from tests.core.gateway.fleet_world import Call, Gateway, World
+from tests.core.gateway.fleet_world import RUN, Call, Gateway, World
 
 HOLD = 12.0
 """Seconds, `gateway.hold_timeout` in this world; a server is waited for no longer."""
+
+
+def prune(world: World) -> None:
+    """As `lightning db prune` does."""
+    values = world.state.values
+    for name in empty_seats({name: json.dumps(value) for name, value in values.items()}, {RUN}):
+        del values[name]
 
 
 class Fleet(RuleBasedStateMachine):
@@ -93,6 +101,10 @@ class Fleet(RuleBasedStateMachine):
     @rule()
     def the_trainer_dies(self) -> None:
         self.world.kill_trainer()
+
+    @rule()
+    def somebody_prunes(self) -> None:
+        prune(self.world)
 
     @precondition(lambda self: self.world.owner is None)
     @rule()
@@ -191,6 +203,30 @@ def test_a_gateway_that_has_left_is_not_waited_for(world: World) -> None:
     assert world.updating is not None
     world.run(asyncio.wait_for(world.updating, 1000))
     assert world.loop.time() - asked < 4
+
+
+def test_who_comes_late_for_a_seat_that_was_pruned_takes_another(world: World) -> None:
+    """It read the notice before the seat was gone, and takes it when it is not there any more."""
+    world.run(world.gateways[0].member.leave())
+    world.start_update()
+    world.advance(5)
+    current = world.state.values[notice_key(RUN)]
+    assert isinstance(current, dict)
+    assert current["first"] == 1
+    prune(world)
+    assert seat_key(RUN, 0) not in world.state.values
+    world.state.values[notice_key(RUN)] = {**current, "first": 0}
+    world.gateways.insert(0, Gateway(world, 600.0))
+    while seat_key(RUN, 0) not in world.state.values:
+        world.advance(0.001)
+    world.state.values[notice_key(RUN)] = current
+    assert until_ended(world, ask(world, 3)).clean
+    assert seat_key(RUN, 2) in world.state.values
+    world.start_update()
+    world.advance(5)
+    assert world.owner is not None
+    assert world.owner.others == 2
+    assert until_ended(world, ask(world, 3)).believed == [2, 2, 2]
 
 
 def test_what_is_written_is_read() -> None:

@@ -1,4 +1,4 @@
-"""The stores under test: add a name to `BACKENDS` and a branch to `make_store`, and the whole contract runs against it."""
+"""The stores under test: name one more in `backends`, add a branch to `make_store`, and the whole contract runs against it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 
+from tests.core.store.backends import BACKENDS
 from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer
-
-BACKENDS = ("memory", "sqlite", "http", pytest.param("postgres", marks=pytest.mark.slow), "redis")
 
 
 @pytest.fixture(scope="session")

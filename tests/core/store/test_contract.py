@@ -18,6 +18,7 @@ from lightning.types import (
     CallStatus,
     Fault,
     Outcome,
+    Resource,
     Rollout,
     Run,
     Scope,
@@ -32,6 +33,8 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+
+from tests.core.store.backends import everywhere
 
 RolloutOf = Callable[..., Rollout]
 CallOf = Callable[..., Transition]
@@ -78,6 +81,7 @@ async def test_close_waits_for_what_is_queued(make_store: Callable[[], Store], r
     assert await asyncio.gather(*writes) == [1] * 50
 
 
+@everywhere
 async def test_any_loop_of_any_thread_may_await(store: Store, rollout: RolloutOf) -> None:
     def elsewhere(name: str) -> None:
         created.append(asyncio.run(store.create_rollouts([rollout(name)])))
@@ -104,6 +108,7 @@ async def test_a_caller_that_gives_up_disturbs_nobody(store: Store, rollout: Rol
 # runs -----------------------------------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_a_run_is_created_once(store: Store) -> None:
     first = await store.put_run(Run("r1", "one", {"model": "m", "nested": {"lr": 1e-6, "tags": ["a", None]}}))
     assert first.created_at > 1e9
@@ -121,6 +126,7 @@ async def test_runs_are_listed_newest_first(store: Store) -> None:
 # creating and listing rollouts ----------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_a_rollout_is_created_once(store: Store, rollout: RolloutOf) -> None:
     given = rollout("a", task=Task({"q": "π \ud800 \0"}, expected=[1.5, None], metadata={"k": "v"}), step=3, index=2)
     assert await store.create_rollouts([given, rollout("b"), rollout("a")]) == 2
@@ -163,6 +169,7 @@ async def test_pages_run_through_everything_in_creation_order(store: Store, roll
     assert pages == 3
 
 
+@everywhere
 async def test_lists_are_filtered(store: Store, rollout: RolloutOf) -> None:
     await store.create_rollouts(
         [rollout("t0", step=0), rollout("t1", step=1), rollout("v1", step=1, split="val"), rollout("t2", step=1)]
@@ -189,6 +196,7 @@ async def test_bad_pages_are_refused(store: Store) -> None:
 # leases ---------------------------------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_leases_come_in_creation_order_and_once(store: Store, rollout: RolloutOf) -> None:
     await store.create_rollouts([rollout(name) for name in "cab"])
     first = await store.lease("run", "w1", limit=2, ttl=60)
@@ -214,6 +222,7 @@ async def test_lease_times_are_the_databases(store: Store, rollout: RolloutOf) -
     assert replace(longer, expires_at=lease.expires_at) == lease
 
 
+@everywhere
 async def test_an_expired_lease_is_taken_over_and_its_holder_fenced(
     store: Store, rollout: RolloutOf, call: CallOf
 ) -> None:
@@ -260,6 +269,7 @@ async def test_a_lease_of_nothing_ends_what_was_lost_and_takes_nothing(store: St
     assert found == {"a": (Status.FAILED, 1), "b": (Status.RUNNING, 1), "c": (Status.PENDING, 0)}
 
 
+@everywhere
 async def test_only_the_holder_renews(store: Store, rollout: RolloutOf) -> None:
     await store.create_rollouts([rollout()])
     (lease,) = await store.lease("run", "w1")
@@ -272,6 +282,7 @@ async def test_only_the_holder_renews(store: Store, rollout: RolloutOf) -> None:
         await store.renew(replace(lease, rollout=replace(lease.rollout, id="nobody")))
 
 
+@everywhere
 async def test_release_gives_back_without_spending_the_retry(store: Store, rollout: RolloutOf, call: CallOf) -> None:
     await store.create_rollouts([rollout(max_attempts=1), rollout("b"), rollout("c")])
     await store.lease("run", "w1", limit=2)
@@ -329,6 +340,7 @@ async def test_impossible_leases_are_refused(store: Store, asked: dict[str, obje
 # outcomes -------------------------------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
     events = (
         ToolEvent(
@@ -351,6 +363,7 @@ async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
     assert await leased.tool_events("a", 2) == []
 
 
+@everywhere
 async def test_repeating_an_outcome_changes_nothing_and_contradicting_it_is_refused(leased: Store) -> None:
     done = await leased.complete("a", 1, Outcome(reward=1.0, seconds=3.0))
     assert await leased.complete("a", 1, Outcome(reward=1, seconds=3)) == done
@@ -361,6 +374,7 @@ async def test_repeating_an_outcome_changes_nothing_and_contradicting_it_is_refu
     assert await leased.lease("run", "w2") == []
 
 
+@everywhere
 async def test_labels_name_the_callers_of_their_calls(leased: Store, rollout: RolloutOf, call: CallOf) -> None:
     await leased.create_rollouts([rollout("b")])
     await leased.lease("run", "w")
@@ -426,6 +440,7 @@ async def test_a_refused_outcome_labels_nothing(leased: Store, call: CallOf) -> 
     assert await leased.transitions("a") == [call(0)]
 
 
+@everywhere
 async def test_infrastructure_faults_are_retried_then_fail(leased: Store) -> None:
     pending = await leased.complete("a", 1, INFRASTRUCTURE)
     assert (pending.status, pending.fault, pending.error) == (Status.PENDING, Fault.INFRASTRUCTURE, "node gone")
@@ -483,6 +498,7 @@ async def test_unknown_rollouts_and_future_attempts_are_refused(leased: Store, c
 # transitions ----------------------------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> None:
     given = [
         call(0, range(500), range(600, 700)),
@@ -512,6 +528,7 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
     ] * 3
 
 
+@everywhere
 async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: Store, call: CallOf) -> None:
     nan = call(0, logprobs=logprobs([math.nan, -1.0]))
     assert await leased.append([nan]) == 1
@@ -586,6 +603,7 @@ async def test_attempts_do_not_mix(store: Store, rollout: RolloutOf, call: CallO
     assert [len(x) for x in await store.transitions_of([("a", 2), ("a", 1), ("a", 3), ("a", 2)])] == [1, 2, 0, 1]
 
 
+@everywhere
 async def test_groups_and_interleaved_agents_come_back_exactly(store: Store, rollout: RolloutOf, call: CallOf) -> None:
     """Sub-agents take turns, siblings share their prompts, choices of one call share everything: whatever is stored against
     whatever, each call comes back as it was."""
@@ -639,6 +657,7 @@ def record(
     return StepRecord(**fields)  # type: ignore[arg-type]
 
 
+@everywhere
 async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> None:
     await trained.commit_step(record())
     await trained.commit_step(record())
@@ -671,6 +690,7 @@ async def test_a_step_with_one_wrong_rollout_changes_nothing(
     assert untouched.trained_at_step is None
 
 
+@everywhere
 async def test_a_rollout_enters_one_step_only(trained: Store) -> None:
     await trained.commit_step(record(0, (("a", 1),)))
     with pytest.raises(ConflictError, match="step 0 trained it"):
@@ -689,6 +709,7 @@ async def test_a_step_trains_rollouts_of_its_run_only(trained: Store) -> None:
 # metrics and state ----------------------------------------------------------------------------------------------
 
 
+@everywhere
 async def test_metrics_merge_by_step(store: Store) -> None:
     await store.log_metrics("run", 2, {"loss": 1.0, "reward": 0.5})
     await store.log_metrics("run", 1, {"loss": math.nan, "gap": -math.inf})
@@ -702,6 +723,7 @@ async def test_metrics_merge_by_step(store: Store) -> None:
     assert second.at > 1e9
 
 
+@everywhere
 async def test_state_is_replaced(store: Store) -> None:
     assert await store.get_state("run", "cursor") is None
     await store.put_state("run", "cursor", {"k": [1, "x", None]})
@@ -713,6 +735,7 @@ async def test_state_is_replaced(store: Store) -> None:
         await store.put_state("run", "cursor", b"bytes")  # type: ignore[arg-type]
 
 
+@everywhere
 async def test_a_watch_hears_every_change_and_no_lease(store: Store, rollout: Callable[..., Rollout]) -> None:
     async with store.watch("run") as watch:
         assert not await watch.wait(0)
@@ -738,6 +761,7 @@ async def test_a_change_between_the_look_and_the_wait_is_heard_at_once(store: St
         assert await asyncio.wait_for(waiting, 5)
 
 
+@everywhere
 async def test_one_of_several_values_is_kept(store: Store) -> None:
     kept = await asyncio.gather(*(store.keep_state("", "cursor", number) for number in range(8)))
     assert len(set(kept)) == 1
@@ -754,6 +778,70 @@ async def test_an_id_of_another_run_is_refused_and_nothing_is_created(
     assert await store.get_rollout("b") is None
 
 
+@everywhere
+async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -> None:
+    """Its answer was lost, and somebody else changed the same things before it was sent again."""
+    await store.put_state("run", "k", "mine", once="1")
+    await store.put_state("run", "k", "newer")
+    await store.put_state("run", "k", "mine", once="1")
+    assert await store.get_state("run", "k") == "newer"
+    await store.put_state("run", "k", "another", once="1")  # with other arguments it is another call
+    assert await store.get_state("run", "k") == "another"
+    await store.log_metrics("run", 0, {"loss": 2.0}, once="1")
+    await store.log_metrics("run", 0, {"loss": 1.0})
+    await store.log_metrics("run", 0, {"loss": 2.0}, once="1")
+    assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
+    token = Token("t", Scope.RUNNER, "d" * 64)
+    assert await store.put_token(token, once="1") == await store.put_token(token, once="1")
+    with pytest.raises(ConflictError):
+        await store.put_token(token, once="2")
+
+
+@everywhere
+async def test_an_alias_that_is_moved_again_under_an_id_stays_where_others_moved_it(store: Store) -> None:
+    for text in "abc":
+        await store.put_resource(Resource("w", text))
+    first = await store.set_alias("w", "production", 1, once="1")
+    await store.set_alias("w", "production", 2)
+    assert await store.set_alias("w", "production", 1, once="1") == first
+    back = await store.roll_back_alias("w", "production", once="1")
+    await store.set_alias("w", "production", 3)
+    assert await store.roll_back_alias("w", "production", once="1") == back
+    assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+
+
+@everywhere
+async def test_a_lease_that_is_asked_for_again_under_its_id_is_the_same(store: Store, rollout: RolloutOf) -> None:
+    """Those of its rollouts that are nobody else's by now; when none is left, others."""
+    await store.create_rollouts([rollout(name) for name in "abcd"])
+    given = await store.lease("run", "w", limit=2, ttl=100, once="1")
+    again = await store.lease("run", "w", limit=2, ttl=100, once="1")
+    assert [lease.rollout for lease in again] == [lease.rollout for lease in given]
+    assert [lease.rollout.id for lease in again] == ["a", "b"]
+    assert all(new.expires_at >= old.expires_at for new, old in zip(again, given, strict=True))
+    assert (await store.complete("a", 1, Outcome(reward=1.0))).status is Status.SUCCEEDED
+    assert [lease.rollout.id for lease in await store.lease("run", "w", limit=2, ttl=100, once="1")] == ["b"]
+    assert [lease.rollout.id for lease in await store.lease("run", "w", limit=1, ttl=100, once="2")] == ["c"]
+    assert await store.release("w") == 2
+    for _ in range(2):
+        found = await store.lease("run", "w", limit=2, ttl=100, once="1")
+        assert [(lease.rollout.id, lease.attempt) for lease in found] == [("b", 2), ("c", 2)]
+
+
+@everywhere
+async def test_what_is_released_again_under_an_id_was_leased_before(store: Store, rollout: RolloutOf) -> None:
+    """A worker that was started anew under the same name keeps what it has leased since."""
+    assert await store.release("w", once="0") == 0
+    await store.create_rollouts([rollout(name) for name in "ab"])
+    await store.lease("run", "w", limit=2)
+    assert await store.release("w", once="1") == 2
+    (held,) = await store.lease("run", "w")
+    assert await store.release("w", once="1") == 2
+    assert await store.release("w", once="0") == 0
+    await store.renew(held)
+
+
+@everywhere
 async def test_tokens_are_kept_and_revoked_for_good(store: Store) -> None:
     made = await store.put_token(Token("t1", Scope.RUNNER, "ab" * 32, name="laptop", expires_at=5e9))
     assert made.created_at > 0
@@ -768,6 +856,7 @@ async def test_tokens_are_kept_and_revoked_for_good(store: Store) -> None:
         await store.revoke_token("t2")
 
 
+@everywhere
 async def test_runs_are_listed_by_project(store: Store) -> None:
     made = await store.put_run(Run("elsewhere", "elsewhere", project="theirs"))
     assert await store.list_runs("theirs") == [made]

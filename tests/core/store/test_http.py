@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from lightning.errors import ConfigError, ConflictError, DataError, SchemaError, StoreError, UnavailableError
 from lightning.plugins import plugins
 from lightning.server.api import answers
@@ -28,12 +28,14 @@ from lightning.types import (
     Rollout,
     Run,
     Scope,
+    Status,
     Task,
     Token,
     Transition,
     logprobs,
     token_ids,
 )
+from yarl import URL
 
 from tests.servers.ports import free_port
 
@@ -227,21 +229,96 @@ async def test_patience_ends_with_what_was_tried() -> None:
         await store.list_runs()
 
 
-async def test_what_must_not_be_done_twice_is_asked_once() -> None:
-    script = Script(rollback=[(0, "")], tokens=[(0, "")])
-    async with server(script) as url, opened(url) as store:
-        with pytest.raises(UnavailableError, match="not known whether it was done"):
-            await store.roll_back_alias("writer", "production")
-        with pytest.raises(UnavailableError, match="not known whether it was done"):
-            await store.put_token(Token("t", Scope.RUNNER, "a" * 64))
-    assert script.asked[1:] == ["POST rollback", "POST tokens"]
+class Loses:
+    """Forwards to a server. Once `between` is there, the next answer but those of GET is lost, and it is run before the
+    request comes again."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self.between: Callable[[], Awaitable[object]] | None = None
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        body = await request.read()
+        url = URL(f"{self._target}{request.raw_path}", encoded=True)
+        async with (
+            ClientSession() as session,
+            session.request(request.method, url, data=body, headers=headers) as answered,
+        ):
+            found = await answered.read()
+        if request.method != "GET" and self.between is not None:
+            between, self.between = self.between, None
+            await between()
+            assert request.transport is not None
+            request.transport.abort()
+        return web.Response(status=answered.status, body=found, content_type="application/json")
 
 
-async def test_what_was_not_done_is_asked_again_even_so() -> None:
-    alias = {"name": "w", "alias": "production", "version": 1, "at": 1.0}
-    script = Script(rollback=[(429, refused("busy")), (200, alias)])
-    async with server(script) as url, opened(url) as store:
+async def test_nothing_is_done_twice_when_an_answer_is_lost(control: ControlServer) -> None:
+    """The server has done what was asked, and before it is asked again somebody else does the like."""
+    url, token = control.add(MemoryStore())
+    other = HttpStore(url, token=token)
+    await other.open()
+    loses = Loses(url)
+    async with server(loses) as lossy:
+        store = HttpStore(lossy, token=token)
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in "abcd"])
+        for text in "abc":
+            await store.put_resource(Resource("w", text))
+        loses.between = lambda: other.put_state("run", "k", "newer")
+        await store.put_state("run", "k", "older")
+        assert await store.get_state("run", "k") == "newer"
+        loses.between = lambda: other.log_metrics("run", 0, {"loss": 1.0})
+        await store.log_metrics("run", 0, {"loss": 2.0})
+        assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
+        loses.between = lambda: other.lease("run", "v")
+        assert [lease.rollout.id for lease in await store.lease("run", "w", limit=2)] == ["a", "b"]
+        loses.between = lambda: other.lease("run", "w")
+        assert await store.release("w") == 2
+        assert [r.id for r in (await store.list_rollouts("run", status=Status.PENDING)).rollouts] == ["b", "d"]
+        loses.between = lambda: other.set_alias("w", "production", 2)
+        assert (await store.set_alias("w", "production", 1)).version == 1
+        loses.between = lambda: other.set_alias("w", "production", 3)
         assert (await store.roll_back_alias("w", "production")).version == 1
+        assert [move.version for move in await store.alias_history("w", "production")] == [1, 2, 1, 3]
+        loses.between = other.list_tokens
+        assert (await store.put_token(Token("t", Scope.RUNNER, "a" * 64))).id == "t"
+        await store.close()
+    await other.close()
+    control.remove(url)
+
+
+async def test_what_was_leased_unheard_is_leased_first_when_a_server_answers_again(control: ControlServer) -> None:
+    """The caller's patience is over before it hears what it was given."""
+    url, token = control.add(MemoryStore())
+    loses = Loses(url)
+    async with server(loses) as lossy:
+        store = HttpStore(lossy, token=token, patience=0)
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in "abcd"])
+        loses.between = store.list_runs
+        with pytest.raises(UnavailableError, match="not known whether it was done"):
+            await store.lease("run", "w", limit=2)
+        assert [lease.rollout.id for lease in await store.lease("run", "w", limit=1)] == ["c"]  # no more than that
+        assert [lease.rollout.id for lease in await store.lease("run", "w", limit=3)] == ["a", "b"]
+        assert [lease.rollout.id for lease in await store.lease("run", "w", limit=3)] == ["d"]
+        await store.close()
+    control.remove(url)
+
+
+async def test_an_id_of_a_request_that_cannot_be_one_is_refused(control: ControlServer) -> None:
+    url, token = control.add(MemoryStore())
+    headers = {"authorization": f"Bearer {token}", "idempotency-key": "x" * 256}
+    async with (
+        ClientSession() as session,
+        session.post(f"{url}/api/v1/leases/release", json={"worker": "w"}, headers=headers) as answered,
+    ):
+        assert answered.status == 400
+        assert "idempotency-key must have one id of at most 255" in (await answered.json())["error"]["message"]
+    control.remove(url)
 
 
 async def test_work_goes_on_when_one_of_two_servers_over_one_database_ends(tmp_path: Path) -> None:

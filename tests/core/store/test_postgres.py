@@ -17,12 +17,13 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
+from lightning.store import rules
 from lightning.store.postgres import PostgresStore, connections
 from lightning.store.postgres import connection as postgres_connection
 from lightning.store.postgres import watching as postgres_watching
 from lightning.store.postgres.connection import lock_key
 from lightning.store.postgres.migrations import MIGRATIONS
-from lightning.store.relational import tokens, transitions
+from lightning.store.relational import rollouts, tokens, transitions
 from lightning.store.relational.bell import Bell
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -185,27 +186,78 @@ async def test_a_move_whose_answer_was_lost_leaves_alone_what_was_moved_since(
     await other.close()
 
 
-async def test_a_token_whose_first_try_is_still_on_its_way_is_waited_for(store: PostgresStore) -> None:
-    token, other = Token("t", Scope.RUNNER, "d" * 64), PostgresStore(store._settings)
+@pytest.mark.parametrize("ends", ["committed", "rolled back"])
+async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
+    store: PostgresStore, rollout: RolloutOf, ends: str
+) -> None:
+    other = PostgresStore(store._settings)
     await other.open()
-    put, let_go = asyncio.Event(), asyncio.Event()
-    here, stored = asyncio.get_running_loop(), []
+    await store.create_rollouts([rollout(name) for name in "ab"])
+    token = Token("t", Scope.RUNNER, "d" * 64)
+    names = [
+        rules.known_as("1", "put_token", "t", "d" * 64, "runner", "default"),
+        rules.known_as("1", "lease", "run", "w", 1, 60.0),
+    ]
+    done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     async def first(tx: Any) -> None:
-        stored.append(await tokens.put(tx, token))
-        here.call_soon_threadsafe(put.set)
+        await tokens.put(tx, token, names[0])
+        await rollouts.lease(tx, "run", "w", 1, 60.0, names[1])
+        here.call_soon_threadsafe(done.set)
         while not let_go.is_set():
             await asyncio.sleep(0.01)
+        if ends != "committed":
+            raise StoreError("it breaks off")
 
     trying = asyncio.ensure_future(other._write(first))
-    await put.wait()
-    again = asyncio.ensure_future(store._write(lambda tx: tokens.put_again(tx, stored[0], token)))
+    await done.wait()
+    again = [
+        asyncio.ensure_future(store.put_token(token, once="1")),
+        asyncio.ensure_future(store.lease("run", "w", once="1")),
+    ]
     await asyncio.sleep(0.1)
-    assert not again.done()
+    assert not any(task.done() for task in again)
     let_go.set()
-    assert await again == stored[0]
-    await trying
+    stored, (lease,) = await asyncio.gather(*again)
+    assert (stored.id, lease.rollout.id, lease.attempt) == ("t", "a", 1)
+    await asyncio.gather(trying, return_exceptions=True)
+    assert [r.status for r in (await store.list_rollouts("run")).rollouts] == [Status.RUNNING, Status.PENDING]
     await other.close()
+
+
+async def test_a_value_whose_answer_was_lost_does_not_replace_a_newer_one(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is lost after the commit, and another process writes before it is asked for again."""
+    other = PostgresStore(store._settings)
+    await other.open()
+    waited = connections._Patience.wait
+
+    async def wait(self: Any, error: BaseException) -> None:
+        await other.put_state("run", "k", "newer")
+        await other.log_metrics("run", 0, {"loss": 1.0})
+        await waited(self, error)
+
+    monkeypatch.setattr(connections._Patience, "wait", wait)
+    session = store._session
+    assert session is not None
+    for write in (lambda: store.put_state("run", "k", "older"), lambda: store.log_metrics("run", 0, {"loss": 2.0})):
+        session.connections._idle.append(Loses(session.connections._idle.pop(), True))
+        await write()
+    assert await store.get_state("run", "k") == "newer"
+    assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
+    await other.close()
+
+
+async def test_old_answers_go_when_new_ones_come(store: PostgresStore) -> None:
+    for number in range(12):
+        await store.put_state("run", "k", number)
+    await store._write(lambda tx: tx.run("UPDATE answers SET until = 1"))
+    for left in (5, 1, 1):  # eight go for each that comes
+        await store.put_state("run", "k", left)
+        assert (await store._read(lambda tx: tx.one("SELECT count(*) FROM answers WHERE until < 2")))[0] == max(
+            left - 1, 0
+        )
 
 
 async def test_a_failed_notification_leaves_no_broken_connection_behind(

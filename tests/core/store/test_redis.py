@@ -310,7 +310,7 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     await redis.commit_step(StepRecord("run", 0, 1, (("a", 1),), ("d",), "x"))
     await redis.complete("b", 1, Outcome(fault=Fault.AGENT))
     await redis.log_metrics("run", 0, {"loss": 1.0})
-    await redis.put_state("run", "k", 1)
+    await redis.put_state("run", "k", 1, once="an id")
     await redis.put_token(Token("t", Scope.ADMIN, "d"))
     await redis.revoke_token("t")
     await redis.put_resource(Resource("w", "text"))
@@ -319,7 +319,7 @@ async def test_every_key_is_under_the_prefix_and_described(redis: RedisStore, ro
     known = {word for line in described for word in re.findall(r"[a-z]+", line)}
     found = {name.partition(":")[0] for name in await names(redis)}
     assert found <= known
-    assert {"calls", "roots", "uses", "moves", "answers", "spans", "proofs", "revoked"} <= found
+    assert {"calls", "roots", "uses", "moves", "answers", "once", "spans", "proofs", "revoked"} <= found
 
 
 def test_scripts_touch_only_the_keys_they_are_given() -> None:

@@ -122,6 +122,32 @@ async def test_a_lease_that_was_lost_before_it_was_heard_of_is_not_given_twice(
         await other.close()
 
 
+async def test_a_value_whose_answer_was_lost_does_not_replace_a_newer_one(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is lost, another process writes, and only then the first call is sent again."""
+    with LossyProxy(redis_server.port) as proxy:
+        store = await opened(f"redis://127.0.0.1:{proxy.port}?prefix=newer&timeout=60")
+        other = await opened(redis_server.url("prefix=newer"))
+        written = asyncio.Event()
+
+        async def until_then(_: float) -> None:
+            await written.wait()
+
+        monkeypatch.setattr(lanes.asyncio, "sleep", until_then)
+        proxy.chance = 1.0
+        waiting = asyncio.create_task(store.put_state("run", "k", "older"))
+        while not proxy.lost:
+            await asyncio.wait([waiting], timeout=0.01)
+        await other.put_state("run", "k", "newer")
+        proxy.chance = 0.0
+        written.set()
+        await waiting
+        assert await store.get_state("run", "k") == "newer"
+        await store.close()
+        await other.close()
+
+
 # a server that goes away ----------------------------------------------------------------------------------------
 
 APPEND = """

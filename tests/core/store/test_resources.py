@@ -13,6 +13,8 @@ from lightning.store import Alias, ResourceUse, Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Resource, ResourceKind, Rollout, StepRecord
 
+from tests.core.store.backends import everywhere
+
 RolloutOf = Callable[..., Rollout]
 
 
@@ -20,6 +22,7 @@ def moves(aliases: list[Alias]) -> list[tuple[str, str, int]]:
     return [(alias.name, alias.alias, alias.version) for alias in aliases]
 
 
+@everywhere
 async def test_versions_count_up_and_the_same_content_is_the_same_version(store: Store) -> None:
     first = await store.put_resource(Resource("writer", "Write on {topic}.", metadata={"made_by": "hand"}))
     assert (first.version, first.metadata) == (1, {"made_by": "hand"})
@@ -66,6 +69,7 @@ def test_what_is_no_text_is_no_prompt_and_what_is_not_json_no_config() -> None:
         Resource("a", "x", metadata={"made": object()})  # type: ignore[dict-item]
 
 
+@everywhere
 async def test_an_alias_moves_and_returns(store: Store) -> None:
     for text in ("one", "two", "three"):
         await store.put_resource(Resource("writer", text))
@@ -117,6 +121,7 @@ async def test_many_writers_make_each_version_once(store: Store) -> None:
     assert len(await store.list_resources("w")) == 5
 
 
+@everywhere
 async def test_a_rollout_says_what_it_runs_with_and_the_store_what_that_earned(
     store: Store, rollout: RolloutOf
 ) -> None:

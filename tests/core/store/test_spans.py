@@ -13,6 +13,8 @@ from lightning.store.redis import spans as redis_spans
 from lightning.store.relational import spans as relational_spans
 from lightning.types import Fault, Outcome, Rollout, Span
 
+from tests.core.store.backends import everywhere
+
 RolloutOf = Callable[..., Rollout]
 
 
@@ -31,6 +33,7 @@ async def leased(store: Store, rollout: RolloutOf) -> Store:
     return store
 
 
+@everywhere
 async def test_a_span_comes_back_exactly(leased: Store) -> None:
     given = span(
         parent_id="e" * 16,
@@ -61,6 +64,7 @@ async def test_a_repeated_span_is_taken_and_its_first_content_stays(leased: Stor
     assert await leased.append_spans([]) == 0
 
 
+@everywhere
 async def test_late_spans_of_the_current_attempt_are_taken_and_those_of_an_earlier_one_are_not(leased: Store) -> None:
     assert await leased.append_spans([span(1)]) == 1
     await leased.complete("a", 1, Outcome(fault=Fault.INFRASTRUCTURE))

@@ -30,11 +30,12 @@ from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
 from lightning.server.projects import Projects
 from lightning.store import wire
-from lightning.store.messages import Changed
+from lightning.store.messages import ONCE_HEADER, Changed
 from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
 
 ROUTES: tuple[Route, ...] = (*meta.ROUTES, *rollouts.ROUTES, *records.ROUTES, *resources.ROUTES)
+LONGEST_ONCE = 255
 LONG = 65_536
 """Bytes of a body that is read beside the event loop."""
 T = TypeVar("T")
@@ -113,11 +114,11 @@ class Api:
         if route.scopes is not None:
             principal.require(*route.scopes)
         with self._share(route, principal):
-            query = query_of(route, _query(scope))
+            query, once = query_of(route, _query(scope)), _once(scope) if route.once else ""
             payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
             with self._room(route):
                 body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
-                call = Call(principal, self._projects.of(principal.project), self._services, path, query, body)
+                call = Call(principal, self._projects.of(principal.project), self._services, path, query, body, once)
                 if route is records.WATCH and _wants_events(scope):
                     await self._stream(call, authorization, receive, send)
                     return
@@ -243,6 +244,14 @@ def _query(scope: Scope) -> list[tuple[str, str]]:
 def _authorization(scope: Scope) -> str:
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     return given[0].decode("latin-1") if len(given) == 1 else ""
+
+
+def _once(scope: Scope) -> str:
+    """The caller's id for the request. Raises `DataError` for several, and for what is too long or not printable."""
+    given = [value.decode("latin-1") for name, value in scope["headers"] if name == ONCE_HEADER.encode()]
+    if len(given) > 1 or any(not 0 < len(one) <= LONGEST_ONCE or not one.isprintable() for one in given):
+        raise DataError(f"the header {ONCE_HEADER} must have one id of at most {LONGEST_ONCE} printable characters")
+    return given[0] if given else ""
 
 
 def _wants_events(scope: Scope) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from lightning._version import __version__
 from lightning.server.api.table import PREFIX, Route, parameters
 from lightning.store import wire
-from lightning.store.messages import Failure
+from lightning.store.messages import ONCE_HEADER, Failure
 from lightning.types import Scope
 
 Schema = dict[str, Any]
@@ -31,6 +31,15 @@ FAILURES = {
     "422": "The store refuses it, for the reason that is given.",
     "429": "The server has too much to do; ask again after the seconds in `Retry-After`.",
     "503": "The store cannot be reached now; ask again after the seconds in `Retry-After`.",
+}
+
+
+ONCE = {
+    "name": ONCE_HEADER,
+    "in": "header",
+    "description": "An id that you made for this very request. Sent again with it, because the answer was lost, the request is "
+    "not done a second time, and is answered as it was.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
 
 
@@ -69,7 +78,7 @@ def _operation(route: Route) -> tuple[Schema, list[type]]:
     operation: Schema = {
         "operationId": route.name,
         "description": route.doc + said,
-        "parameters": [*_path_parameters(route), *_query_parameters(route.query)],
+        "parameters": [*_path_parameters(route), *_query_parameters(route.query), *([ONCE] if route.once else [])],
         "responses": {"200": {"description": "Done.", "content": {"application/json": {"schema": answer.schema}}}},
     }
     if route.body is not None:

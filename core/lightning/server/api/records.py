@@ -64,7 +64,7 @@ async def list_metrics(call: Call[Paging, None]) -> Slice[MetricPoint]:
 
 async def log_metrics(call: Call[NoQuery, messages.Metrics]) -> messages.Metrics:
     """Merge values into the metrics of a step."""
-    await call.store.log_metrics(call.path["run"], call.body.step, call.body.values)
+    await call.store.log_metrics(call.path["run"], call.body.step, call.body.values, once=call.once)
     return call.body
 
 
@@ -77,7 +77,7 @@ async def get_state(call: Call[OfRun, None]) -> messages.State:
 async def put_state(call: Call[OfRun, messages.State]) -> messages.State:
     """Keep a small value under a key, in place of an older one."""
     _check_whole_store(call)
-    await call.store.put_state(call.query.run, call.path["key"], call.body.value)
+    await call.store.put_state(call.query.run, call.path["key"], call.body.value, once=call.once)
     return call.body
 
 
@@ -107,9 +107,9 @@ ROUTES = (
     Route("GET", "/runs/{run}/steps", list_steps, LOOK, Slice[StepRecord], query=Paging),
     Route("POST", "/steps", commit_step, TRAIN, StepRecord, StepRecord),
     Route("GET", "/runs/{run}/metrics", list_metrics, LOOK, Slice[MetricPoint], query=Paging),
-    Route("POST", "/runs/{run}/metrics", log_metrics, TRAIN, messages.Metrics, messages.Metrics),
+    Route("POST", "/runs/{run}/metrics", log_metrics, TRAIN, messages.Metrics, messages.Metrics, once=True),
     Route("GET", "/state/{key}", get_state, TRAIN, messages.State, query=OfRun),
-    Route("PUT", "/state/{key}", put_state, TRAIN, messages.State, messages.State, query=OfRun),
+    Route("PUT", "/state/{key}", put_state, TRAIN, messages.State, messages.State, query=OfRun, once=True),
     Route("POST", "/state/{key}/keep", keep_state, TRAIN, messages.State, messages.State, query=OfRun),
     WATCH,
 )

@@ -63,12 +63,12 @@ async def list_aliases(call: Call[OfName, None]) -> Slice[Alias]:
 
 async def set_alias(call: Call[NoQuery, messages.Target]) -> Alias:
     """Point an alias to a version."""
-    return await call.store.set_alias(call.path["name"], call.path["alias"], call.body.version)
+    return await call.store.set_alias(call.path["name"], call.path["alias"], call.body.version, once=call.once)
 
 
 async def roll_back_alias(call: Call[NoQuery, None]) -> Alias:
     """Point an alias to where it pointed before; again, to where it pointed before that."""
-    return await call.store.roll_back_alias(call.path["name"], call.path["alias"])
+    return await call.store.roll_back_alias(call.path["name"], call.path["alias"], once=call.once)
 
 
 async def alias_history(call: Call[Paging, None]) -> Slice[Alias]:
@@ -89,7 +89,7 @@ async def put_token(call: Call[NoQuery, Token]) -> Token:
         raise DataError("digest is not the SHA-256 of a secret as 64 lower-case hexadecimal digits")
     if token.revoked_at is not None:
         raise DataError("a token cannot be made revoked: leave revoked_at out")
-    return await call.store.put_token(replace(token, created_at=token.created_at or time.time()))
+    return await call.store.put_token(replace(token, created_at=token.created_at or time.time()), once=call.once)
 
 
 async def get_token(call: Call[NoQuery, None]) -> Token:
@@ -112,11 +112,11 @@ ROUTES = (
     Route("GET", "/resources/{name}/versions/{which}", get_resource, ANY, Resource),
     Route("GET", "/resources/{name}/uses", resource_uses, LOOK, Slice[ResourceUse], query=Paging),
     Route("GET", "/aliases", list_aliases, ANY, Slice[Alias], query=OfName),
-    Route("PUT", ALIAS, set_alias, TRAIN, Alias, messages.Target),
-    Route("POST", f"{ALIAS}/rollback", roll_back_alias, TRAIN, Alias),
+    Route("PUT", ALIAS, set_alias, TRAIN, Alias, messages.Target, once=True),
+    Route("POST", f"{ALIAS}/rollback", roll_back_alias, TRAIN, Alias, once=True),
     Route("GET", f"{ALIAS}/history", alias_history, LOOK, Slice[Alias], query=Paging),
     Route("GET", "/tokens", list_tokens, ADMIN, Slice[Token], query=Paging),
-    Route("POST", "/tokens", put_token, ADMIN, Token, Token),
+    Route("POST", "/tokens", put_token, ADMIN, Token, Token, once=True),
     Route("GET", "/tokens/{token}", get_token, ADMIN, Token),
     Route("DELETE", "/tokens/{token}", revoke_token, ADMIN, Token),
 )

@@ -126,7 +126,8 @@ async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     asked = call.body
     if not await _is_served(call, asked.run):
         return messages.Leases(())
-    leases = await call.store.lease(asked.run, asked.worker, limit=min(asked.limit, LARGEST_LEASE), ttl=asked.ttl)
+    limit = min(asked.limit, LARGEST_LEASE)
+    leases = await call.store.lease(asked.run, asked.worker, limit=limit, ttl=asked.ttl, once=call.once)
     found = [await _with_llm(call, held) for held in leases]
     return messages.Leases(tuple([held for held in found if held is not None]))
 
@@ -174,7 +175,7 @@ async def complete(call: Call[NoQuery, messages.Completion]) -> Rollout:
 
 async def release(call: Call[NoQuery, messages.Release]) -> messages.Released:
     """Give back everything that a worker holds, without spending a retry. For a worker that starts again, or drains."""
-    return messages.Released(await call.store.release(call.body.worker))
+    return messages.Released(await call.store.release(call.body.worker, once=call.once))
 
 
 async def append(call: Call[NoQuery, messages.Transitions]) -> messages.Appended:
@@ -245,8 +246,8 @@ ROUTES = (
     Route("GET", "/runs/{run}/rollouts", list_rollouts, ANY, Slice[Rollout], query=RolloutFilter),
     Route("POST", "/rollouts", create_rollouts, TRAIN, messages.Created, messages.NewRollouts),
     Route("GET", "/rollouts/{rollout}", get_rollout, ANY, Rollout),
-    Route("POST", "/leases", lease, RUN, messages.Leases, messages.LeaseRequest),
-    Route("POST", "/leases/release", release, RUN, messages.Released, messages.Release),
+    Route("POST", "/leases", lease, RUN, messages.Leases, messages.LeaseRequest, once=True),
+    Route("POST", "/leases/release", release, RUN, messages.Released, messages.Release, once=True),
     Route("POST", "/rollouts/{rollout}/attempts/{attempt}/renew", renew, RUN, messages.Expiry, messages.Renewal),
     Route("POST", "/rollouts/{rollout}/attempts/{attempt}/complete", complete, RUN, Rollout, messages.Completion),
     Route("GET", "/rollouts/{rollout}/attempts/{attempt}/next_seq", next_seq, TRAIN, messages.NextSeq),

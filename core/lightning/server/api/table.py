@@ -54,7 +54,8 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Q, B]):
-    """One request, checked: `query` and `body` are what the route declares; `store` shows the caller's project alone."""
+    """One request, checked: `query` and `body` are what the route declares; `store` shows the caller's project alone; `once` is
+    the caller's id for the request, empty where it has none."""
 
     principal: Principal
     store: Store
@@ -62,6 +63,7 @@ class Call(Generic[Q, B]):
     path: dict[str, str]
     query: Q
     body: B
+    once: str = ""
 
     @property
     def attempt(self) -> int:
@@ -92,7 +94,8 @@ class Paging:
 class Route:
     """One method of one path below `PREFIX`. `scopes` is None where no token is needed; an admin may use every route.
 
-    The answers of `heavy` routes may be long: their JSON is written beside the event loop.
+    The answers of `heavy` routes may be long: their JSON is written beside the event loop. A request of a route that is `once`
+    may carry an id, under which it is done once however often it comes.
     """
 
     method: str
@@ -103,6 +106,7 @@ class Route:
     body: Any = None
     query: type = NoQuery
     heavy: bool = False
+    once: bool = False
 
     @property
     def name(self) -> str:

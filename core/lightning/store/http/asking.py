@@ -15,6 +15,7 @@ from lightning.errors import ConfigError, DataError, StoreError
 from lightning.store import messages, wire
 from lightning.store.http.address import split_urls, token_or_complain
 from lightning.store.http.transport import NotFoundError, Request, Transport
+from lightning.store.http.unheard import Unheard
 
 PATIENCE: Final = 120.0
 PAGE: Final = 1000
@@ -28,6 +29,7 @@ class Asking:
         self._token = token_or_complain(token)
         self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience
         self._lock = threading.Lock()
+        self._unheard = Unheard()
         self._transport: Transport | None = None
 
     @classmethod

@@ -1,11 +1,13 @@
 """`HttpStore`: the `Store` protocol over the control API of Lightning Servers.
 
 The invariant: it promises what the store behind the servers promises, through whichever of them answers; errors are the same
-classes with the same words. What it cannot promise is told by `UnavailableError`.
+classes with the same words. A request is sent until it is answered, and what must not be done twice is sent under an id.
 """
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -120,25 +122,34 @@ class HttpStore(Asking):
             if not cursor or len(found) >= limit:
                 return Page(tuple(found), cursor)
 
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
-        """See `Store.lease`. When an answer is lost on the way, what was leased waits until the lease expires."""
-        return [held.lease for held in await self._lease(run, worker, limit, ttl)]
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
+        """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
+        return [held.lease for held in await self._lease(run, worker, limit, ttl, once)]
 
     async def lease_for_agents(
         self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0
     ) -> list[tuple[Lease, LLM]]:
         """`lease`, and what the agent of each lease needs to call the model. Raises `StoreError` when the server has no model
         for agents to call."""
-        held = await self._lease(run, worker, limit, ttl)
+        held = await self._lease(run, worker, limit, ttl, "")
         if any(one.llm is None for one in held):
             raise StoreError(
                 f"the server at {self._urls[0]} has no gateway: lease from one that `lightning serve` started"
             )
         return [(one.lease, cast("LLM", one.llm)) for one in held]
 
-    async def _lease(self, run: str, worker: str, limit: int, ttl: float) -> tuple[messages.LeasedRollout, ...]:
-        asked = messages.LeaseRequest(run, worker, limit, ttl)
-        found = await self._ask("POST", ("leases",), messages.Leases, asked, answer_seconds=_within(ttl))
+    async def _lease(
+        self, run: str, worker: str, limit: int, ttl: float, once: str
+    ) -> tuple[messages.LeasedRollout, ...]:
+        asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or _id()
+        if not once and (earlier := self._unheard.take(run, worker, limit)) is not None:
+            asked, name = earlier
+        how = {"answer_seconds": _within(ttl), "once": name}
+        try:
+            found = await self._ask("POST", ("leases",), messages.Leases, asked, **how)
+        except (UnavailableError, asyncio.CancelledError):
+            self._unheard.keep(asked, name)
+            raise
         return cast("messages.Leases", found).leases
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
@@ -156,10 +167,12 @@ class HttpStore(Asking):
         body = messages.Completion(outcome)
         return cast("Rollout", await self._ask("POST", path, Rollout, body, answer_seconds=OUTCOME_ANSWER))
 
-    async def release(self, worker: str) -> int:
+    async def release(self, worker: str, *, once: str = "") -> int:
         """See `Store.release`."""
         path, body = ("leases", "release"), messages.Release(worker)
-        found = await self._ask("POST", path, messages.Released, body, answer_seconds=LEASE_ANSWER)
+        how = {"answer_seconds": LEASE_ANSWER, "once": once or _id()}
+        found = await self._ask("POST", path, messages.Released, body, **how)
+        self._unheard.forget(worker)
         return cast("int", found.released)
 
     # transitions ------------------------------------------------------------------------------------------------
@@ -219,17 +232,19 @@ class HttpStore(Asking):
         """See `Store.list_steps`."""
         return await self._all(("runs", run, "steps"), StepRecord)
 
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""
-        await self._ask("POST", ("runs", run, "metrics"), messages.Metrics, messages.Metrics(step, values))
+        body = messages.Metrics(step, values)
+        await self._ask("POST", ("runs", run, "metrics"), messages.Metrics, body, once=once or _id())
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """See `Store.metrics`."""
         return await self._all(("runs", run, "metrics"), MetricPoint)
 
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
         """See `Store.put_state`. Raises `StoreError` for a secret of the servers."""
-        await self._ask("PUT", ("state", key), messages.State, _state(key, value), query={"run": run})
+        body = _state(key, value)
+        await self._ask("PUT", ("state", key), messages.State, body, query={"run": run}, once=once or _id())
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`. Raises `StoreError` for a secret of the servers."""
@@ -243,9 +258,9 @@ class HttpStore(Asking):
         return cast("messages.State", found).value
 
     # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
+    async def put_token(self, token: Token, *, once: str = "") -> Token:
         """See `Store.put_token`."""
-        return cast("Token", await self._ask("POST", ("tokens",), Token, token, once=True))
+        return cast("Token", await self._ask("POST", ("tokens",), Token, token, once=once or _id()))
 
     async def get_token(self, token: str) -> Token | None:
         """See `Store.get_token`."""
@@ -272,16 +287,15 @@ class HttpStore(Asking):
         """See `Store.list_resources`."""
         return await self._all(("resources",), Resource, name=name)
 
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
         path = ("resources", name, "aliases", alias)
-        return cast("Alias", await self._ask("PUT", path, Alias, messages.Target(version)))
+        return cast("Alias", await self._ask("PUT", path, Alias, messages.Target(version), once=once or _id()))
 
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
         """See `Store.roll_back_alias`."""
-        return cast(
-            "Alias", await self._ask("POST", ("resources", name, "aliases", alias, "rollback"), Alias, once=True)
-        )
+        path = ("resources", name, "aliases", alias, "rollback")
+        return cast("Alias", await self._ask("POST", path, Alias, once=once or _id()))
 
     async def list_aliases(self, name: str | None = None) -> list[Alias]:
         """See `Store.list_aliases`."""
@@ -294,6 +308,11 @@ class HttpStore(Asking):
     async def resource_uses(self, name: str) -> list[ResourceUse]:
         """See `Store.resource_uses`."""
         return await self._all(("resources", name, "uses"), ResourceUse)
+
+
+def _id() -> str:
+    """For a call that its caller has not named: its answer may get lost on the way all the same."""
+    return uuid.uuid4().hex
 
 
 def _within(ttl: float) -> float:

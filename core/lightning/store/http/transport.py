@@ -1,7 +1,7 @@
 """Requests to servers that may go away at any moment: failover, back-off, and the errors of the store made of answers.
 
 The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
-not be done twice is sent again only when it cannot have been done. The token is sent in one header and shown nowhere.
+not be done twice has a name by which every server knows it again. The token is sent in one header and shown nowhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning.errors import (
     UnavailableError,
 )
 from lightning.store import wire
-from lightning.store.messages import Failure, Problem
+from lightning.store.messages import ONCE_HEADER, Failure, Problem
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -64,14 +64,15 @@ KINDS: Final[Mapping[str, type[LightningError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to ask. `path` is percent-encoded below `PREFIX`; `once` must not be done twice; `waits` is how long the server
-    may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in seconds."""
+    """What to ask. `path` is percent-encoded below `PREFIX`; `once` is the name of what must not be done twice; `waits` is how
+    long the server may take on purpose, `answer_seconds` how long it may send nothing beyond that before it counts as gone, in
+    seconds."""
 
     method: str
     path: str
     query: Mapping[str, str]
     body: bytes | None = None
-    once: bool = False
+    once: str = ""
     waits: float = 0.0
     answer_seconds: float = ANSWER_SECONDS
 
@@ -161,10 +162,6 @@ class Transport:
             try:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
-                if request.once and away.may_be_done:
-                    raise UnavailableError(
-                        f"{away}; it is not known whether it was done: look, then ask again"
-                    ) from away
                 left, pause, problem = deadline - time.monotonic(), away.pause, str(away)
             if at == self._current:
                 self._current = (at + 1) % len(self._urls)
@@ -172,8 +169,9 @@ class Transport:
             if tried % len(self._urls):
                 continue  # the next server may be there
             if left <= 0 or self._closing:
+                doubt = "; it is not known whether it was done: look, then ask again" if request.once else ""
                 raise UnavailableError(
-                    f"no server answered within {patience:g} s ({problem}). Servers: {', '.join(self._urls)}. "
+                    f"no server answered within {patience:g} s ({problem}){doubt}. Servers: {', '.join(self._urls)}. "
                     "Start one with `lightning serve`, or give the right URL"
                 )
             if patience >= LONG and not warned and not request.waits and tried > 2 * len(self._urls):
@@ -205,16 +203,18 @@ class Transport:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=request.answer_seconds + request.waits
         )
-        headers = {"content-type": "application/json"} if request.body is not None else None
+        headers = {"content-type": "application/json"} if request.body is not None else {}
+        if request.once:
+            headers[ONCE_HEADER] = request.once
         try:
             async with self._session.request(
                 request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _AwayError(f"{base} cannot be reached ({error})", may_be_done=False) from error
+            raise _AwayError(f"{base} cannot be reached ({error})") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _AwayError(f"{base} went away ({error!r})", may_be_done=True) from error
+            raise _AwayError(f"{base} went away ({error!r})") from error
         if response.status == 200:
             return body
         raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
@@ -224,7 +224,7 @@ class Transport:
         if status == BUSY or (status in AWAY and (problem is None or problem.type not in KINDS)):
             pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
             said = problem.message if problem else "no word of why"
-            return _AwayError(f"{base} answered {status} ({said})", may_be_done=status != BUSY, pause=pause)
+            return _AwayError(f"{base} answered {status} ({said})", pause)
         if problem is None:
             return StoreError(
                 f"{base} answered {status} to {request.method} {PREFIX}{request.path}, and not as a Lightning Server does: "
@@ -239,11 +239,11 @@ class Transport:
 
 
 class _AwayError(Exception):
-    """No answer, or one that says to ask again; `may_be_done` unless what was asked was surely not done."""
+    """No answer, or one that says to ask again, after `pause` seconds."""
 
-    def __init__(self, message: str, *, may_be_done: bool, pause: float = 0.0) -> None:
+    def __init__(self, message: str, pause: float = 0.0) -> None:
         super().__init__(message)
-        self.may_be_done, self.pause = may_be_done, pause
+        self.pause = pause
 
 
 def _problem(body: bytes) -> Problem | None:

@@ -88,8 +88,9 @@ class Keeper(Protocol):
         """Remove a run with everything that is its own. Raises `StoreError` while somebody works on it."""
 
     async def vacuum(self) -> None:
-        """Remove what gateways keep of traces whose keys have expired or whose run is gone, and give the space of what was
-        removed back to the file system, where the database does not do so by itself."""
+        """Remove what gateways keep of traces whose keys have expired and of runs that are gone, seats that no gateway can have
+        any more, and answers that nobody asks for again; and give the space of what was removed back to the file system, where
+        the database does not do so by itself."""
 
 
 async def look(store: Store, url: str) -> Status:

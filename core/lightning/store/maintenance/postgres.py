@@ -165,17 +165,18 @@ class PostgresKeeper:
 
         async def remove(connection: Any, transaction: PostgresTransaction) -> None:
             await transaction.alone(f"rollouts {run}")
-            await transaction.locked(
-                queries.ROLLOUTS, (run,)
-            )  # in the order of those who append: nobody does from here on
+            # In the order of those who append: nobody does from here on.
+            rollouts = {row[0] for row in await transaction.locked(queries.ROLLOUTS, (run,))}
             if run in await _busy(transaction):
                 raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
             tables = await self._tables(connection)
             for statement in queries.FORGET_RUN:
                 if statement.split()[2] in tables:
                     await transaction.run(statement, (run,))
-            names = [row[0] for row in await transaction.all(queries.UNNAMED_STATE)]
-            left = [("", name) for name in queries.fleet_state(run, names)]
+            state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
+            left = [("", name) for name in queries.fleet_state(run, state)]
+            traces = [(row[0], row[1]) for row in await transaction.all(queries.TRACES)]
+            left += [(queries.TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
             await transaction.many(queries.FORGET_STATE, left)
 
         await self._writing(remove)
@@ -183,12 +184,18 @@ class PostgresKeeper:
     async def vacuum(self) -> None:
         """See `Keeper.vacuum`. The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
 
-        async def clear(_: Any, transaction: PostgresTransaction) -> None:
+        async def clear(connection: Any, transaction: PostgresTransaction) -> None:
+            await self._tables(connection)
             now = await transaction.now()
             for name, value in await transaction.all(queries.TRACES):
                 rollout, expires_at = queries.trace_of(value)
                 if expires_at < now or await transaction.one(queries.ROLLOUT, (rollout,)) is None:
                     await transaction.run(queries.FORGET_STATE, (queries.TRACES_RUN, name))
+            # Notices before runs: whoever announces one has put the run before.
+            state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
+            runs = {row[0] for row in await transaction.all(queries.RUNS)}
+            await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
+            await transaction.run(queries.FORGET_OLD_ANSWERS, (now,))
 
         await self._writing(clear)
         async with self._connected() as connection:

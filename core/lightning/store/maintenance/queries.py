@@ -6,7 +6,7 @@ The invariant: nothing here is particular to one database; parameters are `?`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 TABLES: Final = (
@@ -22,6 +22,7 @@ TABLES: Final = (
     "aliases",
     "tokens",
     "revisions",
+    "answers",
 )
 """Every table that holds what was recorded, those before that others refer to. Older schemas have fewer."""
 
@@ -49,12 +50,13 @@ FORGET_CALLS: Final = (
     ),
 )
 """Parameters of each: run, group."""
-UNNAMED_STATE: Final = "SELECT name FROM state WHERE run = ''"
+RUNS: Final = "SELECT id FROM runs"
+UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
 TRACES_RUN: Final = "gateway/traces"
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
 """What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
 FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
-ROLLOUTS: Final = "SELECT n FROM rollouts WHERE run = ? ORDER BY id"
+ROLLOUTS: Final = "SELECT id FROM rollouts WHERE run = ? ORDER BY id"
 ROLLOUT: Final = "SELECT 1 FROM rollouts WHERE id = ?"
 FORGET_RUN: Final = (
     "DELETE FROM transitions WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
@@ -65,9 +67,11 @@ FORGET_RUN: Final = (
     "DELETE FROM metrics WHERE run = ?",
     "DELETE FROM state WHERE run = ?",
     "DELETE FROM revisions WHERE run = ?",
+    "DELETE FROM answers WHERE run = ?",
     "DELETE FROM runs WHERE id = ?",
 )
 """Parameter of each: run."""
+FORGET_OLD_ANSWERS: Final = "DELETE FROM answers WHERE until < ?"
 
 
 def fleet_state(run: str, names: Iterable[str]) -> list[str]:
@@ -79,6 +83,28 @@ def fleet_state(run: str, names: Iterable[str]) -> list[str]:
         if name in (f"policy/{run}", f"policy/{run}/alive")
         or (name.startswith(seats) and name[len(seats) :].isdecimal())
     ]
+
+
+def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
+    """Of the state of the whole store, by name, what no trainer and no gateway needs: notices and seats of runs that are gone,
+    and seats below the first that the run's notice says may be taken (`gateway.fleet`)."""
+    gone = []
+    for name in state:
+        place, _, rest = name.partition("/")
+        if place == "policy" and rest not in runs and rest.removesuffix("/alive") not in runs:
+            gone.append(name)
+        run, _, number = rest.rpartition("/")
+        if place == "gateway" and number.isdecimal():
+            notice = json.loads(state.get(f"policy/{run}", "{}"))
+            first = notice.get("first", 0) if isinstance(notice, dict) else 0
+            if run not in runs or int(number) < first:
+                gone.append(name)
+    return gone
+
+
+def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:
+    """The names of those entries of `TRACES` that are of one of the rollouts."""
+    return [name for name, value in traces if trace_of(value)[0] in rollouts]
 
 
 def trace_of(value: str) -> tuple[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Final
 from redis.exceptions import RedisError
 
 from lightning.errors import ConfigError, StoreError
+from lightning.store.maintenance import queries
 from lightning.store.maintenance.keeper import Status, Weight, count_tokens
 from lightning.store.protocol import Store
 from lightning.store.redis import RedisStore
@@ -171,6 +172,7 @@ class RedisKeeper:
         async with self._connected() as wire:
             members = await self._members(wire, run)
             await self._forget_uses(wire, run)
+            await self._forget_servers_state(wire, run, {member.rollout for member in members})
             for member in members:
                 await self._transact(wire, self._removal(run, member))
             steps = {member.step for member in members}
@@ -182,7 +184,22 @@ class RedisKeeper:
             await self._ask(wire, [(b"HDEL", self._keys("runs"), encoded(run))])
 
     async def vacuum(self) -> None:
-        """See `Keeper.vacuum`. Redis does so by itself: memory at once, its append-only file at the next rewrite."""
+        """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
+        and removes old answers by itself."""
+        async with self._connected() as wire:
+            traces = {name: queries.trace_of(value) for name, value in await self._state(wire, queries.TRACES_RUN)}
+            there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
+            (seconds, _), *known = await self._ask(wire, [(b"TIME",), *there])
+            gone = [
+                name
+                for (name, (_, expires_at)), exists in zip(traces.items(), known, strict=True)
+                if expires_at < int(seconds) or not exists
+            ]
+            await self._forget_state(wire, queries.TRACES_RUN, gone)
+            # Notices before runs: whoever announces one has put the run before.
+            state = dict(await self._state(wire, ""))
+            (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
+            await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
 
     # keys -------------------------------------------------------------------------------------------------------
     async def _members(self, wire: Wire, run: str) -> list[_Member]:
@@ -232,6 +249,19 @@ class RedisKeeper:
         commands.append((b"ZREM", self._keys("held"), encoded(f"{member.worker}\0{member.rollout}")))
         return [*commands, *((b"HDEL", self._keys(name), rollout) for name in ("standing", "columns"))]
 
+    async def _state(self, wire: Wire, run: str) -> list[tuple[str, str]]:
+        return [(name, value.decode()) async for name, value in self._fields(wire, "state", run)]
+
+    async def _forget_state(self, wire: Wire, run: str, names: Sequence[str]) -> None:
+        await self._ask(wire, [(b"HDEL", self._keys("state", run), encoded(name)) for name in names])
+
+    async def _forget_servers_state(self, wire: Wire, run: str, rollouts: Collection[str]) -> None:
+        """Remove what gateways and trainers keep of a run in the state of the whole store."""
+        names = [name for name, _ in await self._state(wire, "")]
+        await self._forget_state(wire, "", queries.fleet_state(run, names))
+        traces = await self._state(wire, queries.TRACES_RUN)
+        await self._forget_state(wire, queries.TRACES_RUN, queries.traces_of(rollouts, traces))
+
     async def _forget_uses(self, wire: Wire, run: str) -> None:
         fields = [field async for field, _ in self._fields(wire, "uses")]
         mine = [field for field in fields if json.loads(field.partition(" ")[2])[0] == run]
@@ -254,11 +284,11 @@ class RedisKeeper:
             if cursor == b"0":
                 return counts, size
 
-    async def _fields(self, wire: Wire, name: str) -> AsyncIterator[tuple[str, bytes]]:
+    async def _fields(self, wire: Wire, name: str, *parts: str) -> AsyncIterator[tuple[str, bytes]]:
         """The fields of a table, some of them twice when it grows meanwhile."""
-        cursor = b"0"
+        table, cursor = self._keys(name, *parts), b"0"
         while True:
-            ((cursor, flat),) = await self._ask(wire, [(b"HSCAN", self._keys(name), cursor, b"COUNT", b"%d" % BATCH)])
+            ((cursor, flat),) = await self._ask(wire, [(b"HSCAN", table, cursor, b"COUNT", b"%d" % BATCH)])
             for field, value in zip(flat[::2], flat[1::2], strict=True):
                 yield field.decode(), value
             if cursor == b"0":

@@ -92,10 +92,13 @@ class SqliteKeeper:
             with _transaction(connection):
                 if run in _busy(connection):
                     raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
+                rollouts = {rollout for (rollout,) in connection.execute(queries.ROLLOUTS, (run,))}
                 for statement in queries.FORGET_RUN:
                     connection.execute(statement, (run,))
-                names = [name for (name,) in connection.execute(queries.UNNAMED_STATE)]
-                left = [("", name) for name in queries.fleet_state(run, names)]
+                state = dict(connection.execute(queries.UNNAMED_STATE))
+                left = [("", name) for name in queries.fleet_state(run, state)]
+                traces = connection.execute(queries.TRACES).fetchall()
+                left += [(queries.TRACES_RUN, name) for name in queries.traces_of(rollouts, traces)]
                 connection.executemany(queries.FORGET_STATE, left)
 
         await self._write(remove)
@@ -110,6 +113,11 @@ class SqliteKeeper:
                     rollout, expires_at = queries.trace_of(value)
                     if expires_at < now or connection.execute(queries.ROLLOUT, (rollout,)).fetchone() is None:
                         connection.execute(queries.FORGET_STATE, (queries.TRACES_RUN, name))
+                state = dict(connection.execute(queries.UNNAMED_STATE))
+                runs = {run for (run,) in connection.execute(queries.RUNS)}
+                left = [("", name) for name in queries.empty_seats(state, runs)]
+                connection.executemany(queries.FORGET_STATE, left)
+                connection.execute(queries.FORGET_OLD_ANSWERS, (now,))
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

@@ -176,7 +176,19 @@ _FIRST: Final = (
     "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST,)
+_ANSWERS: Final = (
+    # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
+    f"""CREATE TABLE answers (
+        id {_TEXT} PRIMARY KEY,
+        run {_TEXT},
+        until DOUBLE PRECISION NOT NULL,
+        answer {_TEXT}
+    )""",
+    "CREATE INDEX answers_by_time ON answers (until)",
+    "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
+)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _ANSWERS)
 """`MIGRATIONS[i]` brings a schema from version i to i + 1."""
 
 _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = $1 ORDER BY tablename"

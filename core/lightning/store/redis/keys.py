@@ -21,6 +21,8 @@ The invariant: every key begins with the store's prefix, and no two things share
     versions:NAME, contents:NAME        hashes of a resource: by version; version by digest
     aliases:NAME, moves:[NAME,ALIAS]    hash of where aliases point; list of an alias' moves
     changes:RUN                         stream of one entry, the last change: what is watched
+    once:CALL                           string, for an hour or as long as its leases last: what a call that its caller named
+                                        was answered
     answers:CLIENT                      hash, for an hour after it was used: the number of the client's connection, that of the
                                         last batch, what each call of the batch was answered
 """

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 from lightning.errors import StoreError
 from lightning.store import rules
+from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.redis.keys import Keys, encoded
 from lightning.store.redis.lane import Greeting, Lane
 from lightning.store.redis.parents import ParentCache
@@ -64,6 +66,23 @@ class Link:
         """Run a script; its reply begins with a word, which is returned as text."""
         word, *rest = await self.writes.run(script, keys, [encoded(argument) for argument in arguments])
         return [word.decode(), *rest]
+
+    async def run_once(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        known_as: str,
+        *arguments: str | float | bytes,
+        seconds: float = KNOWN_SECONDS,
+        more: Sequence[bytes] = (),
+        rest: Sequence[str | float | bytes] = (),
+    ) -> list[Reply]:
+        """Run a script that takes effect once under the name of a call (`rules.known_as`), which Redis knows for `seconds`.
+
+        `more` and `rest` are keys and arguments that the script has beyond those that it names.
+        """
+        known = (known_as, max(1, math.ceil(min(seconds, KNOWN_SECONDS))))
+        return await self.run(script, [*keys, self.keys("once", known_as), *more], *arguments, *known, *rest)
 
     async def home(self, rollout: str) -> tuple[str, str]:
         """Run and group of a rollout. Raises `StoreError` when nobody created it."""

@@ -148,19 +148,16 @@ async def list_steps(link: Link, run: str) -> list[StepRecord]:
 # metrics and state ----------------------------------------------------------------------------------------------
 
 
-async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, float]) -> None:
+async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, float], once: str) -> None:
     """See `Store.log_metrics`."""
     if not values:
         return
     pairs: list[str] = []
     for name, value in values.items():
         pairs += [name, repr(float(value))]
-    word, *rest = await link.run(
-        scripts.LOG_METRICS,
-        [link.keys("metrics", run)],
-        step,
-        len(values),
-        *pairs,
+    known_as = rules.known_as(once, "log_metrics", run, step, *pairs)
+    word, *rest = await link.run_once(
+        scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
     )
     if word != "ok":
         raise unexpected([word, *rest])
@@ -180,10 +177,12 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
     ]
 
 
-async def put_state(link: Link, run: str, key: str, value: Json) -> None:
+async def put_state(link: Link, run: str, key: str, value: Json, once: str) -> None:
     """See `Store.put_state`."""
     text = rows.dump(value, f"the state {key!r}")
-    word, *rest = await link.run(scripts.PUT_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
+    known_as = rules.known_as(once, "put_state", run, key, text)
+    keys = [link.keys("state", run), link.keys("changes", run)]
+    word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
     if word != "ok":
         raise unexpected([word, *rest])
 

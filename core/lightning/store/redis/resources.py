@@ -76,12 +76,13 @@ async def _tables(link: Link, table: str, names: Sequence[str]) -> list[list[byt
     return await link.reads.read(*((b"HGETALL", link.keys(table, name)) for name in names)) if names else []
 
 
-async def set_alias(link: Link, name: str, alias: str, version: int) -> Alias:
+async def set_alias(link: Link, name: str, alias: str, version: int, once: str) -> Alias:
     """See `Store.set_alias`."""
     rules.check_alias(alias)
-    word, *rest = await link.run(
+    word, *rest = await link.run_once(
         scripts.SET_ALIAS,
         [link.keys("versions", name), link.keys("aliases", name), _moves(link, name, alias)],
+        rules.known_as(once, "set_alias", name, alias, version),
         *(alias, version),
     )
     if word == "unknown":
@@ -90,11 +91,11 @@ async def set_alias(link: Link, name: str, alias: str, version: int) -> Alias:
     return _moved(name, alias, word, rest)
 
 
-async def roll_back(link: Link, name: str, alias: str) -> Alias:
+async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
     """See `Store.roll_back_alias`."""
-    word, *rest = await link.run(
-        scripts.ROLL_BACK_ALIAS, [link.keys("aliases", name), _moves(link, name, alias)], alias
-    )
+    known_as = rules.known_as(once, "roll_back_alias", name, alias)
+    keys = [link.keys("aliases", name), _moves(link, name, alias)]
+    word, *rest = await link.run_once(scripts.ROLL_BACK_ALIAS, keys, known_as, alias)
     if word == "unknown":
         raise StoreError(
             f"the resource {name!r} has no alias {alias!r}: `lightning resources ls` shows those there are"

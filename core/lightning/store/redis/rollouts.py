@@ -126,20 +126,22 @@ def _fits(rollout: Rollout, split: str | None, step: int | None, status: Status 
     )
 
 
-async def lease(link: Link, run: str, worker: str, limit: int, ttl: float) -> list[Lease]:
+async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
     """See `Store.lease`."""
     _check_ttl(ttl)
     if limit < 0:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
     if not worker:
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
-    word, till, *found = await link.run(
+    word, till, *found = await link.run_once(
         scripts.LEASE,
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
         ],
+        rules.known_as(once, "lease", run, worker, limit, ttl),
         *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
+        seconds=ttl,
     )
     if word != "ok":
         raise unexpected([word, till])
@@ -189,23 +191,26 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *,
     return read_rollout(rest[0], rest[1], rollout)
 
 
-async def release(link: Link, worker: str) -> int:
+async def release(link: Link, worker: str, once: str) -> int:
     """See `Store.release`."""
+    known_as = rules.known_as(once, "release", worker)
     name = encoded(worker)
     held = (b"ZRANGEBYLEX", link.keys("held"), b"[" + name + b"\0", b"(" + name + b"\1")
     for _ in range(_RELEASE_TRIES):
         (members,) = await link.reads.read(held)
-        if not members:
+        if not members and not once:
             return 0
         rollouts = [member[len(name) + 1 :].decode() for member in members]
         runs = sorted({(await link.home(rollout))[0] for rollout in rollouts})
         keys = [link.keys(what, run) for run in runs for what in ("pending", "running", "leases", "changes")]
-        word, *rest = await link.run(
+        word, *rest = await link.run_once(
             scripts.RELEASE,
-            (*(link.keys(table) for table in ("standing", "attempts", "held")), *keys),
+            [link.keys(table) for table in ("standing", "attempts", "held")],
+            known_as,
             worker,
             len(runs),
-            *runs,
+            more=keys,
+            rest=runs,
         )
         if word == "ok":
             return int(rest[0])

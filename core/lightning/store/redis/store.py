@@ -184,10 +184,10 @@ class RedisStore:
         with self._link() as link:
             return await rollout_ops.page(link, run, split, step, status, cursor, limit)
 
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
         with self._link() as link:
-            return await rollout_ops.lease(link, run, worker, limit, ttl)
+            return await rollout_ops.lease(link, run, worker, limit, ttl, once)
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
         """See `Store.renew`."""
@@ -200,10 +200,10 @@ class RedisStore:
         with self._link() as link:
             return await rollout_ops.complete(link, rollout, attempt, end, spend=spend)
 
-    async def release(self, worker: str) -> int:
+    async def release(self, worker: str, *, once: str = "") -> int:
         """See `Store.release`."""
         with self._link() as link:
-            return await rollout_ops.release(link, worker)
+            return await rollout_ops.release(link, worker, once)
 
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
@@ -258,10 +258,10 @@ class RedisStore:
         with self._link() as link:
             return await records.list_steps(link, run)
 
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""
         with self._link() as link:
-            await records.log_metrics(link, run, step, values)
+            await records.log_metrics(link, run, step, values, once)
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """See `Store.metrics`."""
@@ -269,10 +269,10 @@ class RedisStore:
             return await records.metrics(link, run)
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
         """See `Store.put_state`."""
         with self._link() as link:
-            await records.put_state(link, run, key, value)
+            await records.put_state(link, run, key, value, once)
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""
@@ -285,10 +285,10 @@ class RedisStore:
             return await records.get_state(link, run, key)
 
     # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
+    async def put_token(self, token: Token, *, once: str = "") -> Token:
         """See `Store.put_token`."""
         with self._link() as link:
-            return await token_ops.put(link, token)
+            return await token_ops.put(link, token, once)
 
     async def get_token(self, token: str) -> Token | None:
         """See `Store.get_token`."""
@@ -321,15 +321,15 @@ class RedisStore:
         with self._link() as link:
             return await resource_ops.versions(link, name)
 
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
         with self._link() as link:
-            return await resource_ops.set_alias(link, name, alias, version)
+            return await resource_ops.set_alias(link, name, alias, version, once)
 
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
         """See `Store.roll_back_alias`."""
         with self._link() as link:
-            return await resource_ops.roll_back(link, name, alias)
+            return await resource_ops.roll_back(link, name, alias, once)
 
     async def list_aliases(self, name: str | None = None) -> list[Alias]:
         """See `Store.list_aliases`."""

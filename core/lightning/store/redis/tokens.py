@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import rows
+from lightning.store import rows, rules
 from lightning.store.redis import scripts
 from lightning.store.redis.keys import encoded
 from lightning.store.redis.link import Link, unexpected
@@ -16,11 +16,12 @@ from lightning.store.redis.records import stamped, time_text
 from lightning.types import Token
 
 
-async def put(link: Link, token: Token) -> Token:
+async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
     text = rows.dump([*rows.token_values(token), token.expires_at, token.revoked_at])
-    word, *rest = await link.run(
-        scripts.PUT_TOKEN, [link.keys("tokens")], *(token.id, time_text(token.created_at), text)
+    known_as = rules.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
+    word, *rest = await link.run_once(
+        scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text
     )
     if word == "taken":
         raise ConflictError(f"there is a token {token.id!r} already: make one with another id")

@@ -6,11 +6,15 @@ its moves is kept, and a move is one row, so that a reader sees the old target o
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import cast
+
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rows, rules, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
+from lightning.store.relational import answers
 from lightning.store.relational.transaction import Transaction
-from lightning.types import Resource
+from lightning.types import Json, Resource
 
 
 async def put(transaction: Transaction, resource: Resource) -> Resource:
@@ -63,9 +67,13 @@ async def versions(transaction: Transaction, name: str | None) -> list[Resource]
     return [rows.resource_from_row(row) for row in found]
 
 
-async def set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
-    """See `Store.set_alias`."""
+async def set_alias(transaction: Transaction, name: str, alias: str, version: int, known_as: str) -> Alias:
+    """See `Store.set_alias`; `known_as` is the name of the call (`rules.known_as`)."""
     rules.check_alias(alias)
+    return await _once(transaction, known_as, name, alias, lambda: _set_alias(transaction, name, alias, version))
+
+
+async def _set_alias(transaction: Transaction, name: str, alias: str, version: int) -> Alias:
     await transaction.alone(f"resource {name}")
     if await get(transaction, name, version) is None:
         raise await _unknown(transaction, name, version)
@@ -75,16 +83,13 @@ async def set_alias(transaction: Transaction, name: str, alias: str, version: in
     return await _move(transaction, name, alias, version, None if current is None else current[0])
 
 
-async def set_alias_again(transaction: Transaction, moved: Alias, name: str, alias: str, version: int) -> Alias:
-    """`set_alias` after a try that would have moved it so and whose end nobody heard of."""
-    await transaction.alone(f"resource {name}")
-    if moved in await history(transaction, name, alias):
-        return moved
-    return await set_alias(transaction, name, alias, version)
+async def roll_back(transaction: Transaction, name: str, alias: str, known_as: str) -> Alias:
+    """See `Store.roll_back_alias`; `known_as` is the name of the call (`rules.known_as`)."""
+    return await _once(transaction, known_as, name, alias, lambda: _roll_back(transaction, name, alias))
 
 
-async def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
-    """See `Store.roll_back_alias`. The earlier move's own `earlier` is taken over, so that rolling back again goes on."""
+async def _roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
+    """The earlier move's own `earlier` is taken over, so that rolling back again goes on."""
     await transaction.alone(f"resource {name}")
     current = await transaction.one(sql.SELECT_ALIAS, (name, alias))
     if current is None:
@@ -95,14 +100,6 @@ async def roll_back(transaction: Transaction, name: str, alias: str) -> Alias:
     if earlier is None:
         raise StoreError(f"{name}@{alias} has always been version {current[4]}: there is nothing to return to")
     return await _move(transaction, name, alias, earlier[4], earlier[1])
-
-
-async def roll_back_again(transaction: Transaction, moved: Alias, name: str, alias: str) -> Alias:
-    """`roll_back` after a try that would have moved it so and whose end nobody heard of."""
-    await transaction.alone(f"resource {name}")
-    if moved in await history(transaction, name, alias):  # whoever moved it since did so after this
-        return moved
-    return await roll_back(transaction, name, alias)
 
 
 async def aliases(transaction: Transaction, name: str | None) -> list[Alias]:
@@ -124,6 +121,19 @@ async def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
 async def _move(transaction: Transaction, name: str, alias: str, version: int, earlier: int | None) -> Alias:
     await transaction.insert(sql.INSERT_ALIAS, (name, alias, version, await transaction.now(), earlier))
     return Alias(name, alias, version, await transaction.now())
+
+
+async def _once(
+    transaction: Transaction, known_as: str, name: str, alias: str, move: Callable[[], Awaitable[Alias]]
+) -> Alias:
+    """Where the alias was moved to by the call of this name, which moves it once."""
+
+    async def work() -> Json:
+        moved = await move()
+        return [moved.version, moved.at]
+
+    version, at = cast("tuple[int, float]", await answers.once(transaction, known_as, "", work))
+    return Alias(name, alias, version, at)
 
 
 async def _target(transaction: Transaction, name: str, alias: str) -> int | None:

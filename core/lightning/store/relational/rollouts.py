@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError
 from lightning.store import rows, rules, sql
-from lightning.store.protocol import Page
+from lightning.store.protocol import KNOWN_SECONDS, Page
+from lightning.store.relational import answers
 from lightning.store.relational.labels import name_callers
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
 from lightning.store.rules import Position
-from lightning.types import Lease, Rollout, Status
+from lightning.types import Json, Lease, Rollout, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +112,17 @@ async def page(
     return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
 
 
-async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl: float) -> list[Lease]:
-    """See `Store.lease`."""
+async def lease(
+    transaction: Transaction, run: str, worker: str, limit: int, ttl: float, known_as: str = ""
+) -> list[Lease]:
+    """See `Store.lease`; `known_as` is the name of the call (`rules.known_as`)."""
     _check_ttl(ttl)
     if limit < 0:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
     if not worker:
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
+    if known_as and (leases := await _leased_before(transaction, known_as, worker, ttl)):
+        return leases
     now = await transaction.now()
     found = [] if not await transaction.one(sql.SELECT_LAPSED, (run, now)) else await _lapsed(transaction, run, limit)
     found += await transaction.free(sql.SELECT_PENDING, (run, limit))
@@ -133,7 +139,27 @@ async def lease(transaction: Transaction, run: str, worker: str, limit: int, ttl
     await transaction.many(sql.CLOSE_ATTEMPT, expired)
     await transaction.many(sql.TAKE_LEASE, taken)
     await transaction.many(sql.INSERT_ATTEMPT, begun)
+    if known_as and leases:
+        given: list[Json] = [[lease.rollout.id, lease.attempt] for lease in leases]
+        await answers.keep(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
     return leases
+
+
+async def _leased_before(transaction: Transaction, known_as: str, worker: str, ttl: float) -> list[Lease]:
+    """What the same call was given before its answer was lost and is still the worker's, for another `ttl` seconds."""
+    await transaction.alone(f"call {known_as}")
+    given = cast("list[tuple[str, int]]", await answers.recalled(transaction, known_as) or [])
+    # In the order of their ids, so that two that share rollouts do not wait for one another.
+    standings = {rollout: await held_standing(transaction, rollout) for rollout, _ in sorted(given)}
+    mine = [
+        rollout
+        for rollout, attempt in given
+        if rules.may_write(standings[rollout].position, attempt) and standings[rollout].worker == worker
+    ]
+    until = await transaction.now() + ttl
+    await transaction.many(sql.RENEW_LEASE, [(until, rollout) for rollout in mine])
+    found = [await get(transaction, rollout) for rollout in mine]
+    return [Lease(rollout, worker, until) for rollout in found if rollout is not None]
 
 
 async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
@@ -147,14 +173,14 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
 
 
 async def lease_again(
-    transaction: Transaction, leases: list[Lease], run: str, worker: str, limit: int, ttl: float
+    transaction: Transaction, leases: list[Lease], run: str, worker: str, limit: int, ttl: float, known_as: str
 ) -> list[Lease]:
     """`lease` after a try that would have given `leases` and whose end nobody heard of: those, if it was committed."""
     for held in sorted(leases, key=lambda held: held.rollout.id):
         await held_standing(transaction, held.rollout.id)  # waits for the earlier try, should it still be on its way
         if await transaction.one(sql.SELECT_TAKEN, (held.rollout.id, held.attempt, held.worker, held.expires_at)):
             return leases
-    return await lease(transaction, run, worker, limit, ttl)
+    return await lease(transaction, run, worker, limit, ttl, known_as)
 
 
 async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
@@ -216,11 +242,6 @@ async def release(transaction: Transaction, worker: str) -> int:
     for run in {run for *_, run in held}:
         await transaction.changed(run)
     return len(held)
-
-
-async def release_again(transaction: Transaction, released: int, worker: str) -> int:
-    """`release` after a try that gave so many back and whose end nobody heard of."""
-    return await release(transaction, worker) or released
 
 
 def _check_ttl(ttl: float) -> None:

@@ -1,17 +1,19 @@
 """`RelationalStore`: the `Store` protocol as operations, for a database that only has to run them.
 
-The invariant: what may not happen twice has an answer to "was it committed?"; every other operation may simply be repeated.
+The invariant: every operation may be run again when nobody knows whether it was committed: by its nature, because it is known
+by a name what it was answered (`answers`), or because its `again` looks first.
 """
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from lightning.store import rows, rules
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
-from lightning.store.relational import records
+from lightning.store.relational import answers, records
 from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational import spans as span_ops
@@ -40,6 +42,9 @@ T = TypeVar("T")
 class RelationalStore(ABC):
     """Everything of a store but its life and its `watch`."""
 
+    answers_get_lost: ClassVar[bool] = True
+    """Whether a commit may be done and this process not hear of it: then calls that their callers did not name get a name."""
+
     @abstractmethod
     async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
         """Run an operation in a transaction of its own and commit it durably.
@@ -53,6 +58,12 @@ class RelationalStore(ABC):
 
         `whole`: all of its statements must see one moment.
         """
+
+    def _known_as(self, once: str, method: str, *arguments: Json) -> str:
+        """The name of a call that would not be the same if it were done twice; empty where that cannot happen."""
+        if not once and self.answers_get_lost:
+            once = uuid.uuid4().hex
+        return rules.known_as(once, method, *arguments)
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -91,11 +102,12 @@ class RelationalStore(ABC):
         """See `Store.list_rollouts`."""
         return await self._read(lambda tx: rollout_ops.page(tx, run, split, step, status, cursor, limit))
 
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0) -> list[Lease]:
+    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
+        known_as = rules.known_as(once, "lease", run, worker, limit, ttl)
         return await self._write(
-            lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl),
-            lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl),
+            lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl, known_as),
+            lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl, known_as),
         )
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
@@ -107,11 +119,12 @@ class RelationalStore(ABC):
         end = rules.ending(rollout, outcome)
         return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end, spend=spend))
 
-    async def release(self, worker: str) -> int:
+    async def release(self, worker: str, *, once: str = "") -> int:
         """See `Store.release`."""
-        return await self._write(
-            lambda tx: rollout_ops.release(tx, worker),
-            lambda tx, released: rollout_ops.release_again(tx, released, worker),
+        known_as = self._known_as(once, "release", worker)
+        return cast(
+            "int",
+            await self._write(lambda tx: answers.once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
         )
 
     # transitions ------------------------------------------------------------------------------------------------
@@ -160,18 +173,22 @@ class RelationalStore(ABC):
         """See `Store.list_steps`."""
         return await self._read(lambda tx: records.list_steps(tx, run))
 
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float]) -> None:
+    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""
-        await self._write(lambda tx: records.log_metrics(tx, run, step, values))
+        known_as = self._known_as(once, "log_metrics", run, step, dict(values))
+        await self._write(
+            lambda tx: answers.once(tx, known_as, run, lambda: records.log_metrics(tx, run, step, values))
+        )
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """See `Store.metrics`."""
         return await self._read(lambda tx: records.metrics(tx, run))
 
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
         """See `Store.put_state`."""
         text = rows.dump(value, f"the state {key!r}")
-        await self._write(lambda tx: records.put_state(tx, run, key, text))
+        known_as = self._known_as(once, "put_state", run, key, text)
+        await self._write(lambda tx: answers.once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""
@@ -183,11 +200,10 @@ class RelationalStore(ABC):
         return await self._read(lambda tx: records.get_state(tx, run, key))
 
     # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token) -> Token:
+    async def put_token(self, token: Token, *, once: str = "") -> Token:
         """See `Store.put_token`."""
-        return await self._write(
-            lambda tx: token_ops.put(tx, token), lambda tx, stored: token_ops.put_again(tx, stored, token)
-        )
+        known_as = self._known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
+        return await self._write(lambda tx: token_ops.put(tx, token, known_as))
 
     async def get_token(self, token: str) -> Token | None:
         """See `Store.get_token`."""
@@ -214,19 +230,15 @@ class RelationalStore(ABC):
         """See `Store.list_resources`."""
         return await self._read(lambda tx: resource_ops.versions(tx, name))
 
-    async def set_alias(self, name: str, alias: str, version: int) -> Alias:
+    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
-        return await self._write(
-            lambda tx: resource_ops.set_alias(tx, name, alias, version),
-            lambda tx, moved: resource_ops.set_alias_again(tx, moved, name, alias, version),
-        )
+        known_as = self._known_as(once, "set_alias", name, alias, version)
+        return await self._write(lambda tx: resource_ops.set_alias(tx, name, alias, version, known_as))
 
-    async def roll_back_alias(self, name: str, alias: str) -> Alias:
+    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
         """See `Store.roll_back_alias`."""
-        return await self._write(
-            lambda tx: resource_ops.roll_back(tx, name, alias),
-            lambda tx, moved: resource_ops.roll_back_again(tx, moved, name, alias),
-        )
+        known_as = self._known_as(once, "roll_back_alias", name, alias)
+        return await self._write(lambda tx: resource_ops.roll_back(tx, name, alias, known_as))
 
     async def list_aliases(self, name: str | None = None) -> list[Alias]:
         """See `Store.list_aliases`."""

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rows, sql
+from lightning.store.relational import answers
 from lightning.store.relational.transaction import Transaction
 from lightning.types import Token
 
 
-async def put(transaction: Transaction, token: Token) -> Token:
+async def put(transaction: Transaction, token: Token, known_as: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
-    await transaction.alone(f"token {token.id}")
+    await answers.once(transaction, known_as, "", lambda: _insert(transaction, token))
+    stored = await get(transaction, token.id)
+    assert stored is not None, "a token is never deleted"
+    return stored
+
+
+async def _insert(transaction: Transaction, token: Token) -> None:
     values = (
         *rows.token_values(token),
         token.created_at or await transaction.now(),
@@ -22,15 +29,6 @@ async def put(transaction: Transaction, token: Token) -> Token:
     )
     if not await transaction.run(sql.INSERT_TOKEN, values):
         raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
-    stored = await get(transaction, token.id)
-    assert stored is not None, "the token was inserted in this transaction"
-    return stored
-
-
-async def put_again(transaction: Transaction, stored: Token, token: Token) -> Token:
-    """`put` after a try that would have stored it so and whose end nobody heard of."""
-    await transaction.alone(f"token {token.id}")  # waits for the earlier try, should it still be on its way
-    return stored if await get(transaction, token.id) == stored else await put(transaction, token)
 
 
 async def get(transaction: Transaction, token: str) -> Token | None:

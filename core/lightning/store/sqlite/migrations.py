@@ -186,7 +186,14 @@ _PROJECTS: Final = (
     )""",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES, _PROJECTS)
+_ANSWERS: Final = (
+    # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
+    "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",
+    "CREATE INDEX answers_by_time ON answers (until)",
+    "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
+)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES, _PROJECTS, _ANSWERS)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 

@@ -78,6 +78,8 @@ class SqliteStore(RelationalStore):
     many seconds to wait for another process that writes. Raises `ConfigError` for settings that cannot be meant.
     """
 
+    answers_get_lost = False
+
     def __init__(self, path: str | Path, *, sync: str = "normal", busy_timeout: float = 30.0) -> None:
         self._settings = Settings(str(path), sync, busy_timeout)
         self._lock = threading.Lock()

@@ -14,6 +14,7 @@ from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.redis import RedisStore
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token
 
+from tests.core.store.maintenance.gateways import check_state_of_gateways
 from tests.servers.redis import RedisServer
 
 
@@ -118,6 +119,10 @@ async def test_whole_runs(store: RedisStore, url: str, filled: Callable[..., Any
     left = redis_server.command("KEYS", f"{prefix}:*other*")
     assert left.startswith(b"*0\r\n")
     assert (await keeper.status()).calls == 20
+
+
+async def test_what_gateways_keep_of_a_run_goes_with_it(store: RedisStore, url: str) -> None:
+    await check_state_of_gateways(store, url)
 
 
 async def test_copies_are_made_by_redis_itself(url: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store.maintenance import Weight, keeper_of
 from lightning.store.maintenance.keeper import count_tokens
 from lightning.store.sqlite import SqliteStore
+from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.store.url import sqlite_url
 from lightning.types import Rollout, Run, Task
 
@@ -55,7 +56,8 @@ async def content(path: Path) -> dict[str, Any]:
 
 async def test_status_counts_what_is_there(database: Path) -> None:
     found = await keeper_of(sqlite_url(database)).status()
-    assert (found.schema, found.newest_schema, found.runs, found.steps, found.resources) == (5, 5, 1, 2, 2)
+    assert (found.schema, found.newest_schema) == (len(MIGRATIONS), len(MIGRATIONS))
+    assert (found.runs, found.steps, found.resources) == (1, 2, 2)
     assert found.rollouts == {"succeeded": 9, "failed": 1}
     assert (found.calls, found.spans) == (20, 10)
     assert found.tokens == {"active": 1, "expired": 1, "revoked": 0}
@@ -65,7 +67,7 @@ async def test_status_counts_what_is_there(database: Path) -> None:
     assert found.newest > 1e9
 
 
-@pytest.mark.parametrize("version", range(1, 6))
+@pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
 async def test_looking_at_an_older_schema_leaves_it_as_it_is(tmp_path: Path, version: int) -> None:
     path = tmp_path / "old.db"
     connection = sqlite3.connect(path)
@@ -76,7 +78,7 @@ async def test_looking_at_an_older_schema_leaves_it_as_it_is(tmp_path: Path, ver
     assert (found.schema, found.calls) == (version, 3)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["old.db"]
-    with pytest.raises(SchemaError, match="lightning db upgrade") if version < 5 else _nothing():
+    with pytest.raises(SchemaError, match="lightning db upgrade") if version < len(MIGRATIONS) else _nothing():
         await keeper_of(sqlite_url(path)).forget_calls("run", ["none"])
 
 

@@ -28,6 +28,17 @@ local function remember(answer)
   return answer
 end
 
+-- The same for a call that its caller has named, whoever sends it; `kept` is the key of its answer.
+local function recalled_as(name, kept)
+  local answer = name ~= '' and redis.call('GET', kept)
+  return answer and cmsgpack.unpack(answer) or nil
+end
+
+local function remember_as(name, kept, seconds, answer)
+  if name ~= '' then redis.call('SET', kept, cmsgpack.pack(answer), 'EX', seconds) end
+  return remember(answer)
+end
+
 local function stand(standing, rollout)
   local text = redis.call('HGET', standing, rollout)
   return text and cjson.decode(text) or nil

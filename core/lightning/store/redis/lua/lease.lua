@@ -1,12 +1,16 @@
--- keys: standing columns attempts uses held pending running failed leases changes
--- arguments: worker limit ttl
--- What is remembered are the attempts that began: should one have been lost meanwhile, it is not given a second time.
+-- keys: standing columns attempts uses held pending running failed leases changes once
+-- arguments: worker limit ttl name seconds
+-- What is remembered are the attempts that began: should one have been lost meanwhile, it is not given a second time. Those
+-- that are given again last for another `ttl`.
+
+local till = string.format('%.6f', tonumber(now) + tonumber(ttl))
 
 local function give(begun)
-  local found = {'ok', begun[1]}
-  for i = 2, #begun, 2 do
+  local found = {'ok', till}
+  for i = 1, #begun, 2 do
     local position = stand(standing, begun[i])
-    if is_running(position, begun[i + 1]) then
+    if position and is_running(position, begun[i + 1]) then
+      redis.call('ZADD', leases, till, begun[i])
       found[#found + 1] = redis.call('HGET', columns, begun[i])
       found[#found + 1] = redis.call('HGET', standing, begun[i])
     end
@@ -16,6 +20,11 @@ end
 
 local before = recalled()
 if before then return give(before) end
+before = recalled_as(name, once)
+if before then
+  local found = give(before)
+  if #found > 2 then return found end
+end
 
 local ready, spent = {}, {}
 for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do
@@ -48,8 +57,7 @@ for _, each in ipairs(spent) do
 end
 if #spent > 0 then changed(changes) end
 
-local till = string.format('%.6f', tonumber(now) + tonumber(ttl))
-local begun = {till}
+local begun = {}
 for i = 1, math.min(limit, #ready) do
   local rollout, position = ready[i][2], ready[i][3]
   if position.status == 'running' then
@@ -67,5 +75,5 @@ for i = 1, math.min(limit, #ready) do
   begun[#begun + 1] = rollout
   begun[#begun + 1] = position.attempt
 end
-if #begun == 1 then return {'ok', till} end
-return give(remember(begun))
+if #begun == 0 then return {'ok', till} end
+return give(remember_as(name, once, seconds, begun))

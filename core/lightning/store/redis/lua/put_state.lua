@@ -1,8 +1,8 @@
--- keys: state changes
--- arguments: key text
+-- keys: state changes once
+-- arguments: key text name seconds
 
-local before = recalled()
+local before = recalled() or recalled_as(name, once)
 if before then return before end
 redis.call('HSET', state, key, text)
 changed(changes)
-return remember({'ok'})
+return remember_as(name, once, seconds, {'ok'})

@@ -1,8 +1,8 @@
--- keys: standing attempts held
--- arguments: worker count
+-- keys: standing attempts held once
+-- arguments: worker count name seconds
 -- Then the runs that the worker works for, as far as the caller knows; each has four keys: pending, running, leases, changes.
 
-local before = recalled()
+local before = recalled() or recalled_as(name, once)
 if before then return before end
 
 local places = {}
@@ -19,8 +19,6 @@ for _, member in ipairs(redis.call('ZRANGEBYLEX', held, '[' .. worker .. '\0', '
     found[#found + 1] = {rollout, position}
   end
 end
-if #found == 0 then return {'ok', 0} end
-
 local streams = {}
 for _, each in ipairs(found) do
   local rollout, position = each[1], each[2]
@@ -35,4 +33,4 @@ end
 for place in pairs(streams) do
   changed(KEYS[place + 4])
 end
-return remember({'ok', #found})
+return remember_as(name, once, seconds, {'ok', #found})

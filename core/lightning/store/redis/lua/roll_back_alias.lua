@@ -1,8 +1,8 @@
--- keys: aliases moves
--- arguments: alias
+-- keys: aliases moves once
+-- arguments: alias name seconds
 -- The place that the earlier move would have returned to is taken over, so that rolling back again goes on.
 
-local before = recalled()
+local before = recalled() or recalled_as(name, once)
 if before then return before end
 local last = redis.call('LINDEX', moves, -1)
 if not last then return {'unknown'} end
@@ -11,4 +11,4 @@ if tonumber(place) < 0 then return {'first', target} end
 local version, further = string.match(redis.call('LINDEX', moves, place), '^(%S+) %S+ (%S+)$')
 redis.call('RPUSH', moves, version .. ' ' .. now .. ' ' .. further)
 redis.call('HSET', aliases, alias, version .. ' ' .. now)
-return remember({'ok', version, now})
+return remember_as(name, once, seconds, {'ok', version, now})
