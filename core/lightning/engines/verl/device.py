@@ -6,6 +6,7 @@ The invariant: the choice is made before verl is imported, in the trainer and in
 from __future__ import annotations
 
 import os
+import sys
 
 from lightning.errors import ConfigError
 
@@ -23,12 +24,12 @@ def choose(device: str) -> str:
         raise ConfigError(
             f"engine.device is {device!r}: the verl engine places its workers itself. Set it to auto, cpu or cuda"
         )
-    for name, value in environment(device).items():
-        os.environ[name] = value
+    os.environ.update(environment(device, local=False))
     return device
 
 
-def environment(device: str) -> dict[str, str]:
-    """What a worker's environment must have."""
-    own = {_VARIABLE: "cpu"} if device == "cpu" else {}
-    return {**own, "TOKENIZERS_PARALLELISM": "false"}
+def environment(device: str, *, local: bool) -> dict[str, str]:
+    """What a worker's environment must have. On this machine that is also where modules lie: a loss may be anybody's."""
+    chosen = {_VARIABLE: "cpu"} if device == "cpu" else {}
+    found = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))} if local else {}  # noqa: PTH109
+    return {**chosen, **found, "TOKENIZERS_PARALLELISM": "false"}

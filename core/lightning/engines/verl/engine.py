@@ -57,6 +57,7 @@ class VerlEngine:
         self._device = ""
         self._opened: _Opened | None = None
         self._group: Group | None = None
+        self._own_cluster = False
         self._ranks: list[tuple[int, bool]] = []
         self._steps = 0
         self._saved: tuple[Path, int] | None = None
@@ -129,7 +130,11 @@ class VerlEngine:
         """End the workers, and the cluster if it was started here. Idempotent."""
         if self._group is not None:
             self._group.close()
-        self._group, self._opened = None, None
+        if self._own_cluster:
+            import ray
+
+            ray.shutdown()
+        self._group, self._opened, self._own_cluster = None, None, False
 
     def _ready(self) -> _Opened:
         if self._opened is None:
@@ -148,13 +153,14 @@ class VerlEngine:
 
     def _start(self) -> None:
         """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
-        from lightning.engines.verl.group import Alone, OnRay
+        from lightning.engines.verl.group import Alone, OnRay, connect
         from lightning.engines.verl.settings import worker_config
 
         opened, engine = self._ready(), self._config.engine
         made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)
         arguments = {"seed": opened.seed, "threads": engine.threads}
         if engine.verl.world_size:
+            self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
             self._group = OnRay(engine.verl, made, arguments, self._device)
         else:
             self._group = Alone(made, arguments)

@@ -63,28 +63,20 @@ class Alone:
 
 
 class OnRay:
-    """One actor for each rank, placed by verl."""
+    """One actor for each rank, placed by verl in the cluster that `connect` gave."""
 
     def __init__(self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str) -> None:
         import ray
 
-        each, rest = divmod(config.world_size, config.nodes)
-        if rest:
-            raise ConfigError(
-                f"engine.verl.world_size is {config.world_size}, which engine.verl.nodes = {config.nodes} does not divide"
-            )
         self.size, self._ray = config.world_size, ray
-        self._pool: Any = None
+        each = _room(ray, config)
+        self._pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
         self._workers: list[Any] = []
-        self._own = _connected(config, device)
+        made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
+        needed = environment(device, local=not config.address)
+        name = api.get_device_name()
         try:
-            _room(ray, config, each)
-            self._pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
-            made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
-            name = api.get_device_name()
-            self._workers += api.RayWorkerGroup(
-                self._pool, made, device_name=name, worker_env=environment(device)
-            ).workers
+            self._workers += api.RayWorkerGroup(self._pool, made, device_name=name, worker_env=needed).workers
             self.run("place", [()] * self.size, patience=config.start_timeout)
         except BaseException:
             self.close()
@@ -116,21 +108,21 @@ class OnRay:
             raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
 
     def close(self) -> None:
-        """See `Group.close`. A cluster that was started for it is stopped."""
+        """See `Group.close`."""
         for worker in self._workers:
             with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
                 self._ray.kill(worker, no_restart=True)
-        for group in (self._pool and self._pool.pgs) or ():
+        for group in self._pool.pgs or ():
             with suppress(Exception):
                 self._ray.util.remove_placement_group(group)
         self._workers = []
-        if self._own:
-            self._ray.shutdown()
-            self._own = False
 
 
-def _connected(config: VerlConfig, device: str) -> bool:
-    """Connect this process to a cluster, or start one; whether it was started here."""
+def connect(config: VerlConfig, device: str) -> bool:
+    """Connect this process to a cluster, or start one; whether it was started here, so that `ray.shutdown` ends it.
+
+    Raises `ConfigError` when there is none at the address.
+    """
     import ray
 
     if ray.is_initialized():
@@ -147,12 +139,17 @@ def _connected(config: VerlConfig, device: str) -> bool:
     return not config.address
 
 
-def _room(ray: Any, config: VerlConfig, each: int) -> None:
-    """Raises `ConfigError` when the cluster can never hold the workers: Ray would wait for ever."""
+def _room(ray: Any, config: VerlConfig) -> int:
+    """How many workers a node gets. Raises `ConfigError` when the cluster can never hold all: Ray would wait for ever."""
+    each, rest = divmod(config.world_size, config.nodes)
+    if rest:
+        raise ConfigError(
+            f"engine.verl.world_size is {config.world_size}, which engine.verl.nodes = {config.nodes} does not divide"
+        )
     nodes = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
-    fitting = [gpus for gpus in nodes if gpus >= each]
-    if len(fitting) < config.nodes:
+    if len([gpus for gpus in nodes if gpus >= each]) < config.nodes:
         raise ConfigError(
             f"engine.verl wants {config.world_size} workers on {config.nodes} nodes, {each} GPUs on each; the Ray cluster has "
             f"nodes with {', '.join(map(str, nodes)) or 'no'} GPUs. Lower engine.verl.world_size, or raise engine.verl.nodes"
         )
+    return each

@@ -17,8 +17,8 @@ from lightning.config import LoraConfig
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
-from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch
+from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -26,26 +26,11 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
 OpenVerl = Callable[..., Engine]
 LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
+CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3")
+"""Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
 UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2)
 VOCAB = 320
-ALONE, RAY = 0, 2
-
-
-class AgainstReference:
-    """k3 to the reference, times a number for each call: everything that an engine must do for a loss."""
-
-    needs_reference = True
-
-    def prepare(self, step: StepTokens) -> np.ndarray:
-        sums = np.bincount(step.calls, step.weights * (step.logprobs - step.old_logprobs), len(step.spans))
-        return (1 + np.tanh(sums))[step.calls]
-
-    def __call__(self, batch: TokenBatch) -> LossOutput:
-        assert batch.reference is not None
-        assert batch.prepared is not None
-        gap = batch.reference - batch.logprobs
-        kl = batch.weights * (gap.exp() - 1 - gap)
-        return LossOutput(LOSS(batch).loss + (batch.prepared * kl).sum(), {"kl": float(kl.sum().detach())})
+ALONE = 0
 
 
 def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
@@ -93,13 +78,35 @@ def assert_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray], toleran
         np.testing.assert_allclose(mine[1:], theirs[1:], atol=tolerance)
 
 
-@pytest.mark.parametrize("world_size", [ALONE, 1, RAY])
 def test_it_computes_what_the_torch_engine_computes(
-    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path, world_size: int
+    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path
 ) -> None:
-    """Logprobs, gradient, metrics and what was seen, over several steps and losses, for rows that do not divide by 2."""
-    verl = open_verl(world_size, optimizer=UNCLIPPED, tokens_per_microbatch=64)
-    losses: list[Loss] = [LOSS, AgainstReference(), LOSS]
+    compare(open_verl(ALONE, optimizer=UNCLIPPED, tokens_per_microbatch=64), torch_engine, tmp_path)
+
+
+def test_two_workers_compute_it_also_when_one_is_killed(
+    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path
+) -> None:
+    """On a local Ray; and their state is resumed by another number of workers."""
+    two = open_verl(2, optimizer=UNCLIPPED, tokens_per_microbatch=64)
+    compare(two, torch_engine, tmp_path)
+    two.save(tmp_path / "two")
+    assert not [file for file in (tmp_path / "two").iterdir() if file.suffix not in (".safetensors", ".json")]
+    os.kill(workers()[1].pid, signal.SIGKILL)
+    expected = torch_engine.step(rows(5), LOSS).metrics
+    assert two.step(rows(5), LOSS).metrics["loss"] == pytest.approx(expected["loss"], rel=2e-4, abs=1e-6)
+    one = open_verl(ALONE, optimizer=UNCLIPPED, seed=7)
+    one.step(rows(9), LOSS)
+    one.load(tmp_path / "two")
+    assert one.step(rows(5), LOSS).metrics["loss"] == pytest.approx(expected["loss"], rel=2e-4, abs=1e-6)
+    workers()[0].kill()
+    with pytest.raises(EngineError, match="the last checkpoint is older than step 4"):
+        two.step(rows(6), LOSS)
+
+
+def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
+    """Logprobs, gradient, metrics and what was seen, over three steps with different losses, of 7 rows each."""
+    losses: list[Loss] = [LOSS, CALLS, LOSS]
     for number, loss in enumerate(losses):
         batch = rows(number, temperature=0.7 if number == 2 else 1.0)
         assert_equal(verl.logprobs(batch), torch_engine.logprobs(batch))
@@ -108,31 +115,22 @@ def test_it_computes_what_the_torch_engine_computes(
         for name in {*expected.metrics} - {"microbatches", "tokens_forward"}:
             assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=2e-4, abs=1e-5), name
         if number == 0:
-            verl.save(tmp_path / "verl")
-            torch_engine.save(tmp_path / "torch")
-            mine, theirs = gradient(tmp_path / "verl"), gradient(tmp_path / "torch")
+            verl.save(folder / "verl")
+            torch_engine.save(folder / "torch")
+            mine, theirs = gradient(folder / "verl"), gradient(folder / "torch")
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():
                 assert float((mine[name] - value).abs().max()) <= 1e-5 * max(1.0, float(value.abs().max())), name
-    one, other = load_file(verl.weights(tmp_path / "a.safetensors")), load_file(torch_engine.weights(tmp_path / "b"))
+    one, other = load_file(verl.weights(folder / "one")), load_file(torch_engine.weights(folder / "other"))
     assert one.keys() == other.keys()
     for name, value in other.items():
         assert float((one[name] - value).abs().max()) <= 1e-4, name
 
 
-def test_a_state_is_resumed_by_another_number_of_workers(open_verl: OpenVerl, tmp_path: Path) -> None:
-    first = open_verl(RAY)
-    first.step(rows(0), LOSS)
-    first.save(tmp_path / "state")
-    assert not [file for file in (tmp_path / "state").iterdir() if file.suffix not in (".safetensors", ".json")]
-    went_on = [first.step(rows(seed), LOSS).metrics["loss"] for seed in (1, 2)]
-    first.close()
-    second = open_verl(ALONE, seed=5)
-    second.step(rows(9), LOSS)
-    second.load(tmp_path / "state")
-    assert [second.step(rows(seed), LOSS).metrics["loss"] for seed in (1, 2)] == pytest.approx(
-        went_on, rel=1e-4, abs=1e-6
-    )
+def workers() -> list[psutil.Process]:
+    """The processes of ranks on the local Ray."""
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "PolicyWorker" in " ".join(process.cmdline())]
 
 
 def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path: Path) -> None:
@@ -158,26 +156,3 @@ def test_a_loss_that_is_not_finite_changes_nothing(open_verl: OpenVerl) -> None:
         engine.step(batch, broken)
     assert_equal(engine.logprobs(batch), before, 0.0)
     assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
-
-
-def test_workers_that_are_killed_are_made_again_and_the_step_is_taken_once(open_verl: OpenVerl, tmp_path: Path) -> None:
-    engine, quiet = open_verl(RAY), open_verl(ALONE)
-    assert engine.step(rows(0), LOSS).metrics["loss"] == pytest.approx(
-        quiet.step(rows(0), LOSS).metrics["loss"], rel=1e-4
-    )
-    engine.save(tmp_path / "state")
-    workers = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "PolicyWorker" in " ".join(process.cmdline())
-    ]
-    assert len(workers) == RAY
-    os.kill(workers[1].pid, signal.SIGKILL)
-    assert engine.step(rows(1), LOSS).metrics["loss"] == pytest.approx(
-        quiet.step(rows(1), LOSS).metrics["loss"], rel=1e-4
-    )
-    for process in psutil.Process().children(recursive=True):
-        if "PolicyWorker" in " ".join(process.cmdline()):
-            process.kill()
-    with pytest.raises(EngineError, match="the last checkpoint is older than step 2"):
-        engine.step(rows(2), LOSS)

@@ -1,0 +1,1 @@
+"""A package, not a namespace: distributions exist that install a package of this name, which would win over a namespace."""
