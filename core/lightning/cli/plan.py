@@ -73,6 +73,8 @@ def plan(
     """Simulate a run: seconds of a step, memory of each GPU, utilisation and staleness, from what a recorded run took."""
     if token_scale <= 0 or agents <= 0:
         raise ConfigError("--token-scale and --agents are factors above 0")
+    if negative := [bound for bound in max_staleness or () if bound < 0]:
+        raise ConfigError(f"--max-staleness {negative[0]}: it is a number of steps, 0 or more")
     if bool(model) != bool(gpus):
         raise ConfigError(
             "a plan for other machines needs both --model and --gpus; without them it is for the recorded one"

@@ -189,7 +189,8 @@ def _server(calls: Sequence[RecordedCall], servers: int) -> tuple[ServerCosts, f
     batch = _between(times, _cumulative(times, in_flight), started, ended)
     others = np.divide(batch, seconds, out=np.ones_like(batch), where=seconds > 0) - 1.0
     order = np.argsort(started)
-    first, last = (np.searchsorted(started[order], at, side) for at, side in ((started, "left"), (ended, "left")))
+    in_order = started[order]
+    first, last = np.searchsorted(in_order, started, side="left"), np.searchsorted(in_order, ended, side="left")
     fresh = np.concatenate([[0.0], np.cumsum(own[order])])
     table = np.stack(
         [
