@@ -29,6 +29,11 @@ OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
 """Versions of verl: the first with the workers that are used, and the first that was not looked at."""
 CUDA_TORCH = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
 RAY_PORT = 6379
+REFUSED = "InvalidAuthToken"
+"""What Ray writes when a cluster was started with a token and this process has not sent it."""
+AUTHENTICATE = (
+    "copy ~/.ray/auth_token of the cluster's head to this machine, and set RAY_AUTH_MODE=token here and for training"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,11 @@ class TorchView:
 
 
 class ProbeError(Exception):
-    """Why something could not be found out."""
+    """Why something could not be found out. `log` is all that was written about it."""
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.log = log
 
 
 def examine_cluster(ray_address: str, *, verl: bool) -> Iterator[Check]:
@@ -182,7 +191,10 @@ def _ray(address: str) -> Iterator[Check]:
         _listening(address)
         answer = _probe(["ray", address], RAY_SECONDS)
     except ProbeError as error:
-        yield Check("ray", "broken", f"no cluster answers at {address}: {error}", start)
+        if REFUSED in error.log:
+            yield Check("ray", "broken", f"the cluster at {address} wants a token", AUTHENTICATE)
+        else:
+            yield Check("ray", "broken", f"no cluster answers at {address}: {error}", start)
         return
     gpus = answer["gpus"]
     assert isinstance(gpus, list), "the probe counts them by node"
@@ -213,7 +225,7 @@ def _probe(arguments: Sequence[str], seconds: float) -> dict[str, object]:
         raise ProbeError(f"it took more than {seconds:.0f} s") from error
     if ran.returncode:
         lines = [line for line in ran.stderr.splitlines() if line.strip()]
-        raise ProbeError(lines[-1][:300] if lines else f"exit code {ran.returncode}")
+        raise ProbeError(lines[-1][:300] if lines else f"exit code {ran.returncode}", ran.stderr)
     answer: dict[str, object] = json.loads(ran.stdout.splitlines()[-1])
     return answer
 

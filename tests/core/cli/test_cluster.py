@@ -150,6 +150,13 @@ def test_a_cluster_that_answers(probed, gpus: str, status: str) -> None:
     assert found.detail.endswith(gpus.strip("[]"))
 
 
+def test_a_cluster_that_wants_a_token(probed) -> None:
+    log = "gcs_client.cc:210: RPC error: InvalidAuthToken: Authentication token is missing\nConnectionError: Failed\n"
+    found = probed("auto", answering(1, "", log))["ray"]
+    assert (found.status, "wants a token" in found.detail) == ("broken", True)
+    assert "RAY_AUTH_MODE=token" in found.cure
+
+
 def test_nobody_listens(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
