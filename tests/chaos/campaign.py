@@ -5,9 +5,9 @@
     make chaos ARGS="--kills 1000 --storm"           # less than an hour: kills do not wait until the last one is made good
 
 A trainer with a server and a real vLLM, a second server, several clients and the database run as processes of their own. One of
-them is killed, and started again as a supervisor would; when it serves again, the next. In a storm the next is killed after
-a second, whatever is still away. At the end the trainer goes on to one more committed step, everything is stopped, and the
-store is compared with what the agents saw with their own eyes.
+them is killed, and started again as a supervisor would; when it serves again, the next. In a storm another that serves is
+killed a moment later, so that many are away at once. At the end the trainer goes on to one more committed step, everything
+is stopped, and the store is compared with what the agents saw with their own eyes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -50,8 +50,8 @@ LONGEST_RECOVERY = 180.0
 """Seconds after which something that was killed counts as not coming back."""
 WEIGHTS = {"agent": 3, "runner": 6, "server": 4, "database": 4, "trainer": 1, "policy server": 1}
 """How often each is killed, beside the others: a trainer and a vLLM take half a minute to start."""
-STORM = {"agent": 12, "runner": 3, "server": 3, "database": 5, "trainer": 0.3, "policy server": 0.3}
-"""The same in a storm, where a process that is always killed before it serves would let nothing happen."""
+STORM = {"agent": 12, "runner": 4, "server": 3, "database": 5, "trainer": 0.3, "policy server": 0.3}
+"""The same in a storm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class Campaign:
         while len(self.kills) + len(awaited) < kills and time.monotonic() < end:
             self._idle(self.dice.expovariate(3.0) if storm else self.dice.uniform(0.2, 3.0))
             target = self.dice.choices(list(weights), list(weights.values()))[0]
-            killed = self._kill(target)
-            if killed is None:
-                continue
-            # Whoever is killed again before it served is waited for from its first death on.
-            if killed.name not in {one.name for one in awaited}:
+            awaited = self._look(awaited)
+            # Who is killed whenever it starts would let nothing happen.
+            killed = self._kill(target, {one.name for one in awaited})
+            if killed is not None:
                 awaited.append(killed)
-            awaited = self._look(awaited) if storm else self._settle(awaited)
+            if not storm:
+                awaited = self._settle(awaited)
         self._settle(awaited, patience=3 * LONGEST_RECOVERY)
 
     def _settle(self, awaited: Sequence[Awaited], patience: float = LONGEST_RECOVERY) -> list[Awaited]:
@@ -139,15 +139,18 @@ class Campaign:
         logs = "\n".join(f"--- {item.name}\n{item.log.read_text(errors='replace')[-3000:]}" for item in self.services)
         raise TimeoutError(f"{', '.join(one.name or one.target for one in awaited)} did not come back\n{logs}")
 
-    def _kill(self, target: str) -> Awaited | None:
-        """Kill one and start it again; how it is seen to serve. None: there was nothing to kill."""
-        at, name, back = time.time(), target, _replies
+    def _kill(self, target: str, away: Collection[str]) -> Awaited | None:
+        """Kill one and start it again; how it is seen to serve. None: there was nothing to kill, or it is away."""
+        at, back = time.time(), _replies
+        runner = self.dice.choice(self.runners)
+        name = {"agent": f"an agent of {runner.name}", "runner": runner.name}.get(target, target)
+        if name in away:
+            return None
         match target:
             case "agent":
-                runner = self.dice.choice(self.runners)
                 if self._kill_child(runner, "lightning.runner.template") is None:
                     return None
-                name, back = f"an agent of {runner.name}", _of(runner.name)
+                back = _of(runner.name)
             case "policy server":
                 killed = self._kill_child(self.trainer, SERVING)
                 if killed is None:
@@ -161,12 +164,10 @@ class Campaign:
                 self._pause()
                 self.database.start()
             case _:
-                own = {"trainer": self.trainer, "server": self.server}
-                service = own.get(target) or self.dice.choice(self.runners)
+                service = {"trainer": self.trainer, "server": self.server}.get(target, runner)
                 service.kill()
                 self._pause()
                 service.start()
-                name = service.name
                 if target == "runner":
                     back = _of(name)
         return Awaited(target, name, at, time.time(), back)
@@ -334,7 +335,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=86_400, help="stop after so long, whatever was killed by then")
     parser.add_argument("--seed", type=int, default=0, help="the order of the kills")
-    parser.add_argument("--storm", action="store_true", help="kill the next after a second, whatever is still away")
+    parser.add_argument("--storm", action="store_true", help="kill another while some are still away")
     parser.add_argument("--runners", type=int, default=RUNNERS, help="clients")
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--keep", type=Path, help="put logs and database here, and leave them")
