@@ -116,7 +116,7 @@ def torch_view() -> TorchView | None:
         return None
     nccl = ""
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return TorchView(torch.version.cuda or "", nccl, torch.cuda.device_count())
 
 

@@ -6,7 +6,10 @@ The invariant: standard output is one JSON document, or the exit code is not 0 a
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from importlib import import_module
+from typing import Any
 
 
 def main(arguments: list[str]) -> None:
@@ -25,9 +28,8 @@ def _verl() -> dict[str, object]:
 
 
 def _ray(address: str) -> dict[str, object]:
-    import ray
-
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="lightning")
+    ray: Any = import_module("ray")
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
     alive = [node for node in ray.nodes() if node["Alive"]]
     return {"version": ray.__version__, "gpus": [int(node["Resources"].get("GPU", 0)) for node in alive]}
 

@@ -63,7 +63,7 @@ def _evaluate(node: ast.expr) -> Number:
             result = FUNCTIONS[name](float(_evaluate(argument)))
         case _:
             raise ValueError("only numbers, + - * / // % ** and brackets, sqrt, log, exp, sin, cos, tan, pi")
-    if not abs(result) <= LARGEST:
+    if not -LARGEST <= result <= LARGEST:
         raise ValueError("number too large")
     if isinstance(result, float):
         return result
@@ -72,7 +72,7 @@ def _evaluate(node: ast.expr) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if abs(exponent) > POWER:
+    if not -POWER <= exponent <= POWER:
         raise ValueError(f"exponents are at most {POWER}")
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         return base ** int(exponent)
