@@ -178,7 +178,9 @@ def _costs(
             "agents were not in each other's way when they were recorded: that holds for any number of them here"
         )
     if shape is None or cluster is None:
-        sharing = Sharing(agents=power, trainer_with_agents=math.isfinite(power))
+        # In a run that sampled all the time, training was recorded as slow as agents beside it made it.
+        alone = recorded.schedule.max_staleness == 0
+        sharing = Sharing(agents=power, trainer_with_agents=math.isfinite(power) and alone)
         if recorded.schedule.max_staleness == 0 < target.schedule.max_staleness:
             notes.append(
                 "recorded in turns: how much training slows down calls on the same machine is not known from it"
