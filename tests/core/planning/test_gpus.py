@@ -152,7 +152,7 @@ def test_decoding_reads_the_weights_and_training_computes_six_operations_a_param
     assert tiny.row_token > trainer.row_token, "so small micro-batches wait for the network"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     ranks=st.sampled_from([2, 4, 8, 16, 32]), tokens=st.integers(256, 65536), context=st.floats(1, 20000),
     share=st.floats(0.3, 0.9),

@@ -22,7 +22,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ru
 
     def run(*arguments: str) -> str:
         try:
-            main(["plan", str(run_folder), "--steps", "8", *arguments])
+            main(["plan", str(run_folder), "--steps", "5", *arguments])
         except SystemExit as stop:
             if stop.code:
                 return capsys.readouterr().err

@@ -137,7 +137,7 @@ agents = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(0.0, 2.0), st.intege
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     bound=st.integers(0, 3),
     tasks=st.integers(1, 3),
