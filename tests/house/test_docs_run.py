@@ -25,6 +25,8 @@ FILES = [
 BLOCK = re.compile(
     r"^(?:<!-- test: (?P<mark>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
+LONG = ("docs/algorithms.md", "docs/gateway.md", "docs/index.md")
+"""Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
 MARK = re.compile(r"skip \(.+\)|slow|file [\w./-]+")
 
 
@@ -66,7 +68,10 @@ def run(name: str, folder: Path, *, slow: bool) -> None:
     assert ran.returncode == 0, f"{script.read_text()}\n{ran.stdout}\n{ran.stderr}"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if has(name, slow=False)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in FILES if has(name, slow=False)],
+)
 def test_blocks_run(name: str, tmp_path: Path) -> None:
     run(name, tmp_path, slow=False)
 

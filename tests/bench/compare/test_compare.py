@@ -125,6 +125,7 @@ class TestRun:
         assert "25, 1 of 2 never" in row
         assert "15.0 (10.0 to 20.0)" in row
 
+    @pytest.mark.slow
     def test_publishing_writes_page_picture_and_data_without_paths(self, tmp_path: Path):
         (tmp_path / "comparison.md").write_text(
             "before\n<!-- comparison: begin -->\nold\n<!-- comparison: end -->\nafter\n"

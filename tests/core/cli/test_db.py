@@ -71,6 +71,7 @@ def test_prune_says_first_and_does_when_told(lightning: Command, runs: Path) -> 
     assert "no run was chosen" in lightning("db", "prune", place).out
 
 
+@pytest.mark.slow
 def test_export(lightning: Command, runs: Path, tmp_path: Path) -> None:
     place, out = str(runs / "small"), tmp_path / "out"
     shown = lightning("db", "export", place, str(out)).out

@@ -48,6 +48,7 @@ def test_a_new_critic_values_every_state_at_0(open_engine: Open, make_row: Make)
     assert open_engine(critic=True).values([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trunk", "kind"), [("frozen", "linear"), ("shared", "tree")])
 def test_it_learns_what_states_are_worth(open_engine: Open, make_row: Make, trunk: str, kind: str) -> None:
     engine = open_engine(critic=True, critic_trunk=trunk, critic_lr=0.2, step=kind)
@@ -189,6 +190,7 @@ def test_memory_that_runs_out_while_valuing_halves_the_microbatch(
     assert engine._budget == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [{}, {"lora": LoraConfig(rank=4)}, {"dtype": "bfloat16", "critic_trunk": "shared"}]
 )

@@ -88,6 +88,7 @@ def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], toleranc
         assert float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
 
 
+@pytest.mark.slow
 @given(Rows, st.sampled_from([4, 12, 1000]))
 def test_each_way_to_attend_is_attention_over_rows(rows: list[list[int]], budget: int) -> None:
     for pack in packs_of(rows, budget):

@@ -82,7 +82,7 @@ def steps(draw: st.DrawFn) -> list[Trajectory]:
     return made
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from([1, 12, 30, 10_000]))
 def test_tree_linear_and_per_call_steps_have_one_gradient(
     exact_norm: None,

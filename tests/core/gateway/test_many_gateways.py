@@ -207,6 +207,7 @@ async def test_a_call_whose_version_nobody_knows_is_answered_and_not_trained_on(
     assert (await asyncio.wait_for(fleet.store.get_state("", "policy/run"), 5))["version"] == -1
 
 
+@pytest.mark.slow
 async def test_two_servers_serve_one_attempt_at_once(fleet):
     """Both count from 0, in bursts: every call gets a number of its own, and none is refused."""
     llm = await fleet.llm(fleet.servers[0])

@@ -48,6 +48,7 @@ def agent(task: Task, llm: LLM) -> float:
     return float(writer.prompt == task.expected)
 
 
+@pytest.mark.slow
 async def test_prompts_travel_to_worker_processes() -> None:
     runner = ProcessRunner(agent, RunnerConfig(concurrency=1))
     await runner.start()

@@ -188,10 +188,10 @@ async def test_a_cancelled_update_does_not_leave_the_server_paused(fake: Any, mo
     assert server.version == 1
 
 
-async def test_a_dead_engine_is_noticed(fake: Any, model: Path) -> None:
+async def test_a_dead_engine_is_noticed(fake: Any, model: Path, soon: None) -> None:
     server = await attached(fake, model)
     waiting = asyncio.create_task(server.wait_died())
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(0.1)
     assert not waiting.done()
     fake.health = 503
     await asyncio.wait_for(waiting, 30)

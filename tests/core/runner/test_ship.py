@@ -99,6 +99,7 @@ def test_nothing_outlives_the_trainer(how: signal.Signals, gone: Callable[[int],
         assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_everything(gone: Callable[[int], bool], tmp_path: Path) -> None:
     (tmp_path / "victim.py").write_text(textwrap.dedent(VICTIM))

@@ -311,6 +311,7 @@ async def test_kill_9_of_a_worker_costs_an_attempt_and_nothing_else(store: Memor
     )
 
 
+@pytest.mark.slow
 async def test_an_agent_that_always_dies_fails_after_its_attempts(store: MemoryStore) -> None:
     finished: list[Rollout] = []
     await store.create_rollouts(rollouts(1, max_attempts=2))

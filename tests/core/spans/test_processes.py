@@ -98,6 +98,7 @@ def shop(tmp_path: Path) -> Iterator[object]:
         process.stdout.close()
 
 
+@pytest.mark.slow
 async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
     store = MemoryStore()
     await store.open()

@@ -64,7 +64,6 @@ def test_shared_prefix_of_branches(trunk: int, left: int, right: int) -> None:
     assert codec.shared_prefix(a, b) == trunk
 
 
-@settings(max_examples=200)
 @given(tokens=TOKENS, position=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_a_damaged_byte_is_noticed_or_harmless(tokens: codec.Tokens, position: int, flip: int) -> None:
     blob = bytearray(codec.encode(tokens))
@@ -85,7 +84,7 @@ def test_truncated_or_lengthened_blobs_are_refused(tokens: codec.Tokens, length:
         codec.decode(blob + tail)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.binary(max_size=200), st.binary(max_size=40))
 def test_garbage_never_becomes_tokens(blob: bytes, parent: bytes) -> None:
     with pytest.raises(StoreError):

@@ -96,6 +96,7 @@ async def test_what_was_acknowledged_survives_kill_9(store_url: str, after: int)
     await store.close()
 
 
+@pytest.mark.slow
 async def test_many_processes_never_hold_one_attempt_twice(store_url: str) -> None:
     store = plugins().store(store_url)
     await store.open()

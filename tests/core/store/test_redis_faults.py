@@ -176,8 +176,9 @@ APPEND = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
-@pytest.mark.parametrize("appendfsync", ["always", pytest.param("no", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("appendfsync", ["always", "no"])
 async def test_what_was_acknowledged_survives_kill_9_of_redis_and_the_writers_go_on(
     own_server: RedisServer, appendfsync: str
 ) -> None:
@@ -296,6 +297,7 @@ async def test_scripts_that_redis_forgot_are_told_again(redis_server: RedisServe
 # memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_full_memory_loses_nothing_and_goes_on_when_there_is_space(
     own_server: RedisServer, call: CallOf, rollout: RolloutOf
 ) -> None:
@@ -339,6 +341,7 @@ async def test_a_change_of_another_process_is_heard_soon(redis_server: RedisServ
     await other.close()
 
 
+@pytest.mark.slow
 async def test_a_change_while_the_connection_is_lost_is_heard(redis_server: RedisServer) -> None:
     store, other = await opened(redis_server.url("prefix=cut")), await opened(redis_server.url("prefix=cut"))
     async with store.watch("run") as watch:

@@ -142,6 +142,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LEAST_SECONDS", 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP is POSIX")
 @pytest.mark.usefixtures("brief")
 async def test_a_server_that_hangs_is_waited_for_as_long_as_the_url_says(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_exact_values_one_call_ahead_are_the_truth_where_there_is_no_luck() -> N
     assert wrong.correlation < 0.99
 
 
+@pytest.mark.slow
 def test_exact_values_beat_every_comparison_of_rollouts_on_every_task() -> None:
     named: Mapping[str, Credit] = {"critic": Critic(), "identical": identical, "leave-one-out": LeaveOneOut()}
     for task in bifurcation_tasks().values():
@@ -74,6 +75,7 @@ def test_exact_values_beat_every_comparison_of_rollouts_on_every_task() -> None:
             assert scores["critic"].cosine > scores[other].cosine, task.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [early(), consult(), certain()], ids=lambda task: str(task.name))
 def test_baselines_that_do_not_see_the_call_leave_the_direction_alone(task: DecisionTask) -> None:
     named: Mapping[str, Credit] = {
@@ -108,6 +110,7 @@ def test_an_agent_compared_with_itself_has_less_noise_than_with_rollouts_that_di
     assert scores["per-agent"].variance < scores["identical"].variance
 
 
+@pytest.mark.slow
 def test_rewards_at_their_calls_help_where_they_are_paid_at_once_and_mislead_where_later() -> None:
     named: Mapping[str, Credit] = {"identical": identical, "intermediate": Intermediate()}
     at_once = score_credits(named, wasteful_tool(), groups=100)

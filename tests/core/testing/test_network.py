@@ -112,6 +112,7 @@ def test_swallows():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "failed"), [((), ["test_tells"]), (("--loopback-only",), ["test_tells", "test_swallows"])]
 )

@@ -173,6 +173,7 @@ async def test_failed_rollouts_are_counted_and_the_rest_is_trained(bench: Any, s
     assert 0 < summary.failed == sum(record.metrics["failed"] for record in records)
 
 
+@pytest.mark.slow
 async def test_when_every_rollout_fails_the_run_ends_and_a_resume_goes_on(
     bench: Any, slow: Any, tmp_path: Path
 ) -> None:
@@ -204,6 +205,7 @@ async def test_what_ends_the_sampler_ends_the_run(bench: Any, slow: Any, tmp_pat
                 await made.loop.run({})
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_is_brought_back_under_the_agents(bench: Any, slow: Any, tmp_path: Path) -> None:
     async with bench(tmp_path, slow, **ASYNC) as made:
         made.loop.stack._supervisor = asyncio.create_task(made.loop.stack.supervise())
@@ -214,6 +216,7 @@ async def test_a_server_that_dies_is_brought_back_under_the_agents(bench: Any, s
         made.loop.stack._supervisor.cancel()
 
 
+@pytest.mark.slow
 async def test_with_few_places_groups_begin_as_late_as_they_can(bench: Any, slow: Any, tmp_path: Path) -> None:
     """Two agents at once: waiting groups would grow old for nothing."""
     async with bench(tmp_path, slow, runner__concurrency=2, **ASYNC) as made:
@@ -224,6 +227,7 @@ async def test_with_few_places_groups_begin_as_late_as_they_can(bench: Any, slow
     assert unfinished <= 3, "two that run, and one whose group has begun"
 
 
+@pytest.mark.slow
 async def test_dynamic_sampling_takes_groups_that_teach_nothing_without_counting_them(
     bench: Any, slow: Any, tmp_path: Path
 ) -> None:
@@ -242,6 +246,7 @@ async def test_dynamic_sampling_takes_groups_that_teach_nothing_without_counting
     assert used == [2] * STEPS, "each step has as many groups as it asks for"
 
 
+@pytest.mark.slow
 async def test_new_weights_do_not_wait_for_calls_in_flight(bench: Any, answering: Any, tmp_path: Path) -> None:
     """A call goes on with the new weights where the old ones stood, and its record says from which token on."""
     rng = random.Random(5)
@@ -299,6 +304,7 @@ async def _change_record(made: Any, monkeypatch: pytest.MonkeyPatch, change: Any
     monkeypatch.setattr(made.store, "list_steps", list_steps)
 
 
+@pytest.mark.slow
 async def test_an_audit_finds_what_was_changed(
     bench: Any, slow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ async def test_values_are_asked_once_a_step_and_kept(bench: Any, tmp_path: Path,
         assert made.engine.valued == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step:1", "committed:1"])
 async def test_a_resume_replays_with_the_values_that_were_used(
     bench: Any, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ def crash_after_commit(made: Any, where: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(made.store, "commit_step", commit_step)
 
 
+@pytest.mark.slow
 async def test_values_that_are_gone_or_changed_are_found(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path, algorithm=PPO) as made:
         await made.loop.run({})

@@ -89,6 +89,7 @@ def _crash_in_store(made: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(made.loop, "evaluate", evaluation)
 
 
+@pytest.mark.slow
 async def test_a_finished_run_is_not_trained_again(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         await made.loop.run({})
@@ -145,6 +146,7 @@ async def test_when_every_rollout_fails_the_first_error_is_shown(bench: Any, tmp
             await made.loop.run({})
 
 
+@pytest.mark.slow
 async def test_a_step_that_failed_as_a_whole_is_tried_again_on_resume(bench: Any, tmp_path: Path) -> None:
     def broken(task: Task, llm: Any) -> float:
         raise ValueError("the database is down")
@@ -161,6 +163,7 @@ async def test_a_step_that_failed_as_a_whole_is_tried_again_on_resume(bench: Any
     assert summary.rollouts == (STEPS + 1) * 8
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_the_agent_failed_is_a_result_without_a_reward(
     bench: Any, answering: Any, tmp_path: Path
 ) -> None:
@@ -178,6 +181,7 @@ async def test_an_evaluation_that_the_agent_failed_is_a_result_without_a_reward(
     assert [result.failed for result in summary.evaluations] == [3] * 4
 
 
+@pytest.mark.slow
 async def test_an_evaluation_lost_to_the_infrastructure_is_an_error_and_is_tried_again(
     bench: Any, tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ async def test_an_evaluation_lost_to_the_infrastructure_is_an_error_and_is_tried
     assert [result.rollouts for result in summary.evaluations] == [3, 3, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [25.0, float("nan")])
 async def test_a_server_that_does_not_serve_the_trained_weights_is_an_error(
     bench: Any, tmp_path: Path, gap: float
@@ -207,6 +212,7 @@ async def test_a_server_that_does_not_serve_the_trained_weights_is_an_error(
         await assert_finished(made)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         supervisor = asyncio.create_task(made.loop.stack.supervise())
@@ -219,6 +225,7 @@ async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(benc
         supervisor.cancel()
 
 
+@pytest.mark.slow
 async def test_a_restart_that_fails_during_an_update_ends_the_run_with_its_own_error(
     bench: Any, tmp_path: Path
 ) -> None:

@@ -87,7 +87,7 @@ class World:
         return True
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     size=st.integers(1, 4),
     bound=st.integers(0, 5),

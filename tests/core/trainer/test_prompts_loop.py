@@ -250,6 +250,7 @@ def test_killed_at_any_moment_a_resume_ends_where_an_undisturbed_run_does(
     assert [(rollout.id, rollout.reward) for rollout in rollouts] == undisturbed
 
 
+@pytest.mark.slow
 def test_a_finished_run_asks_and_runs_nothing_again_and_leaves_the_alias_where_it_was_put(
     tmp_path: Path, writer: ChatServer
 ) -> None:
@@ -314,6 +315,7 @@ def test_an_optimiser_model_that_is_sometimes_away_costs_only_some_candidates(
     assert "2 edits are dropped" in caplog.text
 
 
+@pytest.mark.slow
 def test_without_any_answer_the_run_stops_and_can_be_resumed(tmp_path: Path, writer: ChatServer) -> None:
     def away(call: Call) -> str:
         raise ConnectionError
@@ -339,6 +341,7 @@ def refusing(body: Any) -> Reply:
     return Reply(status=500)
 
 
+@pytest.mark.slow
 def test_a_last_measurement_that_was_lost_and_cannot_be_paid_again_keeps_nothing_from_going_live(
     tmp_path: Path, writer: ChatServer, house: FakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +364,7 @@ def test_a_last_measurement_that_was_lost_and_cannot_be_paid_again_keeps_nothing
     assert (made.out / "prompts" / "greeter.txt").read_text() == BETTER
 
 
+@pytest.mark.slow
 def test_a_start_that_was_lost_and_cannot_be_paid_again_says_so(
     tmp_path: Path, writer: ChatServer, house: FakePolicy
 ) -> None:
@@ -457,6 +461,7 @@ def everything_of(folder: Path) -> list[Resource]:
     return found
 
 
+@pytest.mark.slow
 def test_the_next_run_starts_from_what_is_live(tmp_path: Path, writer: ChatServer) -> None:
     trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
     settings = {"runner.prompts": {"greeter": f"resource:{tmp_path / 'run'}#greeter@production"}}
@@ -508,6 +513,7 @@ def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
         made.fit(agent, TRAIN, VAL)
 
 
+@pytest.mark.slow
 def test_a_finished_run_may_be_given_more_rounds(tmp_path: Path, writer: ChatServer) -> None:
     first = trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
     assert first.after == 0.5

@@ -87,6 +87,7 @@ async def test_a_step_goes_on_in_waves_until_enough_groups_teach(
     assert all(rollout.step == int(rollout.group.split("/")[1]) for rollout in rollouts)
 
 
+@pytest.mark.slow
 async def test_waves_end_at_their_limit(bench: Any, answering: Any, tmp_path: Path) -> None:
     async def useless(task: Task, llm: Any) -> float:
         await answering(task, llm)

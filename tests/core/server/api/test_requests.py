@@ -192,7 +192,7 @@ def running() -> Iterator[tuple[asyncio.Runner, World]]:
         runner.run(world.store.close())
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"]),
     target=st.sampled_from([route.path for route in ROUTES]) | TARGETS,

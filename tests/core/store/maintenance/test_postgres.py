@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from tests.core.store.maintenance.gateways import check_state_of_gateways
 from tests.servers.postgres import PostgresServer
 
+pytestmark = pytest.mark.slow
 FROZEN = Path(__file__).parents[1] / "frozen"
 
 
