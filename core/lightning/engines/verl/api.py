@@ -5,19 +5,24 @@ Importing this takes seconds. On a machine without an accelerator `platform.choo
 
 from __future__ import annotations
 
-from tensordict import TensorDict as TensorDict
-from verl.single_controller.ray import RayClassWithInitArgs as RayClassWithInitArgs
-from verl.single_controller.ray import RayResourcePool as RayResourcePool
-from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup
-from verl.trainer.config import CheckpointConfig as CheckpointConfig
-from verl.utils.device import get_device_name as get_device_name
-from verl.utils.tensordict_utils import assign_non_tensor as assign_non_tensor
-from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
-from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
-from verl.workers.config import HFModelConfig as HFModelConfig
-from verl.workers.config import McoreEngineConfig as McoreEngineConfig
-from verl.workers.config import McoreOptimizerConfig as McoreOptimizerConfig
-from verl.workers.config import TrainingWorkerConfig as TrainingWorkerConfig
-from verl.workers.engine import EngineRegistry as EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as FSDPEngineWithLMHead
-from verl.workers.engine_workers_tinker import TinkerTrainingWorker as TinkerTrainingWorker
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of engines that are not installed, and of names that Ray has moved
+    from tensordict import TensorDict as TensorDict
+    from verl.single_controller.ray import RayClassWithInitArgs as RayClassWithInitArgs
+    from verl.single_controller.ray import RayResourcePool as RayResourcePool
+    from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup
+    from verl.single_controller.ray.base import sort_placement_group_by_node_ip as sort_placement_group_by_node_ip
+    from verl.trainer.config import CheckpointConfig as CheckpointConfig
+    from verl.utils.device import get_device_name as get_device_name
+    from verl.utils.tensordict_utils import assign_non_tensor as assign_non_tensor
+    from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
+    from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
+    from verl.workers.config import HFModelConfig as HFModelConfig
+    from verl.workers.config import McoreEngineConfig as McoreEngineConfig
+    from verl.workers.config import McoreOptimizerConfig as McoreOptimizerConfig
+    from verl.workers.config import TrainingWorkerConfig as TrainingWorkerConfig
+    from verl.workers.engine import EngineRegistry as EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as FSDPEngineWithLMHead
+    from verl.workers.engine_workers_tinker import TinkerTrainingWorker as TinkerTrainingWorker

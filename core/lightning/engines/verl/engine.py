@@ -71,6 +71,8 @@ class VerlEngine:
                 'the verl engine has no critic: use Trainer(engine="torch") for algorithms that value states, or one '
                 "that needs none (grpo, rloo, dapo, ...)"
             )
+        if self._config.engine.step == "tree":
+            logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self._device = choose(self._config.engine.device)
         self._opened = _Opened(model, optimizer, seed, _vocab_size(model))
         self._steps, self._saved = 0, None

@@ -5,6 +5,7 @@ The invariant: a call ends on all ranks or raises; after `WorkersLostError` none
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -76,6 +77,7 @@ class OnRay:
         needed = environment(device, local=not config.address)
         name = api.get_device_name()
         try:
+            self._pool.pgs = _placed(ray, config, each)
             self._workers += api.RayWorkerGroup(self._pool, made, device_name=name, worker_env=needed).workers
             self.run("place", [()] * self.size, patience=config.start_timeout)
         except BaseException:
@@ -112,9 +114,9 @@ class OnRay:
         for worker in self._workers:
             with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
                 self._ray.kill(worker, no_restart=True)
-        for group in self._pool.pgs or ():
+        for places in self._pool.pgs or ():
             with suppress(Exception):
-                self._ray.util.remove_placement_group(group)
+                self._ray.util.remove_placement_group(places)
         self._workers = []
 
 
@@ -133,7 +135,7 @@ def connect(config: VerlConfig, device: str) -> bool:
         local |= {"num_gpus": config.world_size, "object_store_memory": 256 * 2**20}
     given = {"address": config.address} if config.address else {"address": "local", **local}
     try:
-        ray.init(**given, log_to_driver=False, logging_level="ERROR", namespace="lightning")
+        ray.init(**given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}") from error
     return not config.address
@@ -153,3 +155,20 @@ def _room(ray: Any, config: VerlConfig) -> int:
             f"nodes with {', '.join(map(str, nodes)) or 'no'} GPUs. Lower engine.verl.world_size, or raise engine.verl.nodes"
         )
     return each
+
+
+def _placed(ray: Any, config: VerlConfig, each: int) -> list[Any]:
+    """Places for the workers, one group for each node. Raises `EngineError` when the cluster stays too busy."""
+    bundle = {"CPU": 1, "GPU": 1}
+    groups = [ray.util.placement_group([bundle] * each, strategy="STRICT_PACK") for _ in range(config.nodes)]
+    ready = [group.ready() for group in groups]
+    done, _ = ray.wait(ready, num_returns=len(ready), timeout=config.start_timeout)
+    if len(done) < len(ready):
+        for group in groups:
+            ray.util.remove_placement_group(group)
+        raise EngineError(
+            f"the Ray cluster had no room for {config.world_size} workers within {config.start_timeout:.0f} s "
+            "(engine.verl.start_timeout): other jobs hold its GPUs"
+        )
+    placed: list[Any] = api.sort_placement_group_by_node_ip(groups)
+    return placed

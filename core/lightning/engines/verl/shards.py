@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _STEP = ".step"
@@ -29,7 +30,7 @@ def save_shards(engine: Any, folder: Path, steps: int) -> None:
         engine.save_checkpoint(str(folder))
         return
     tensors = {**_weights(engine), **_moments(_state(engine) if steps else {})}
-    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     dist.barrier()
 
 
@@ -40,7 +41,7 @@ def load_shards(engine: Any, folder: Path, steps: int) -> None:
         return
     state = _state(engine) if steps else {}
     tensors = {**_weights(engine), **_moments(state)}
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     if steps:
         for name in state:
             if name.endswith(_STEP):

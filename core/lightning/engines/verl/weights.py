@@ -6,7 +6,7 @@ output layer comes once, as the embedding.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,8 +40,9 @@ def whole_weights(engine: Any, dtype: torch.dtype, *, wanted: bool) -> dict[str,
             whole = whole.float() + deltas[key]
         if wanted:
             found[key] = _on_cpu(whole, dtype)
-    base = module.get_base_model() if hasattr(module, "get_base_model") else module
-    return original_names(base, found) if wanted else {}  # type: ignore[arg-type]  # it is what transformers loaded
+    # peft wraps what transformers loaded.
+    base: Any = cast("Any", module).get_base_model() if hasattr(module, "get_base_model") else module
+    return original_names(base, found) if wanted else {}
 
 
 def _deltas(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -51,7 +52,7 @@ def _deltas(module: nn.Module) -> dict[str, torch.Tensor]:
         if _ADAPTER not in getattr(layer, "lora_A", {}):
             continue
         down, up = (_whole(getattr(layer, part)[_ADAPTER].weight).float() for part in ("lora_A", "lora_B"))
-        found[f"{name.removeprefix(_WRAPPER)}.weight"] = (up @ down) * float(layer.scaling[_ADAPTER])  # type: ignore[index]
+        found[f"{name.removeprefix(_WRAPPER)}.weight"] = (up @ down) * float(layer.scaling[_ADAPTER])
     return found
 
 
