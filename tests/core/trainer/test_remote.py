@@ -61,7 +61,7 @@ async def clients(made: Any, agent: Any, count: int = 2) -> AsyncIterator[None]:
         await control.close()
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
 async def test_clients_run_the_agents_of_a_training(
     staleness: int, beside: bool, tmp_path: Path, bench: Any, answering: Any, finished: list[str]
