@@ -13,6 +13,7 @@
     ├── GatewayError (RuntimeError)          the gateway could not start or serve
     ├── PolicyServerError (RuntimeError)     vLLM did not start, died, or refused new weights
     ├── EngineError (RuntimeError)           the training engine cannot load or step
+    │   └── WorkersLostError                 one of its worker processes died
     ├── RunnerError (RuntimeError)           agents cannot be run at all (one agent's fault is an Outcome, not this)
     ├── OptimizerError (RuntimeError)        the model that writes prompts does not answer
     └── AuditError (AssertionError)          the trained batches are not what the store holds

@@ -37,7 +37,8 @@ def train(
         typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="What trains: torch, or verl (many GPUs; --set engine.verl.world_size=N), or a plugin's.")
+        str,
+        typer.Option(help="What trains: torch, or verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
     ] = "torch",
     runner: Annotated[
         str,

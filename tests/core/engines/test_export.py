@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
-from lightning.engines.torch import weights
+from lightning.engines import export
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_leaves_the_old_file(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(export, "save_file", full)
     for write in (lambda: engine.weights(file), lambda: engine.export(tmp_path / "model")):
         with pytest.raises(EngineError, match="No space left on device"):
             write()
