@@ -28,6 +28,8 @@ STRETCH = 16
 """Ends of intervals that are looked at together, and"""
 STRETCHES = 8
 """how many such stretches it takes to say anything."""
+DIFFERENT = 1.2
+"""So many times the tokens of the smallest step has the largest, if training is to have a cost of its own besides tokens."""
 CLEARLY = 0.8
 """A limit is believed in when it leaves no more than this share of the error that there is without one."""
 
@@ -225,8 +227,11 @@ def _fit(table: Floats, values: Floats) -> Floats:
 def _trainer(recorded: Recorded) -> TrainerCosts:
     steady = recorded.steady
     trained = [step for step in recorded.steps if step.rows and "train" in step.seconds]
-    table = np.array([[1.0, step.rows] for step in trained]).reshape(-1, 2)
-    step, row_token = _fit(table, np.array([step.seconds["train"] for step in trained])) if trained else (0.0, 0.0)
+    rows = np.array([step.rows for step in trained], np.float64)
+    # Steps of much the same size do not tell what comes with each step from what comes with each token.
+    fixed = float(len(rows) > 0 and rows.max() > DIFFERENT * rows.min())
+    table = np.stack([np.full_like(rows, fixed), rows], axis=1)
+    step, row_token = _fit(table, np.array([one.seconds["train"] for one in trained])) if trained else (0.0, 0.0)
     every = recorded.schedule.checkpoint_every
     checkpoints = [one.seconds.get("checkpoint", 0.0) for one in steady if (one.step + 1) % every == 0]
     return TrainerCosts(

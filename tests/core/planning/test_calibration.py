@@ -46,6 +46,9 @@ def test_training_and_what_follows_it() -> None:
     trainer = calibrate(recording(groups, [100, 300, 200])).costs.trainer
     assert (trainer.step, trainer.row_token) == (pytest.approx(1.5), pytest.approx(0.01))
     assert (trainer.update, trainer.checkpoint) == (0.25, 0.125)
+    alike = calibrate(recording(groups, [100, 101, 102])).costs.trainer
+    assert alike.step == 0.0, "nothing tells what comes with a step from what comes with its tokens"
+    assert alike.row_token == pytest.approx((1.5 + 1.01) / 101, rel=0.01)
 
 
 def crowd(limited: bool, tool: float, seed: int = 0) -> Recorded:
