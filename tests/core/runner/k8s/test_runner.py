@@ -353,8 +353,8 @@ async def test_there_is_a_job_for_each_rollout_that_is_not_done(
 async def test_jobs_that_are_not_wanted_are_not_missed(
     cluster: FakeCluster, store: Store, site: Site, tmp_path: Path
 ) -> None:
-    async with attending(config_for(cluster, tmp_path, mode="job", start_timeout=0.5), site) as task:
-        await asyncio.sleep(0.8)  # the trainer loads its model, or trains
+    async with attending(config_for(cluster, tmp_path, mode="job", start_timeout=2.0), site) as task:
+        await asyncio.sleep(2.3)  # the trainer loads its model, or trains
         assert not task.done()
 
 
