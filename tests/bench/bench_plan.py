@@ -1,9 +1,8 @@
 """What the planner says of runs that are then made, from one recorded run: fewer places, slower tools, rollouts that go on.
 
 One short run in turns is recorded; the planner is calibrated on its store and simulates each of the other settings; then each
-is run for real, by the same loop, engine (a tiny Qwen3 on a CPU), gateway and store. Agents call a tool twice, which sleeps
-for a lognormal time, and the policy server is scripted with vLLM's shapes and takes its time for each call and token, so that
-what is compared does not depend much on what else the machine does.
+is run by the real loop, with gateway and store. Tools, the policy server (scripted, with vLLM's shapes) and the engine sleep
+instead of computing, so that what is compared is how times add up, and does not depend much on what else the machine does.
 
     python tests/bench/bench_plan.py [--json FILE] [--only NAME ...]
 """
@@ -16,37 +15,43 @@ import json
 import random
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import aiohttp
+import numpy as np
 from bench_async import ScriptedPolicy
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.batch.digest import span_digest
+from lightning.batch.sample import FloatArray, Sample
 from lightning.config import Config, with_settings
-from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.gateway import Gateway, Upstream
+from lightning.losses.protocol import Loss
 from lightning.planning.planner import Target, calibrated, make_plan, recorded_config
 from lightning.planning.recorded import Recorded, read_run
 from lightning.planning.work import Changes
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
-from lightning.testing.tiny_models import make_tiny_model
 from lightning.tracking import Trackers
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.stack import Stack
-from lightning.types import LLM, Run, Task
+from lightning.types import LLM, Run, Task, token_ids
 
-STEPS, GROUP = 12, 4
-MEDIAN, SIGMA, LONGEST = 0.3, 0.8, 3.0
+STEPS, GROUP = 8, 4
+MEDIAN, SIGMA, LONGEST = 0.6, 0.8, 6.0
 """The tool's sleep in seconds: lognormal, cut off at the longest."""
-DELAY, TOKEN_DELAY = 0.1, 0.02
+DELAY, TOKEN_DELAY = 0.2, 0.03
 """Seconds of a call until its first token, and between two of them."""
+TRAIN, TRAIN_TOKEN, UPDATE = 1.0, 0.0005, 0.2
+"""Seconds of a step's training, of each token of it, and of writing the weights."""
 TARGET = 0.15
 """How far off a prediction may be, as a share of what was measured."""
 
@@ -65,11 +70,57 @@ RECORDED = Setting()
 PLANNED = {
     "a quarter of the places": Setting(places=4),
     "twice the tasks": Setting(tasks_per_step=8),
-    "tools three times as slow": Setting(tool_scale=3.0),
+    "tools twice as slow": Setting(tool_scale=2.0),
     "max_staleness 1": Setting(bound=1),
     "max_staleness 2": Setting(bound=2),
     "max_staleness 2, 8 places": Setting(bound=2, places=8),
 }
+
+
+class SleepyEngine:
+    """An engine that only takes its time."""
+
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+        """Nothing to open."""
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """All 0."""
+        return [np.zeros(len(sample), np.float32) for sample in samples]
+
+    values = logprobs
+
+    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """Sleep, and say that exactly these tokens were trained."""
+        tokens = sum(map(len, samples))
+        time.sleep(TRAIN + TRAIN_TOKEN * tokens)
+        seen = {
+            (span.rollout, span.attempt, span.seq): span_digest(
+                token_ids(sample.ids[span.start : span.stop].tolist()), sample.logprobs[span.start : span.stop].tolist()
+            )
+            for sample in samples
+            for span in sample.spans
+        }
+        return StepResult({"loss": 0.0, "max_logprob_gap": 0.0, "tokens": float(tokens)}, seen)
+
+    def save(self, folder: Path) -> None:
+        """Nothing to save."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, folder: Path) -> None:
+        """Nothing to load."""
+
+    def export(self, folder: Path) -> Path:
+        """Nothing to export."""
+        return folder
+
+    def weights(self, file: Path) -> Path:
+        """Sleep, and write nothing that counts."""
+        time.sleep(UPDATE)
+        file.write_bytes(b"")
+        return file
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def sleepy_agent(seed: int, scale: float) -> object:
@@ -103,7 +154,7 @@ def answer(body: object) -> Reply:
     return Reply("so it is what it is", delay=DELAY, token_delay=TOKEN_DELAY)
 
 
-async def run(folder: Path, model: Path, setting: Setting, seed: int) -> Recorded:
+async def run(folder: Path, setting: Setting, seed: int) -> Recorded:
     """Train for some steps, and read what the planner reads."""
     folder.mkdir()
     config = with_settings(
@@ -132,14 +183,11 @@ async def run(folder: Path, model: Path, setting: Setting, seed: int) -> Recorde
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        engine = TorchEngine(device="cpu")
-        resources.callback(engine.close)
-        engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
         stack = Stack(stored, config, folder, store, ScriptedPolicy(fake), gateway, runner)
         await stack.owner.open(stack.upstreams(), 0)
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
         tasks = [Task(f"question {number}") for number in range(64)]
-        loop = Loop(stack, engine, algorithm, tasks, [], (), Reporter(enabled=False), trackers)
+        loop = Loop(stack, SleepyEngine(), algorithm, tasks, [], (), Reporter(enabled=False), trackers)
         await loop.run({})
         return await read_run(store, "run")
 
@@ -181,12 +229,11 @@ def compare(recorded: Recorded, measured: dict[str, Recorded]) -> dict[str, floa
 async def main(out: Path | None = None, only: list[str] | None = None) -> dict[str, float]:
     """Record, plan, measure; print a table, write JSON to `out`."""
     with tempfile.TemporaryDirectory() as name:
-        model = await asyncio.to_thread(make_tiny_model, Path(name) / "model", vocab=32_000)
-        recorded = await run(Path(name) / "recorded", model, RECORDED, seed=0)
+        recorded = await run(Path(name) / "recorded", RECORDED, seed=0)
         measured = {}
         for number, (planned, setting) in enumerate(PLANNED.items()):
             if not only or planned in only:
-                measured[planned] = await run(Path(name) / str(number), model, setting, seed=number + 1)
+                measured[planned] = await run(Path(name) / str(number), setting, seed=number + 1)
         found = compare(recorded, measured)
     sys.stdout.write("".join(f"{name:<52}{value:>16,.6g}\n" for name, value in found.items()))
     if out is not None:
