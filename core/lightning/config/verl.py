@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, JsonValue
 
 from lightning.config.section import Section
@@ -19,8 +17,6 @@ class VerlConfig(Section):
     """Machines that the workers are spread over evenly. All must see the same files: the model, and the run's folder."""
     address: str = ""
     """The Ray cluster: `auto`, or `HOST:6379` of its head; empty starts one on this machine."""
-    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
-    """What shards the model."""
     restarts: int = Field(default=3, ge=0)
     """How often in a run workers that died are started again, from the last checkpoint; a step is then taken again."""
     start_timeout: float = Field(default=600.0, gt=0)
@@ -28,7 +24,6 @@ class VerlConfig(Section):
     model: dict[str, JsonValue] = Field(default_factory=dict)
     """Further options of verl's `HFModelConfig`, as they are."""
     sharding: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `FSDPEngineConfig` (`McoreEngineConfig` for megatron), as they are: `param_offload`,
-    `ulysses_sequence_parallel_size`, `tensor_model_parallel_size`, ..."""
+    """Further options of verl's `FSDPEngineConfig`, as they are: `param_offload`, `ulysses_sequence_parallel_size`, ..."""
     optimizer: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `FSDPOptimizerConfig` (`McoreOptimizerConfig` for megatron), as they are."""
+    """Further options of verl's `FSDPOptimizerConfig`, as they are."""

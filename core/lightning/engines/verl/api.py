@@ -20,8 +20,6 @@ with warnings.catch_warnings():
     from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
     from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
     from verl.workers.config import HFModelConfig as HFModelConfig
-    from verl.workers.config import McoreEngineConfig as McoreEngineConfig
-    from verl.workers.config import McoreOptimizerConfig as McoreOptimizerConfig
     from verl.workers.config import TrainingWorkerConfig as TrainingWorkerConfig
     from verl.workers.engine import EngineRegistry as EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as FSDPEngineWithLMHead

@@ -24,6 +24,8 @@ def choose(device: str) -> str:
         raise ConfigError(
             f"engine.device is {device!r}: the verl engine places its workers itself. Set it to auto, cpu or cuda"
         )
+    if device == "cuda" and os.environ.get(_VARIABLE) == "cpu":
+        del os.environ[_VARIABLE]
     os.environ.update(environment(device, local=False))
     return device
 

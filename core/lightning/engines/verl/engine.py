@@ -73,6 +73,7 @@ class VerlEngine:
             )
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
+        self.close()
         self._device = choose(self._config.engine.device)
         self._opened = _Opened(model, optimizer, seed, _vocab_size(model))
         self._steps, self._saved = 0, None
@@ -103,29 +104,32 @@ class VerlEngine:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
         opened = self._ready()
         with whole_folder(folder) as path:
-            self._run("save", path, self._steps)
+            for host, files in self._run("save", path.resolve(), self._steps):
+                _check_seen(host, [path / file for file in files], folder)
             state = {"format": FORMAT, "engine": "verl", "steps": self._steps, "optimizer": asdict(opened.optimizer)}
             (path / _STATE).write_text(json.dumps(state, indent=1) + "\n")
-        self._saved = folder, self._steps
+        self._saved = folder.resolve(), self._steps
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with however many workers; the optimizer's settings stay those given to `open`."""
         self._ready()
         recover(folder)
         steps = _read_state(folder)
-        self._run("load", folder.resolve(), steps)
-        self._steps, self._saved = steps, (folder, steps)
+        self._again(lambda: self._run("load", folder.resolve(), steps))
+        self._steps, self._saved = steps, (folder.resolve(), steps)
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
         opened = self._ready()
-        self._run("write_model", opened.model, folder.resolve(), self._dtype())
+        self._again(lambda: self._run("write_model", opened.model.resolve(), folder.resolve(), self._dtype()))
+        _check_seen("the first worker's machine", [folder / "config.json"], folder)
         return folder
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
         self._ready()
         self._again(lambda: self._run("write_weights", file.resolve(), self._dtype()))
+        _check_seen("the first worker's machine", [file], file)
         return file
 
     def close(self) -> None:
@@ -153,7 +157,7 @@ class VerlEngine:
 
         return compute_dtype(self._config, self._device)
 
-    def _start(self) -> None:
+    def _start(self, *, again: bool = False) -> None:
         """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
         from lightning.engines.verl.group import Alone, OnRay, connect
         from lightning.engines.verl.settings import worker_config
@@ -163,18 +167,21 @@ class VerlEngine:
         arguments = {"seed": opened.seed, "threads": engine.threads}
         if engine.verl.world_size:
             self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
-            self._group = OnRay(engine.verl, made, arguments, self._device)
+            self._group = OnRay(engine.verl, made, arguments, self._device, again=again)
         else:
             self._group = Alone(made, arguments)
         self._ranks = self._run("place")
 
     def _again(self, call: Callable[[], T]) -> T:
         """What a call returns; when workers die, they are made again and it is made again."""
+        lost: WorkersLostError | None = None
         while True:
             try:
+                if lost is not None:
+                    self._revive(lost)
                 return call()
             except WorkersLostError as error:
-                self._revive(error)
+                lost = error
 
     def _revive(self, error: WorkersLostError) -> None:
         allowed = self._config.engine.verl.restarts
@@ -186,10 +193,13 @@ class VerlEngine:
                 "resume the run (trainer.checkpoint_every = 1 lets the engine go on by itself)"
             ) from error
         self._restarts += 1
+        if "out of memory" in str(error):
+            self._budget = max(1, self._budget // 2)
+            logger.warning("going on with %d tokens per micro-batch", self._budget)
         logger.warning("%s; starting the workers again at step %d", error, self._steps)
-        self._start()
+        self._start(again=True)
         if self._saved is not None:
-            self._run("load", self._saved[0].resolve(), self._steps)
+            self._run("load", self._saved[0], self._steps)
 
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
         if isinstance(loss, StepLoss) or needs_reference(loss):
@@ -258,6 +268,16 @@ class VerlEngine:
         return self._group.run(method, [arguments] * self._group.size, **named)
 
 
+def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
+    """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        raise EngineError(
+            f"{host} wrote {', '.join(missing) or 'nothing'} where the trainer's machine does not see it: every machine of the "
+            f"cluster must see {target.resolve()} under this path, on a disk that all share"
+        )
+
+
 def _cut(sample: Sample) -> Sample:
     """A row up to its last trained token: what follows cannot influence the loss."""
     stop = slice(rows.trained_length(sample))
@@ -279,7 +299,10 @@ def _vocab_size(model: Path) -> int:
         )
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
+    try:
+        return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error
 
 
 def _read_state(folder: Path) -> int:

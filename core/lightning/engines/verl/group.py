@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from lightning.config.verl import VerlConfig
+from lightning.engines.torch.layout import OUT_OF_MEMORY
 from lightning.engines.verl import api
 from lightning.engines.verl.device import environment
 from lightning.engines.verl.worker import PolicyWorker
-from lightning.errors import ConfigError, EngineError, WorkersLostError
+from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
 
+ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
 """Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
 
@@ -44,33 +48,48 @@ class Alone:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        os.environ |= {
+        alone = {
             "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        self._worker: PolicyWorker | None = PolicyWorker(worker_config, **arguments)
+        before = {name: os.environ.get(name) for name in alone}
+        self._owns_processes = not dist.is_initialized()
+        os.environ.update(alone)
+        try:
+            self._worker: PolicyWorker | None = PolicyWorker(worker_config, **arguments)
+        finally:  # agents and vLLM inherit this process's environment
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                os.environ.update({} if value is None else {name: value})
 
     def run(self, method: str, parts: Sequence[tuple[Any, ...]], **named: Any) -> list[Any]:
         """See `Group.run`."""
-        assert self._worker is not None, "a closed group is not called"
-        return [getattr(self._worker, method)(*parts[0], **named)]
+        if self._worker is None:
+            raise EngineError(ENDED)
+        try:
+            return [getattr(self._worker, method)(*parts[0], **named)]
+        except LightningError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{method} of the verl engine failed: {error!r}") from error
 
     def close(self) -> None:
         """See `Group.close`."""
-        import torch.distributed as dist
-
         self._worker = None
-        if dist.is_initialized():
+        if self._owns_processes and dist.is_initialized():
             dist.destroy_process_group()
 
 
 class OnRay:
     """One actor for each rank, placed by verl in the cluster that `connect` gave."""
 
-    def __init__(self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str) -> None:
+    def __init__(
+        self, config: VerlConfig, worker_config: Any, arguments: Mapping[str, Any], device: str, *, again: bool
+    ) -> None:
+        """`again`: in place of workers that were lost, so that a machine that is away is waited for."""
         import ray
 
         self.size, self._ray = config.world_size, ray
-        each = _room(ray, config)
+        each = _room(ray, config, config.start_timeout if again else 0.0)
         self._pool = api.RayResourcePool([each] * config.nodes, use_gpu=True, max_colocate_count=1)
         self._workers: list[Any] = []
         made = api.RayClassWithInitArgs(ray.remote(PolicyWorker), config=worker_config, **arguments)
@@ -88,6 +107,8 @@ class OnRay:
         self, method: str, parts: Sequence[tuple[Any, ...]], patience: float | None = None, **named: Any
     ) -> list[Any]:
         """See `Group.run`. Raises `WorkersLostError` when a worker died, and `EngineError` when one failed."""
+        if not self._workers:
+            raise EngineError(ENDED)
         errors = self._ray.exceptions
         calls = [
             getattr(worker, method).remote(*part, **named) for worker, part in zip(self._workers, parts, strict=True)
@@ -107,6 +128,8 @@ class OnRay:
             raise WorkersLostError(f"a worker of the verl engine died in {method}: {error}") from error
         except errors.RayTaskError as error:
             self.close()
+            if any(sign in str(error) for sign in OUT_OF_MEMORY):
+                raise WorkersLostError(f"out of memory in {method} of the verl engine") from error
             raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
 
     def close(self) -> None:
@@ -141,20 +164,27 @@ def connect(config: VerlConfig, device: str) -> bool:
     return not config.address
 
 
-def _room(ray: Any, config: VerlConfig) -> int:
-    """How many workers a node gets. Raises `ConfigError` when the cluster can never hold all: Ray would wait for ever."""
+def _room(ray: Any, config: VerlConfig, patience: float) -> int:
+    """How many workers a node gets. Raises `ConfigError` when the cluster can never hold all: Ray would wait for ever.
+    Machines that are missing are waited for, `patience` seconds."""
     each, rest = divmod(config.world_size, config.nodes)
     if rest:
         raise ConfigError(
             f"engine.verl.world_size is {config.world_size}, which engine.verl.nodes = {config.nodes} does not divide"
         )
-    nodes = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
-    if len([gpus for gpus in nodes if gpus >= each]) < config.nodes:
-        raise ConfigError(
-            f"engine.verl wants {config.world_size} workers on {config.nodes} nodes, {each} GPUs on each; the Ray cluster has "
-            f"nodes with {', '.join(map(str, nodes)) or 'no'} GPUs. Lower engine.verl.world_size, or raise engine.verl.nodes"
-        )
-    return each
+    end = time.monotonic() + patience
+    while True:
+        nodes = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+        if len([gpus for gpus in nodes if gpus >= each]) >= config.nodes:
+            return each
+        if time.monotonic() >= end:
+            raise ConfigError(
+                f"engine.verl wants {config.world_size} workers on {config.nodes} nodes, {each} GPUs on each; the Ray cluster "
+                f"has nodes with {', '.join(map(str, nodes)) or 'no'} GPUs. Lower engine.verl.world_size, or raise "
+                "engine.verl.nodes; on a machine without GPUs give the engine a Ray of its own (engine.verl.address empty, "
+                "and no Ray runner in the same process)"
+            )
+        time.sleep(1.0)
 
 
 def _placed(ray: Any, config: VerlConfig, each: int) -> list[Any]:

@@ -63,10 +63,15 @@ class LossPass:
             tokens, logprobs.float()[places - 1], model_output["entropy"].values().float()[places - 1]
         )
         self._seen.note(chosen, ids.values()[places], sampled)
-        output = self._loss(batch)
+        try:
+            output = self._loss(batch)
+        except Exception as error:  # noqa: BLE001 — it is anybody's function, and the other ranks go on
+            self._note(f"the loss raised {error!r}", rows)
+            return logprobs.sum() * 0.0, {}
         value = float(output.loss.detach())
-        if not math.isfinite(value):
-            self._note(f"the loss is {value}", rows)
+        if not math.isfinite(value) or not output.loss.requires_grad:
+            self._note(f"the loss is {value}" + ("" if output.loss.requires_grad else ", without a gradient"), rows)
+            return logprobs.sum() * 0.0, {}
         self.report.tally.add(batch, value, output.metrics)
         return output.loss * float(data["dp_size"]), {}
 

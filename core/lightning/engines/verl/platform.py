@@ -6,6 +6,7 @@ accelerator), and everything else of verl is the code that runs on GPUs.
 
 from __future__ import annotations
 
+import os
 import resource
 import types
 from collections.abc import Iterator
@@ -89,6 +90,10 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]  # verl has no types
     def is_available(self) -> bool:
         """Always."""
         return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        """Only where it was asked for: a process that merely fails to see its GPU must not train on a CPU."""
+        return os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME
 
     def current_device(self) -> str:
         """verl passes this to `Tensor.to`, where a number would mean a GPU."""

@@ -33,11 +33,12 @@ OWN = {
         "load_tokenizer": "the engine",
     },
     "sharding": {
-        "strategy": "engine.verl.strategy",
+        "strategy": "the engine, which shards by FSDP2",
         "max_token_len_per_gpu": "engine.tokens_per_microbatch",
         "infer_max_token_len_per_gpu": "engine.tokens_per_microbatch",
         "use_dynamic_bsz": "the engine",
         "forward_only": "the engine",
+        "reshard_after_forward": "the engine, which reads shards",
         "mixed_precision": "engine.dtype",
         "seed": "trainer.seed",
     },
@@ -56,21 +57,19 @@ OWN = {
 def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
     """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do."""
     theirs = config.engine.verl
-    megatron = theirs.strategy == "megatron"
-    kinds = (
-        (api.McoreEngineConfig, api.McoreOptimizerConfig)
-        if megatron
-        else (api.FSDPEngineConfig, api.FSDPOptimizerConfig)
-    )
-    if megatron and device == "cpu":
-        raise ConfigError("engine.verl.strategy is megatron, which needs GPUs: on a CPU use fsdp2")
-    if device == "cpu" and theirs.strategy == "fsdp":
-        raise ConfigError("engine.verl.strategy is fsdp, whose first version does not run on a CPU: use fsdp2")
+    of_model = _model(config, model, device)
+    sharding = _made(api.FSDPEngineConfig, "sharding", _sharding(config, seed, device), theirs.sharding)
+    attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
+    if sharding.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
+        raise ConfigError(
+            "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
+            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it away"
+        )
     return api.TrainingWorkerConfig(
         model_type="language_model",
-        model_config=_model(config, model, device),
-        engine_config=_made(kinds[0], "sharding", _sharding(config, seed, device, megatron=megatron), theirs.sharding),
-        optimizer_config=_made(kinds[1], "optimizer", _optimizer(optimizer, megatron=megatron), theirs.optimizer),
+        model_config=of_model,
+        engine_config=sharding,
+        optimizer_config=_made(api.FSDPOptimizerConfig, "optimizer", _optimizer(optimizer), theirs.optimizer),
         checkpoint_config=api.CheckpointConfig(),
     )
 
@@ -86,7 +85,7 @@ def _model(config: Config, model: Path, device: str) -> Any:
     override = theirs.pop("override_config", {})
     if not isinstance(override, dict):
         raise ConfigError("engine.verl.model.override_config must be a table of options of the model's configuration")
-    flash = device == "cuda" and find_spec("flash_attn") is not None
+    flash = compute_dtype(config, device) == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None
     values: dict[str, object] = {
         "path": str(model.resolve()),
         "use_remove_padding": True,
@@ -106,34 +105,26 @@ def _model(config: Config, model: Path, device: str) -> Any:
     return _made(api.HFModelConfig, "model", values, theirs)
 
 
-def _sharding(config: Config, seed: int, device: str, *, megatron: bool) -> dict[str, object]:
-    ours = config.engine
-    values: dict[str, object] = {
-        "strategy": config.engine.verl.strategy,
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": ours.tokens_per_microbatch,
-        "infer_max_token_len_per_gpu": ours.tokens_per_microbatch,
-        "seed": seed,
-    }
-    if megatron:
-        return {**values, "dtype": compute_dtype(config, device)}
-    dtype = _DTYPES[compute_dtype(config, device)]
+def _sharding(config: Config, seed: int, device: str) -> dict[str, object]:
     return {
-        **values,
-        "mixed_precision": {"param_dtype": dtype, "reduce_dtype": "fp32"},
+        "strategy": "fsdp2",
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": config.engine.tokens_per_microbatch,
+        "infer_max_token_len_per_gpu": config.engine.tokens_per_microbatch,
+        "seed": seed,
+        "mixed_precision": {"param_dtype": _DTYPES[compute_dtype(config, device)], "reduce_dtype": "fp32"},
         "use_torch_compile": device == "cuda",
     }
 
 
-def _optimizer(optimizer: OptimizerConfig, *, megatron: bool) -> dict[str, object]:
-    values: dict[str, object] = {
+def _optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
+    return {
         "lr": optimizer.lr,
         "betas": optimizer.betas,
         "weight_decay": optimizer.weight_decay,
         "clip_grad": optimizer.max_grad_norm,
+        "override_optimizer_config": {"eps": optimizer.eps},
     }
-    epsilon = {"adam_eps": optimizer.eps} if megatron else {"eps": optimizer.eps}
-    return {**values, "override_optimizer_config": epsilon}
 
 
 def _made(kind: type[T], section: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> T:

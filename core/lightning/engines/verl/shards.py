@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,19 +24,12 @@ _STEP = ".step"
 
 def save_shards(engine: Any, folder: Path, steps: int) -> None:
     """Write every trained weight and, when steps were taken, both moments of each. All ranks must call it."""
-    if not isinstance(engine.module, nn.Module):
-        engine.save_checkpoint(str(folder))
-        return
     tensors = {**_weights(engine), **_moments(_state(engine) if steps else {})}
     save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    dist.barrier()
 
 
 def load_shards(engine: Any, folder: Path, steps: int) -> None:
     """Read what `save_shards` wrote, after so many optimizer steps. All ranks must call it."""
-    if not isinstance(engine.module, nn.Module):
-        engine.load_checkpoint(str(folder), del_local_after_load=False)
-        return
     state = _state(engine) if steps else {}
     tensors = {**_weights(engine), **_moments(state)}
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
@@ -49,7 +40,6 @@ def load_shards(engine: Any, folder: Path, steps: int) -> None:
         set_optimizer_state_dict(engine.module, engine.optimizer, state, options=_OPTIONS)
     else:
         engine.optimizer.state.clear()
-    dist.barrier()
 
 
 def _weights(engine: Any) -> dict[str, torch.Tensor]:

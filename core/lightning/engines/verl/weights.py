@@ -21,10 +21,7 @@ _WRAPPER = "base_model.model."
 def whole_weights(engine: Any, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
     """Every weight on the CPU, in `dtype`. All ranks must call it; those where it is not `wanted` keep nothing."""
     module: nn.Module = engine.module
-    if not isinstance(module, nn.Module):  # megatron: a list of pipeline stages, which verl knows how to gather
-        parts, _ = engine.get_per_tensor_param()
-        return {name: _on_cpu(tensor, dtype) for name, tensor in parts if wanted}
-    deltas = _deltas(module)
+    adapted = _adapted(module)
     found: dict[str, torch.Tensor] = {}
     written: set[int] = set()
     for name, tensor in module.state_dict().items():
@@ -36,8 +33,8 @@ def whole_weights(engine: Any, dtype: torch.dtype, *, wanted: bool) -> dict[str,
             continue
         written.add(local.data_ptr())
         whole = _whole(tensor)
-        if key in deltas:
-            whole = whole.float() + deltas[key]
+        if key in adapted:
+            whole = whole.float() + _delta(adapted[key])
         if wanted:
             found[key] = _on_cpu(whole, dtype)
     # peft wraps what transformers loaded.
@@ -45,15 +42,19 @@ def whole_weights(engine: Any, dtype: torch.dtype, *, wanted: bool) -> dict[str,
     return original_names(base, found) if wanted else {}
 
 
-def _deltas(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What each adapter adds to a weight, by the weight's name (arXiv 2106.09685: alpha / rank times B A)."""
-    found = {}
-    for name, layer in module.named_modules():
-        if _ADAPTER not in getattr(layer, "lora_A", {}):
-            continue
-        down, up = (_whole(getattr(layer, part)[_ADAPTER].weight).float() for part in ("lora_A", "lora_B"))
-        found[f"{name.removeprefix(_WRAPPER)}.weight"] = (up @ down) * float(layer.scaling[_ADAPTER])
-    return found
+def _adapted(module: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by their weights' names."""
+    return {
+        f"{name.removeprefix(_WRAPPER)}.weight": layer
+        for name, layer in module.named_modules()
+        if _ADAPTER in getattr(layer, "lora_A", {})
+    }
+
+
+def _delta(layer: Any) -> torch.Tensor:
+    """What an adapter adds to its weight: alpha / rank times B A (arXiv 2106.09685)."""
+    down, up = (_whole(part[_ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+    return (up @ down) * float(layer.scaling[_ADAPTER])
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ raised (no memory, a dead peer) ends the whole group.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         super().__init__(config)
         self.engine.initialize()
         silence_dropout(self._module)
+        # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
+        self._module.register_forward_hook(_in_float32)
+        _spare_vectors(self.engine.optimizer)
         # Before a training state is loaded: the reference is the model of the folder, also in a run that is resumed.
         self._reference = ReferenceWeights.of(self._module)
 
@@ -56,7 +60,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         return int(self.engine.get_data_parallel_rank()), bool(self.engine.is_mp_src_rank_with_outputs())
 
     def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int, budget: int) -> Report:
-        """Add the gradient of this rank's rows to nothing: what was there is forgotten."""
+        """Compute the gradient of this rank's rows; what was there before is forgotten."""
         self.discard()
         found = LossPass(samples, loss, step)
         data = self._data(samples, budget, calculate_entropy=True)
@@ -90,18 +94,18 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         weights = whole_weights(self.engine, getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
             write_file(weights, file)
-        dist.barrier()
 
     def write_model(self, source: Path, folder: Path, dtype: str) -> None:
         """Write a model folder; every rank takes part, the first one writes."""
         weights = whole_weights(self.engine, getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
             write_folder(source, weights, dtype, folder)
-        dist.barrier()
 
-    def save(self, folder: Path, steps: int) -> None:
-        """Write this rank's shards of weights and moments, after so many steps, into a folder that exists."""
+    def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
+        """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
+        machine's name and the files that it sees there."""
         save_shards(self.engine, folder, steps)
+        return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
     def load(self, folder: Path, steps: int) -> None:
         """Read weights and moments, written by however many ranks; `steps` were taken."""
@@ -143,6 +147,22 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             return_model_output=not calculate_entropy,
         )
         return data
+
+
+def _in_float32(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
+    """A forward hook."""
+    if getattr(output, "logits", None) is not None:
+        output.logits = output.logits.float()
+    return output
+
+
+def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:
+    """Weight decay is for matrices; norms and biases do without, as in the torch engine."""
+    (group,) = optimizer.param_groups
+    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+    group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+    if vectors:
+        optimizer.add_param_group({**group, "params": vectors, "weight_decay": 0.0})
 
 
 def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:

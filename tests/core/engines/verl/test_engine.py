@@ -28,7 +28,7 @@ OpenVerl = Callable[..., Engine]
 LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
 CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3")
 """Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
-UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2)
+UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2, weight_decay=0.5)
 VOCAB = 320
 ALONE = 0
 
@@ -146,13 +146,42 @@ def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path:
         np.testing.assert_allclose(found[1:], expected.numpy(), atol=1e-4)
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(open_verl: OpenVerl) -> None:
-    def broken(batch: TokenBatch) -> LossOutput:
-        return LossOutput(batch.logprobs.sum() * float("nan"))
-
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda batch: LossOutput(batch.logprobs.sum() * float("nan")), "the loss is nan"),
+        (lambda batch: LossOutput(batch.weights.sum()), "without a gradient"),
+        (lambda batch: {}["x"], r"the loss raised KeyError\('x'\)"),
+    ],
+)
+def test_a_wrong_loss_changes_nothing(
+    open_verl: OpenVerl, loss: Callable[[TokenBatch], LossOutput], message: str
+) -> None:
     engine, batch = open_verl(ALONE), rows(0)
     before = engine.logprobs(batch)
-    with pytest.raises(EngineError, match=r"the loss is nan at step 0 in .* rows .*rollout r0-\d"):
-        engine.step(batch, broken)
+    with pytest.raises(EngineError, match=rf"{message}.* at step 0 in .* rows .*rollout r0-\d"):
+        engine.step(batch, loss)
     assert_equal(engine.logprobs(batch), before, 0.0)
     assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
+    assert "RANK" not in os.environ
+
+
+def test_bfloat16_rounds_no_logprob(open_verl: OpenVerl, model: Path) -> None:
+    """The softmax is float32, whatever the model computes in."""
+    found = np.concatenate([row[1:] for row in open_verl(ALONE, dtype="bfloat16").logprobs(rows(0))])
+    rounded = torch.from_numpy(found).bfloat16().float().numpy()
+    assert (found != rounded).mean() > 0.9
+
+
+def test_a_relative_folder_and_a_new_start(
+    open_verl: OpenVerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = open_verl(ALONE)
+    engine.step(rows(0), LOSS)
+    engine.save(Path("state"))
+    monkeypatch.chdir("/")
+    engine.load(tmp_path / "state")
+    engine.close()
+    with pytest.raises(EngineError, match="call open"):
+        engine.step(rows(1), LOSS)
