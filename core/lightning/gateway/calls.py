@@ -113,7 +113,7 @@ class CallEndpoint:
                 await self._record_unserved(call)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
-            if call is not None and not call.live.sent and not call.policy.pool.healthy:
+            if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
                 await self._record_unserved(call)  # its agent's patience ended first
             else:
                 await self._record_failure(call, CallStatus.ABORTED)

@@ -53,6 +53,7 @@ class Slot:
     base: URL
     healthy: bool = True
     misses: int = 0
+    missed_at: float = 0.0  # monotonic seconds: what was asked before then is no further miss
     asked: bool = False  # whether a check has ended: until then `healthy` is a hope
     other: str = ""  # what shows that another server answers there
 
@@ -177,19 +178,24 @@ class Pool:
 
     async def check(self, slot: Slot, session: aiohttp.ClientSession) -> bool:
         """Ask a server now: whether it is well, and the one that was named."""
-        asked, other, late = slot.base, "", False
+        asked, began, other, late, why = slot.base, time.monotonic(), "", False, "it does not answer"
         try:
             async with session.get(slot.url("/health"), timeout=TIMEOUT, allow_redirects=False) as answer:
                 why = "" if answer.status == 200 else f"/health answered {answer.status}"
             why = why or (other := await strangeness(slot, session))
         except TimeoutError:
+            if not why and slot.healthy:
+                return True  # it is well, and too busy to say more: it loads weights
             late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error)
         if slot.base is not asked:  # replaced while the old one was being asked
             return False
         slot.asked = True
-        slot.misses = slot.misses + 1 if late else 0
+        if not late:
+            slot.misses = 0
+        elif began >= slot.missed_at:  # calls that fail together ask together
+            slot.misses, slot.missed_at = slot.misses + 1, time.monotonic()
         if late and slot.healthy and slot.misses < MISSES:
             return True
         if other:

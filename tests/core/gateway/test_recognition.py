@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import aiohttp
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from lightning.config.models import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
@@ -180,3 +182,39 @@ async def test_an_outage_is_said_once_and_its_end_too(site, caplog):
                 await site.until(lambda: site.pool.healthy)
             assert caplog.text.count("a policy server is healthy again after") == 1
             assert (await site.ask()).status_code == 200
+
+
+@asynccontextmanager
+async def slow(monkeypatch: pytest.MonkeyPatch, *hanging: str) -> AsyncIterator[tuple[Pool, aiohttp.ClientSession]]:
+    """A pool with one attached server, some routes of which never answer; whoever asks waits a tenth of a second."""
+    patience = aiohttp.ClientTimeout(total=0.1)
+    monkeypatch.setattr("lightning.gateway.upstreams.TIMEOUT", patience)
+    monkeypatch.setattr("lightning.gateway.recognition.TIMEOUT", patience)
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path in hanging:
+            await asyncio.sleep(5)
+        return web.json_response({"data": [{"id": "policy"}], "results": [{"claim": "mine"}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        yield Pool([Upstream(str(server.make_url("")), "policy", "mine")]), session
+
+
+async def test_a_server_that_is_too_busy_to_show_itself_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says no word while it loads weights, which takes as long as they are large."""
+    async with slow(monkeypatch, "/collective_rpc") as (pool, session):
+        for _ in range(4):
+            assert await pool.check(pool.slots[0], session)
+        assert (pool.slots[0].healthy, pool.slots[0].misses) == (True, 0)
+
+
+async def test_calls_that_fail_together_are_one_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with slow(monkeypatch, "/health") as (pool, session):
+        slot = pool.slots[0]
+        await asyncio.gather(*(pool.check(slot, session) for _ in range(5)))
+        assert (slot.healthy, slot.misses) == (True, 1)
+        await pool.check(slot, session)
+        assert slot.healthy
+        assert not await pool.check(slot, session)
