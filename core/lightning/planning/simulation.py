@@ -180,7 +180,8 @@ class _Loop:
         """Let time go by until something is so."""
         while not done():
             self.floor.retune()
-            assert self.kernel.step(), "nothing is under way that could bring it about"
+            moved = self.kernel.step()
+            assert moved, "nothing is under way that could bring it about"
 
     def _ended(self, running: Running, group: _Group) -> None:
         group.ran.append(running)
