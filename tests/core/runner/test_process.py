@@ -121,7 +121,7 @@ MISDEEDS = [
     ("string", Fault.AGENT, "return the reward as a finite number"),
     ("none", Fault.AGENT, "the agent's reward is None"),
     ("odd", Fault.AGENT, "return the reward as a finite number"),
-    ("large", Fault.AGENT, "give a finite number, between -1e+30 and 1e+30"),
+    ("large", Fault.AGENT, "give a finite number, between -1e+12 and 1e+12"),
     ("smuggle", Fault.AGENT, "what the agent reported cannot be used: a step reward is inf"),
     ("os._exit", Fault.INFRASTRUCTURE, "exited with code 3"),
     ("segfault", Fault.INFRASTRUCTURE, "was killed by SIGSEGV"),

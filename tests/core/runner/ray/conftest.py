@@ -12,9 +12,9 @@ from lightning.config import RayConfig, RunnerConfig
 from lightning.runner.ray.cluster import connect
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A cluster on this machine, begun as the runner begins one."""
+    """A cluster on this machine, begun as the runner begins one. A process has one: it is gone before others begin theirs."""
     cluster = asyncio.run(connect(RunnerConfig(concurrency=2, ray=RayConfig(num_cpus=0.5))))
     yield cluster.ray
     asyncio.run(cluster.close())
