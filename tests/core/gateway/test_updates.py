@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects import Capture
+from lightning.gateway.recorder import UNSERVED
 from lightning.gateway.versions import LiveCall, VersionBook
 from lightning.policy_server.protocol import Update
 from lightning.policy_server.request_ids import client_key
@@ -67,13 +68,14 @@ async def test_too_long_a_hold_is_a_503_with_the_cure(build):
     assert step.status is CallStatus.ERROR
 
 
-async def test_a_client_that_leaves_during_a_hold_leaves_no_trace(house):
+async def test_a_client_that_leaves_during_a_hold_was_not_served(house):
     client = await house.client(timeout=0.1)
     async with house.gateway.hold():
         with pytest.raises(openai.APITimeoutError):
             await client.chat.completions.create(model="policy", messages=HI)
         await house.until(lambda: not house.gateway.stats().held)
-    assert await house.transitions() == []
+    (step,) = await house.recorded()
+    assert (step.status, step.finish_reason) == (CallStatus.ERROR, UNSERVED)
     assert not house.fake.requests
 
 
