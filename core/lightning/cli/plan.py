@@ -71,14 +71,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a run: seconds of a step, memory of each GPU, utilisation and staleness, from what a recorded run took."""
-    if token_scale <= 0 or agents <= 0:
-        raise ConfigError("--token-scale and --agents are factors above 0")
-    if negative := [bound for bound in max_staleness or () if bound < 0]:
-        raise ConfigError(f"--max-staleness {negative[0]}: it is a number of steps, 0 or more")
-    if bool(model) != bool(gpus):
-        raise ConfigError(
-            "a plan for other machines needs both --model and --gpus; without them it is for the recorded one"
-        )
+    _check(model, gpus, max_staleness or (), (token_scale, agents))
     assumptions = assume(assume_ or ())
     shape = read_shape(model) if model else None
     cluster = Cluster(find_gpu(gpu), gpus, serve_on, tensor_parallel, assumptions) if gpus else None
@@ -100,6 +93,18 @@ def plan(
         print_json(_document(recorded, played, plans, shape, cluster))
     else:
         _show(recorded, played, plans, shape, cluster)
+
+
+def _check(model: str, gpus: int, bounds: Sequence[int], factors: Sequence[float]) -> None:
+    """Raises `ConfigError` for options that cannot be meant."""
+    if min(factors) <= 0:
+        raise ConfigError("--token-scale and --agents are factors above 0")
+    if negative := [bound for bound in bounds if bound < 0]:
+        raise ConfigError(f"--max-staleness {negative[0]}: it is a number of steps, 0 or more")
+    if bool(model) != bool(gpus):
+        raise ConfigError(
+            "a plan for other machines needs both --model and --gpus; without them it is for the recorded one"
+        )
 
 
 async def _read(url: str, run: str) -> Recorded:

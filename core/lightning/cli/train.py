@@ -15,7 +15,7 @@ from lightning.cli.output import stoppable
 from lightning.config import load_config
 from lightning.errors import ConfigError, DataError
 from lightning.runner.protocol import Agent
-from lightning.trainer import Trainer
+from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
 
@@ -71,10 +71,14 @@ def train(
     train_tasks = read_tasks(tasks)
     if dev:
         raise typer.Exit(0 if trainer.dev(function, train_tasks).ok else 1)
-    from lightning.cli.report import show_summary, write_report
-
     with stoppable(f"the same command with --out {trainer.out} --resume"):
         summary = trainer.fit(function, train_tasks, read_tasks(val) if val else ())
+    _report(summary, trainer, console)
+
+
+def _report(summary: Summary, trainer: Trainer, console: Console) -> None:
+    from lightning.cli.report import show_summary, write_report
+
     write_report(summary, trainer.out)
     show_summary(summary, trainer.run_id, console)
     made = "prompts" if (trainer.out / "prompts").is_dir() else "model"

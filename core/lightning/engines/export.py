@@ -1,15 +1,16 @@
 """A model as others read it: a folder that `transformers` and vLLM load, or one file with all weights.
 
-The invariant: weights have their Hugging Face names and lie in safetensors; all else is what the model was loaded with.
+The invariant: weights are what the engine computes with, adapters merged, under their Hugging Face names, a tied output layer
+once, as the embedding, in safetensors; all else is what the model was loaded with.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors.torch import save_file
 
@@ -17,8 +18,11 @@ from lightning.engines.files import whole_file, whole_folder
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
+_ADAPTER, _WRAPPER = "default", "base_model.model."
+"""What peft calls an adapter, and what it puts before the names of a model that it wraps."""
 WEIGHTS = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -42,6 +46,55 @@ def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: str, 
         (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(dict(weights), path / WEIGHTS, metadata={"format": "pt"})
     return folder
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def whole_weights(
+    model: nn.Module,
+    dtype: torch.dtype,
+    whole: Callable[[torch.Tensor], torch.Tensor] = _itself,
+    *,
+    wanted: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Every weight on the CPU, in `dtype`, in an order that all ranks share.
+
+    `whole` makes a tensor of a sharded one; then all ranks must call this, and those where it is not `wanted` keep nothing.
+    Layers with an adapter (arXiv 2106.09685) are merged one after the other, so that no second model is ever in memory.
+    """
+    adapted = {
+        f"{name.removeprefix(_WRAPPER)}.weight": layer
+        for name, layer in model.named_modules()
+        if _ADAPTER in getattr(layer, "lora_A", {})
+    }
+    found: dict[str, torch.Tensor] = {}
+    written: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        key = name.removeprefix(_WRAPPER).replace(".base_layer.", ".")
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if key not in adapted and local.numel() and local.data_ptr() in written:
+            continue
+        written.add(local.data_ptr())
+        value = whole(tensor.detach())
+        if key in adapted:
+            delta = _delta(adapted[key], whole)
+            value = value.to(delta.dtype) + delta
+        if wanted:
+            found[key] = (value.to(dtype) if value.is_floating_point() else value).cpu().clone().contiguous()
+    # peft wraps what transformers loaded.
+    base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
+    return original_names(base, found) if wanted else {}
+
+
+def _delta(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What an adapter adds to its weight: alpha / rank times B A."""
+    down, up = (whole(part[_ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+    delta = (up @ down) * float(layer.scaling[_ADAPTER])
+    return delta.T if layer.fan_in_fan_out else delta
 
 
 def original_names(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

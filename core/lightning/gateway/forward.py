@@ -21,7 +21,7 @@ from lightning.gateway.body import read_object, write_object
 from lightning.gateway.errors import RefusalError, UpstreamError, UpstreamGoneError
 from lightning.gateway.policy import Policy
 from lightning.gateway.sampling import Body
-from lightning.gateway.upstreams import Pool, Slot
+from lightning.gateway.upstreams import Found, Pool, Slot
 from lightning.gateway.versions import LiveCall
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
@@ -124,7 +124,7 @@ class Forwarder:
 
     async def is_gone(self, policy: Policy, live: LiveCall) -> bool:
         """Whether the server that a call was sent to is not there any more, or no longer well."""
-        return live.slot is None or not await policy.pool.check(live.slot, self._session_for(policy))
+        return live.slot is None or await policy.pool.check(live.slot, self._session_for(policy)) is Found.OUT
 
     async def settle(self, policy: Policy, live: LiveCall) -> None:
         """The answer has been read: wait until no update is under way, so that its tokens' versions are known.
@@ -199,7 +199,7 @@ async def _is_anothers(
         return False
     other = True
     try:
-        other = not await pool.check(slot, session) or slot.misses > 0  # one that is late does not show who it is
+        other = await pool.check(slot, session) is not Found.WELL  # one that is late does not show who it is
     finally:
         if other:
             response.close()

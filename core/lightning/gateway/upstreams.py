@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import aiohttp
 from yarl import URL
@@ -42,6 +43,14 @@ class Upstream:
     url: str
     model: str
     claim: str = ""
+
+
+class Found(Enum):
+    """What a server that was asked has shown."""
+
+    WELL = "well, and the one that was named"
+    LATE = "nothing: it is busy, and what was known of it holds"
+    OUT = "that it gets no calls"
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +185,7 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._assigned.wait(), self.check_every)
 
-    async def check(self, slot: Slot, session: aiohttp.ClientSession) -> bool:
+    async def check(self, slot: Slot, session: aiohttp.ClientSession) -> Found:
         """Ask a server now: whether it is well, and the one that was named."""
         asked, began, other, late, why = slot.base, time.monotonic(), "", False, "it does not answer"
         try:
@@ -185,26 +194,26 @@ class Pool:
             why = why or (other := await strangeness(slot, session))
         except TimeoutError:
             if not why and slot.healthy:
-                return True  # it is well, and too busy to say more: it loads weights
+                return Found.LATE  # too busy to say who it is: it loads weights
             late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error)
         if slot.base is not asked:  # replaced while the old one was being asked
-            return False
+            return Found.OUT
         slot.asked = True
         if not late:
             slot.misses = 0
         elif began >= slot.missed_at:  # calls that fail together ask together
             slot.misses, slot.missed_at = slot.misses + 1, time.monotonic()
         if late and slot.healthy and slot.misses < MISSES:
-            return True
+            return Found.LATE
         if other:
             self._found_other(slot, other)
         elif why:
             self.unreachable(slot, why)
         else:
             self._mark(slot, healthy=True)
-        return slot.healthy
+        return Found.OUT if why else Found.WELL
 
     def _mark(self, slot: Slot, *, healthy: bool, other: str = "") -> None:
         if healthy and not slot.healthy:

@@ -7,6 +7,7 @@ when a place is free. Evaluations are left out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ class _Group:
         return len(self.ran) == len(self.team.agents)
 
 
-class _Loop:
+class _Loop(ABC):
     """What both ways of sampling have in common: places for rollouts, a trainer, a policy with a version."""
 
     def __init__(self, schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> None:
@@ -117,18 +118,18 @@ class _Loop:
         self._waiting: deque[tuple[Agent, _Group]] = deque()
         self.kernel.before = self._measure
 
+    @abstractmethod
     def collect(self, step: int) -> list[_Group]:
         """Wait for the groups of a step, which are then taken."""
-        raise NotImplementedError
 
-    def served(self) -> None:
+    def served(self) -> None:  # noqa: B027 — nothing to do for those who sample in turns
         """The policy has a new version."""
 
     def refill(self) -> bool:
         """Let a group begin because a place is free; whether one did."""
         return False
 
-    def ended(self, group: _Group) -> None:
+    def ended(self, group: _Group) -> None:  # noqa: B027 — as above
         """All rollouts of a group have ended."""
 
     def step(self, step: int) -> Step:

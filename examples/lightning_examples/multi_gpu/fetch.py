@@ -5,7 +5,9 @@ The invariant: a file that exists is whole; what was not wholly received is neve
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import shutil
 import urllib.request
 import zipfile
@@ -36,6 +38,18 @@ def from_drive(file_id: str, archive: Path) -> Path:
     if not zipfile.is_zipfile(partial):
         raise DataError(f"{url} gave no zip file (Google Drive limits how often a file is downloaded): {by_hand}")
     return partial.replace(archive)
+
+
+def archive_folder(about: str | None, file_id: str, name: str, unpack: str, wanted: str) -> tuple[Path, Path]:
+    """The command line of a `prepare`: the folder that it names, and the one inside of the unpacked archive that has `wanted`.
+    What is there already is used again."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--archive", type=Path, help=f"{name}, if you have it already")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    folder = options.folder.resolve()
+    return folder, unpacked(options.archive or from_drive(file_id, folder / name), folder / unpack, wanted)
 
 
 def unpacked(archive: Path, folder: Path, wanted: str) -> Path:

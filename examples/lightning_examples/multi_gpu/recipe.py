@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning import LightningRL
 from lightning.config import Config, load_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lightning import LightningRL
     from lightning.runner.protocol import Agent
 
 HERE = Path(__file__).parent
@@ -23,6 +23,18 @@ CLUSTERS = {"1x8": HERE / "one_node.toml", "2x8": HERE / "two_nodes.toml"}
 """Settings of one machine with eight GPUs of 80 GB, and of two."""
 TRAIN, VAL = "tasks.jsonl", "val.jsonl"
 """What every `prepare` writes into its folder."""
+
+
+def grpo(group_size: int) -> LightningRL:
+    """GRPO without a KL penalty, as all recipes have it."""
+    return LightningRL(
+        "grpo",
+        group_size=group_size,
+        clip_low=0.2,  # published; PPO's own (arXiv 1707.06347)
+        clip_high=0.3,  # published; DAPO (arXiv 2503.14476, §3.1) has 0.28 for the same reason: rare tokens may become likely
+        kl_coefficient=0.0,  # published, and DAPO's §2.3: a verifiable reward needs no leash, and saves a forward pass
+        entropy_coefficient=0.0,  # published
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
 from lightning.gateway.recorder import UNSERVED
-from lightning.gateway.upstreams import Pool
+from lightning.gateway.upstreams import Found, Pool
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition
@@ -206,7 +206,7 @@ async def test_a_server_that_is_too_busy_to_show_itself_is_well(monkeypatch: pyt
     """vLLM says no word while it loads weights, which takes as long as they are large."""
     async with slow(monkeypatch, "/collective_rpc") as (pool, session):
         for _ in range(4):
-            assert await pool.check(pool.slots[0], session)
+            assert await pool.check(pool.slots[0], session) is Found.LATE
         assert (pool.slots[0].healthy, pool.slots[0].misses) == (True, 0)
 
 
@@ -215,6 +215,6 @@ async def test_calls_that_fail_together_are_one_miss(monkeypatch: pytest.MonkeyP
         slot = pool.slots[0]
         await asyncio.gather(*(pool.check(slot, session) for _ in range(5)))
         assert (slot.healthy, slot.misses) == (True, 1)
-        await pool.check(slot, session)
-        assert slot.healthy
-        assert not await pool.check(slot, session)
+        assert await pool.check(slot, session) is Found.LATE
+        assert await pool.check(slot, session) is Found.OUT
+        assert not slot.healthy

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
+from lightning.engines.export import whole_weights, write_file, write_folder
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.tally import Tally
@@ -40,7 +41,6 @@ from lightning.engines.torch.passes import GradientPass, read_logprobs, read_val
 from lightning.engines.torch.reference import Reference
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
-from lightning.engines.torch.weights import write_model, write_weights
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 
@@ -167,11 +167,13 @@ class TorchEngine:
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
-        return write_model(self._opened(), folder)
+        lm = self._opened()
+        return write_folder(lm.folder, whole_weights(lm.model, lm.dtype), str(lm.dtype).removeprefix("torch."), folder)
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
-        return write_weights(self._opened(), file)
+        lm = self._opened()
+        return write_file(whole_weights(lm.model, lm.dtype), file)
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""

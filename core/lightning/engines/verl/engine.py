@@ -204,9 +204,9 @@ class VerlEngine:
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
         if isinstance(loss, StepLoss) or needs_reference(loss):
             trained = self._prepared(trained, loss)
-        reports: list[Report] = self._dealt("accumulate", trained, loss, self._steps)
         tally = Tally()
-        for report in reports:
+        report: Report
+        for _, report in self._dealt("accumulate", trained, loss, self._steps):
             if report.problem:
                 self._run("discard")
                 raise EngineError(f"{report.problem}, so the step was not taken and the weights are as before")
@@ -238,17 +238,15 @@ class VerlEngine:
         """Logprobs (T,) of rows, in their order."""
         if not samples:
             return []
-        hands = deal([len(sample) for sample in samples], self._places())
-        answers = self._dealt("logprobs", samples, reference=reference)
-        found = {
-            index: row
-            for hand, rows_ in zip(hands, answers, strict=True)
-            for index, row in zip(hand, rows_, strict=False)
-        }
+        found: dict[int, FloatArray] = {}
+        for hand, own in self._dealt("logprobs", samples, reference=reference):
+            found.update(zip(hand, own, strict=False))  # what filled the place up comes last and is nobody's
         return [found[index] for index in range(len(samples))]
 
-    def _dealt(self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any) -> list[Any]:
-        """What each place answers about its share of the rows."""
+    def _dealt(
+        self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any
+    ) -> list[tuple[list[int], Any]]:
+        """For each place the numbers of its rows, and what it answers about them."""
         assert self._group is not None, "open() makes the group"
         hands = deal([len(sample) for sample in samples], self._places())
         count = max(len(hand) for hand in hands)
@@ -257,7 +255,7 @@ class VerlEngine:
         parts = [(shares[place], *arguments, budget) for place, _ in self._ranks]
         answers = self._group.run(method, parts, **named)
         spoken = {place: answer for (place, speaks), answer in zip(self._ranks, answers, strict=True) if speaks}
-        return [spoken[place] for place in range(self._places())]
+        return [(hand, spoken[place]) for place, hand in enumerate(hands)]
 
     def _places(self) -> int:
         return max(place for place, _ in self._ranks) + 1

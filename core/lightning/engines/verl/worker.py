@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning.batch.sample import FloatArray, Sample
-from lightning.engines.export import write_file, write_folder
+from lightning.engines.export import whole_weights, write_file, write_folder
 from lightning.engines.torch.model import silence_dropout
 from lightning.engines.verl import api
 from lightning.engines.verl.passes import LossPass, Report
 from lightning.engines.verl.reference import ReferenceWeights
 from lightning.engines.verl.shards import load_shards, save_shards
-from lightning.engines.verl.weights import whole_weights
 from lightning.losses.protocol import Loss
 
 if api.get_device_name() == "cpu":
@@ -91,13 +91,13 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
 
     def write_weights(self, file: Path, dtype: str) -> None:
         """Write the full weights; every rank takes part, the first one writes."""
-        weights = whole_weights(self.engine, getattr(torch, dtype), wanted=self.rank == 0)
+        weights = whole_weights(self._module, getattr(torch, dtype), _whole, wanted=self.rank == 0)
         if self.rank == 0:
             write_file(weights, file)
 
     def write_model(self, source: Path, folder: Path, dtype: str) -> None:
         """Write a model folder; every rank takes part, the first one writes."""
-        weights = whole_weights(self.engine, getattr(torch, dtype), wanted=self.rank == 0)
+        weights = whole_weights(self._module, getattr(torch, dtype), _whole, wanted=self.rank == 0)
         if self.rank == 0:
             write_folder(source, weights, dtype, folder)
 
@@ -147,6 +147,10 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             return_model_output=not calculate_entropy,
         )
         return data
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _in_float32(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:

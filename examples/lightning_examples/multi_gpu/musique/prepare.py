@@ -6,11 +6,10 @@ in Google Drive. The corpus are the paragraphs of all questions, to train on and
 
 from __future__ import annotations
 
-import argparse
 import logging
 from pathlib import Path
 
-from lightning_examples.multi_gpu.fetch import from_drive, unpacked, write_tasks
+from lightning_examples.multi_gpu.fetch import archive_folder, write_tasks
 from lightning_examples.multi_gpu.recipe import TRAIN, VAL
 from lightning_examples.rag_openai_agents.musique import read_musique
 from lightning_examples.rag_openai_agents.retriever import load_corpus, save_corpus
@@ -27,14 +26,8 @@ HELD_OUT = 500
 
 def main() -> None:
     """Download, unpack and convert; what is there already is used again."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--archive", type=Path, help="musique_v1.0.zip, if you have it already")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = options.folder.resolve()
-    archive = options.archive or from_drive(DRIVE_ID, folder / "musique_v1.0.zip")
-    convert(unpacked(archive, folder / "musique", FILES[0]), folder)
+    folder, found = archive_folder(__doc__, DRIVE_ID, "musique_v1.0.zip", "musique", FILES[0])
+    convert(found, folder)
 
 
 def convert(musique: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ Spider (arXiv 1809.08887, CC BY-SA 4.0) is at https://yale-lily.github.io/spider
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import cast
 
 from lightning.types import Task
 
-from lightning_examples.multi_gpu.fetch import from_drive, unpacked, write_tasks
+from lightning_examples.multi_gpu.fetch import archive_folder, write_tasks
 from lightning_examples.multi_gpu.recipe import TRAIN, VAL
 from lightning_examples.sql_langchain.execution import execute
 from lightning_examples.sql_langchain.spider import read_spider
@@ -27,14 +26,8 @@ HELD_OUT = 500
 
 def main() -> None:
     """Download, unpack and convert; what is there already is used again."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--archive", type=Path, help="spider_data.zip, if you have it already")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = options.folder.resolve()
-    archive = options.archive or from_drive(DRIVE_ID, folder / "spider_data.zip")
-    convert(unpacked(archive, folder / "spider", "tables.json"), folder)
+    folder, found = archive_folder(__doc__, DRIVE_ID, "spider_data.zip", "spider", "tables.json")
+    convert(found, folder)
 
 
 def convert(spider: Path, folder: Path) -> None:
