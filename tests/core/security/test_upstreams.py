@@ -16,7 +16,7 @@ from lightning.gateway import Gateway, Upstream, upstreams
 from lightning.gateway.allowed import Allowed
 from lightning.gateway.fleet import Notice, Stance
 from lightning.gateway.member import Member
-from lightning.gateway.upstreams import Pool
+from lightning.gateway.upstreams import Found, Pool
 from lightning.store import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Task
@@ -181,7 +181,7 @@ async def test_a_health_check_follows_no_redirect(store: Store, length: int) -> 
 
     async with listening(redirect) as url, aiohttp.ClientSession() as session:
         pool = Pool([Upstream(url, "m", "claim")])
-        assert not await pool.check(pool.slots[0], session)
+        assert await pool.check(pool.slots[0], session) is Found.OUT
     assert (asked, pool.healthy) == (["/health", "/v1/models", "/collective_rpc"][:length], 0)
 
 
