@@ -20,7 +20,7 @@ import pytest
 import torch
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.gateway.upstreams import Pool, Upstream
+from lightning.gateway.upstreams import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
 from lightning.policy_server.protocol import Probe
 from lightning.testing.tiny_models import make_tiny_model
@@ -107,9 +107,10 @@ async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(
         async with session.post(f"{served.vllm.url}/v1/completions", json=body) as refused:
             assert refused.status == 404
         upstream = Upstream(served.vllm.url, served.vllm.alias)
-        for named in (upstream, replace(upstream, model="policy-of-another")):
+        another = replace(upstream, model="policy-of-another")
+        for named, found in ((upstream, Found.WELL), (another, Found.OUT)):
             pool = Pool([named])
-            assert await pool.check(pool.slots[0], session) is (named == upstream)
+            assert await pool.check(pool.slots[0], session) is found
 
 
 async def test_an_attached_one_keeps_the_claim_of_the_trainer_that_attached_last(served: Any) -> None:
@@ -118,9 +119,9 @@ async def test_an_attached_one_keeps_the_claim_of_the_trainer_that_attached_last
     await first.start()
     async with aiohttp.ClientSession() as session:
         pool = Pool([Upstream(first.url, first.alias, first.claim)])
-        assert await pool.check(pool.slots[0], session)
+        assert await pool.check(pool.slots[0], session) is Found.WELL
         await second.start()
-        assert not await pool.check(pool.slots[0], session)
+        assert await pool.check(pool.slots[0], session) is Found.OUT
         assert "another trainer has attached" in pool.slots[0].other
 
 
