@@ -85,9 +85,13 @@ def whole_weights(
             value = value.to(delta.dtype) + delta
         if wanted:
             found[key] = (value.to(dtype) if value.is_floating_point() else value).cpu().clone().contiguous()
-    # peft wraps what transformers loaded.
+    return original_names(unwrapped(model), found) if wanted else {}
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """What transformers loaded, and peft may have wrapped."""
     base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
-    return original_names(base, found) if wanted else {}
+    return cast("PreTrainedModel", base)
 
 
 def _delta(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -16,28 +16,31 @@ With `"shared"` it also trains the model, which can fit values better and makes 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lightning.engines.torch.model import CausalLM
+from lightning.engines.critics import Trunk
 
-Trunk = Literal["shared", "frozen"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PREFIX = "critic."
 """What the names of the critic's parameters begin with in a training state."""
 
 
 class Critic:
-    """A value head for a model, in float32, or in float64 where the model is."""
+    """A value head for a model that computes in `dtype`, on a device: in float32, or in float64 where the model is."""
 
-    def __init__(self, lm: CausalLM, trunk: Trunk) -> None:
+    def __init__(
+        self, model: PreTrainedModel, trunk: Trunk, *, dtype: torch.dtype, device: torch.device | str | int
+    ) -> None:
         self.trunk = trunk
-        kind = torch.float64 if lm.dtype is torch.float64 else torch.float32
-        size = int(lm.model.get_output_embeddings().weight.shape[1])
-        self._weight = nn.Parameter(torch.zeros(size, dtype=kind, device=lm.device))
-        self._bias = nn.Parameter(torch.zeros((), dtype=kind, device=lm.device))
+        kind = torch.float64 if dtype is torch.float64 else torch.float32
+        size = int(model.get_output_embeddings().weight.shape[1])
+        self._weight = nn.Parameter(torch.zeros(size, dtype=kind, device=device))
+        self._bias = nn.Parameter(torch.zeros((), dtype=kind, device=device))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What it learns, by the names in a training state."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
+from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_file, write_folder
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -32,7 +33,7 @@ from lightning.engines.tokens import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.torch.critic import Critic, Trunk
+from lightning.engines.torch.critic import Critic
 from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.layout import Layout
 from lightning.engines.torch.linear import Linear
@@ -93,7 +94,7 @@ class TorchEngine:
             gradient_checkpointing=self._gradient_checkpointing,
         )
         self._reference = Reference(self._lm, lora=self._lora is not None)
-        self._critic = Critic(self._lm, self._trunk) if critic else None
+        self._critic = Critic(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)
         self._config, self._steps, self._no_tree = optimizer, 0, None
@@ -111,9 +112,7 @@ class TorchEngine:
         """The critic's value of the state before each span, shape (spans,) each."""
         lm, critic = self._checked(samples), self._critic
         if critic is None:
-            raise EngineError(
-                "the engine has no critic: open it with critic=True, as the trainer does for an algorithm with `critic = True`"
-            )
+            raise no_critic()
         lengths = [max((span.start for span in sample.spans), default=0) + 1 for sample in samples]
         layout = self._layout(samples, lengths, wanted_tokens((), ()), states_of(samples, every=True))
         found = self._within_memory(layout, lambda: read_values(layout, lm, critic, self._budget)).astype(np.float32)
@@ -129,11 +128,8 @@ class TorchEngine:
         the weights are then as before.
         """
         self._checked(samples)
-        if self._critic is None and any(span.value_weight for sample in samples for span in sample.spans):
-            raise EngineError(
-                "the rows say what states should have been worth, but the engine has no critic to learn it: open it with "
-                "critic=True, or give the algorithm the attribute `critic = True`"
-            )
+        if self._critic is None:
+            refuse_targets(samples)
         tally = self._accumulate(samples, loss)
         if not tally.parts:
             return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})

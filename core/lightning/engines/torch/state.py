@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from lightning.engines.critics import same_critic
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
@@ -100,11 +101,7 @@ def load_state(
         if isinstance(error, EngineError):
             raise
         raise EngineError(f"{folder} is not a whole training state: {error}") from error
-    if progress.critic != critic:
-        raise EngineError(
-            f"the training state in {folder} was saved {_with(progress.critic)}, but this engine was opened {_with(critic)}: "
-            "resume with the algorithm and the engine.critic_trunk that the run was started with"
-        )
+    same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -118,10 +115,6 @@ def load_state(
     if device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"], device)
     return progress
-
-
-def _with(critic: str) -> str:
-    return f"with a critic on a {critic} trunk" if critic else "without a critic"
 
 
 def _refuse_other_model(
