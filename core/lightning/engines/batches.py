@@ -12,8 +12,9 @@ import torch
 
 from lightning.batch.digest import span_digest
 from lightning.batch.sample import Sample
-from lightning.engines.tokens import Ints, Numbers, Tokens, row_order
-from lightning.losses.protocol import TokenBatch
+from lightning.engines.tokens import Ints, Numbers, States, Tokens, row_order
+from lightning.losses.protocol import LossOutput, TokenBatch
+from lightning.losses.value import value_loss
 
 
 def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:
@@ -39,6 +40,14 @@ def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -
         prepared=None if tokens.prepared is None else tensor(tokens.prepared),
     )
     return batch, sampled
+
+
+def state_loss(states: States, values: torch.Tensor) -> LossOutput:
+    """The critic's loss of some states (M,) that it values so."""
+    targets, weights = (
+        torch.from_numpy(numbers).to(values.device, values.dtype) for numbers in (states.targets, states.weights)
+    )
+    return value_loss(values, targets, weights)
 
 
 class Seen:

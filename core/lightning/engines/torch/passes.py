@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from lightning.engines.batches import Seen, token_batch
+from lightning.engines.batches import Seen, state_loss, token_batch
 from lightning.engines.tally import Tally
 from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
 from lightning.engines.torch.critic import Critic
@@ -21,7 +21,6 @@ from lightning.engines.torch.logprobs import token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
-from lightning.losses.value import value_loss
 
 
 def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
@@ -95,10 +94,7 @@ class GradientPass:
         assert self.critic is not None, "rows with value targets are refused without a critic"
         states = reordered(self.layout.states, part.states)
         values = self.critic(_picked(part.hidden, part.at))
-        targets, weights = (
-            torch.from_numpy(numbers).to(values.device, values.dtype) for numbers in (states.targets, states.weights)
-        )
-        output = value_loss(values, targets, weights)
+        output = state_loss(states, values)
         self._check("value loss", output.loss, part)
         self.tally.add_values(output.metrics)
         return output.loss

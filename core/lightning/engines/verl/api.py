@@ -15,8 +15,11 @@ with warnings.catch_warnings():
     from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup
     from verl.single_controller.ray.base import sort_placement_group_by_node_ip as sort_placement_group_by_node_ip
     from verl.trainer.config import CheckpointConfig as CheckpointConfig
+    from verl.utils.device import get_device_id as get_device_id
     from verl.utils.device import get_device_name as get_device_name
+    from verl.utils.device import get_vendor as get_vendor
     from verl.utils.tensordict_utils import assign_non_tensor as assign_non_tensor
+    from verl.utils.tensordict_utils import get_non_tensor_data as get_non_tensor_data
     from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
     from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
     from verl.workers.config import HFModelConfig as HFModelConfig

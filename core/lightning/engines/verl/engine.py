@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
+from lightning.engines.critics import Trunk, no_critic, refuse_targets, same_critic
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -25,6 +27,7 @@ from lightning.engines.tally import Tally
 from lightning.engines.tokens import Numbers, Tokens, trained_tokens
 from lightning.engines.verl.deal import deal, share
 from lightning.engines.verl.device import choose
+from lightning.engines.verl.sender import FirstWorker
 from lightning.errors import EngineError, WorkersLostError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 
@@ -47,6 +50,17 @@ class _Opened:
     optimizer: OptimizerConfig
     seed: int
     vocab_size: int
+    trunk: Trunk | None
+    """Of the critic, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Optimizer steps that were taken, and how many of them moved the policy and the critic: Adam counts them apart."""
+
+    steps: int = 0
+    policy: int = 0
+    critic: int = 0
 
 
 class VerlEngine:
@@ -59,34 +73,37 @@ class VerlEngine:
         self._group: Group | None = None
         self._own_cluster = False
         self._ranks: list[tuple[int, bool]] = []
-        self._steps = 0
-        self._saved: tuple[Path, int] | None = None
+        self._taken = _Taken()
+        self._saved: tuple[Path, _Taken] | None = None
         self._restarts = 0
+        self._calling = threading.Lock()
+        """Held during a call: weights may have to be sent to a vLLM that was started again while a step is computed."""
         self._budget = config.engine.tokens_per_microbatch
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Start the workers and load a model folder, which every machine of the cluster must see."""
-        if critic:
-            raise EngineError(
-                'the verl engine has no critic: use Trainer(engine="torch") for algorithms that value states, or one '
-                "that needs none (grpo, rloo, dapo, ...)"
-            )
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self.close()
         self._device = choose(self._config.engine.device)
-        self._opened = _Opened(model, optimizer, seed, _vocab_size(model))
-        self._steps, self._saved = 0, None
+        trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
+        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk)
+        self._taken, self._saved = _Taken(), None
         self._start()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs, shape (T,) each; index 0 is NaN."""
         self._checked(samples)
-        return self._again(lambda: self._read(samples, reference=False))
+        return self._again(lambda: self._read("logprobs", samples, reference=False))
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """There is no critic: raises `EngineError`."""
-        raise EngineError("the verl engine has no critic")
+        """The critic's value of the state before each span, shape (spans,) each."""
+        self._checked(samples)
+        if self._ready().trunk is None:
+            raise no_critic()
+        valued = [_cut(sample, max(span.start for span in sample.spans)) for sample in samples if sample.spans]
+        found = iter(self._again(lambda: self._read("values", valued)))
+        return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
@@ -95,28 +112,33 @@ class VerlEngine:
         the weights are then as before. Workers that die are made again from the last checkpoint, if that is the last step's.
         """
         self._checked(samples)
-        trained = [_cut(sample) for sample in samples if rows.is_trained(sample)]
+        if self._ready().trunk is None:
+            refuse_targets(samples)
+        trained = [_cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
         if not trained:
             return StepResult({**Tally().metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
         return self._again(lambda: self._step(trained, loss))
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
-        opened = self._ready()
+        opened, taken = self._ready(), self._taken
+        state = {
+            "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(opened.optimizer),
+            "critic": opened.trunk or "", "policy_steps": taken.policy, "critic_steps": taken.critic,
+        }  # fmt: skip
         with whole_folder(folder) as path:
-            for host, files in self._run("save", path.resolve(), self._steps):
+            for host, files in self._run("save", path.resolve(), taken.policy):
                 _check_seen(host, [path / file for file in files], folder)
-            state = {"format": FORMAT, "engine": "verl", "steps": self._steps, "optimizer": asdict(opened.optimizer)}
             (path / _STATE).write_text(json.dumps(state, indent=1) + "\n")
-        self._saved = folder.resolve(), self._steps
+        self._saved = folder.resolve(), taken
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, with however many workers; the optimizer's settings stay those given to `open`."""
-        self._ready()
+        opened = self._ready()
         recover(folder)
-        steps = _read_state(folder)
-        self._again(lambda: self._run("load", folder.resolve(), steps))
-        self._steps, self._saved = steps, (folder.resolve(), steps)
+        taken = _read_state(folder, opened.trunk)
+        self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
+        self._taken, self._saved = taken, (folder.resolve(), taken)
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
@@ -132,6 +154,10 @@ class VerlEngine:
         _check_seen("the first worker's machine", [file], file)
         return file
 
+    def sender(self) -> FirstWorker:
+        """The first worker, which writes the file of `weights`."""
+        return FirstWorker(self._sending, self._config.engine)
+
     def close(self) -> None:
         """End the workers, and the cluster if it was started here. Idempotent."""
         if self._group is not None:
@@ -146,6 +172,12 @@ class VerlEngine:
         if self._opened is None:
             raise EngineError("the engine has no model: call open() first")
         return self._opened
+
+    def _sending(self, method: str, *arguments: object) -> tuple[Any, str]:
+        """A call of the first worker's sender: what it answers, and what went wrong."""
+        self._ready()
+        answer: tuple[Any, str] = self._again(lambda: self._run("sending", method, arguments))[0]
+        return answer
 
     def _checked(self, samples: Sequence[Sample]) -> None:
         opened = self._ready()
@@ -164,7 +196,9 @@ class VerlEngine:
 
         opened, engine = self._ready(), self._config.engine
         made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)
-        arguments = {"seed": opened.seed, "threads": engine.threads}
+        arguments = {
+            "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
+        }  # fmt: skip
         if engine.verl.world_size:
             self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
             self._group = OnRay(engine.verl, made, arguments, self._device, again=again)
@@ -175,52 +209,65 @@ class VerlEngine:
     def _again(self, call: Callable[[], T]) -> T:
         """What a call returns; when workers die, they are made again and it is made again."""
         lost: WorkersLostError | None = None
-        while True:
-            try:
-                if lost is not None:
-                    self._revive(lost)
-                return call()
-            except WorkersLostError as error:
-                lost = error
+        with self._calling:
+            while True:
+                try:
+                    if lost is not None:
+                        self._revive(lost)
+                    return call()
+                except WorkersLostError as error:
+                    lost = error
 
     def _revive(self, error: WorkersLostError) -> None:
         allowed = self._config.engine.verl.restarts
         if self._restarts >= allowed:
             raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: resume the run") from error
-        if self._steps and (self._saved is None or self._saved[1] != self._steps):
+        steps = self._taken.steps
+        if steps and (self._saved is None or self._saved[1].steps != steps):
             raise EngineError(
-                f"{error}; the last checkpoint is older than step {self._steps}, so nothing can be done again from here: "
+                f"{error}; the last checkpoint is older than step {steps}, so nothing can be done again from here: "
                 "resume the run (trainer.checkpoint_every = 1 lets the engine go on by itself)"
             ) from error
         self._restarts += 1
         if "out of memory" in str(error):
             self._budget = max(1, self._budget // 2)
             logger.warning("going on with %d tokens per micro-batch", self._budget)
-        logger.warning("%s; starting the workers again at step %d", error, self._steps)
+        logger.warning("%s; starting the workers again at step %d", error, steps)
         self._start(again=True)
         if self._saved is not None:
-            self._run("load", self._saved[0], self._steps)
+            folder, taken = self._saved
+            self._run("load", folder, taken.policy, taken.critic)
 
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
         if isinstance(loss, StepLoss) or needs_reference(loss):
             trained = self._prepared(trained, loss)
         tally = Tally()
         report: Report
-        for _, report in self._dealt("accumulate", trained, loss, self._steps):
+        steps = self._taken.steps
+        for _, report in self._dealt("accumulate", trained, loss, steps):
             if report.problem:
                 self._run("discard")
                 raise EngineError(f"{report.problem}, so the step was not taken and the weights are as before")
             tally.merge(report.tally)
         optimizer = self._ready().optimizer
-        lr = optimizer.lr * min(1.0, (self._steps + 1) / max(1, optimizer.warmup_steps))
-        norm = self._run("update", lr)[0]
-        if not math.isfinite(norm):
+        warm = min(1.0, (steps + 1) / max(1, optimizer.warmup_steps))
+        policy, critic = self._moves(trained)
+        rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
+        norms: dict[str, float] = self._run("update", *rates)[0]
+        if not all(map(math.isfinite, norms.values())):
             raise EngineError(
-                f"the gradient is not finite at step {self._steps}, so the step was not taken and the weights are as "
+                f"the gradient is not finite at step {steps}, so the step was not taken and the weights are as "
                 "before: lower engine.lr or use float32"
             )
-        self._steps += 1
-        return StepResult({**tally.metrics(), "grad_norm": norm, "lr": lr, "stepped": 1.0}, tally.seen)
+        self._taken = _Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
+        return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
+
+    def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
+        """Whether a step on these rows has a gradient for the policy, and for the critic. One that has none is left alone:
+        by a gradient of 0 Adam would move it on."""
+        critic = any(span.value_weight for sample in trained for span in sample.spans)
+        shared = critic and self._ready().trunk == "shared"
+        return shared or any(bool(sample.weights.any()) for sample in trained), critic
 
     def _prepared(self, samples: Sequence[Sample], loss: Loss) -> list[Sample]:
         """The rows with what the loss wants to know of their trained tokens before the gradient pass."""
@@ -228,18 +275,18 @@ class VerlEngine:
         reference: Numbers | None = None
         prepared: Numbers | None = None
         if needs_reference(loss):
-            reference = _chosen(self._read(samples, reference=True), tokens)
+            reference = _chosen(self._read("logprobs", samples, reference=True), tokens)
         if isinstance(loss, StepLoss) and len(tokens):
-            current = _chosen(self._read(samples, reference=False), tokens)
+            current = _chosen(self._read("logprobs", samples, reference=False), tokens)
             prepared = prepared_by(loss, samples, tokens, current, reference)
         return with_numbers(samples, tokens, reference, prepared)
 
-    def _read(self, samples: Sequence[Sample], *, reference: bool) -> list[FloatArray]:
-        """Logprobs (T,) of rows, in their order."""
+    def _read(self, method: str, samples: Sequence[Sample], **named: Any) -> list[FloatArray]:
+        """What a method of the workers reads of each row, in their order."""
         if not samples:
             return []
         found: dict[int, FloatArray] = {}
-        for hand, own in self._dealt("logprobs", samples, reference=reference):
+        for hand, own in self._dealt(method, samples, **named):
             found.update(zip(hand, own, strict=False))  # what filled the place up comes last and is nobody's
         return [found[index] for index in range(len(samples))]
 
@@ -276,9 +323,9 @@ def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
         )
 
 
-def _cut(sample: Sample) -> Sample:
-    """A row up to its last trained token: what follows cannot influence the loss."""
-    stop = slice(rows.trained_length(sample))
+def _cut(sample: Sample, length: int) -> Sample:
+    """The beginning of a row, when what follows cannot influence what is wanted."""
+    stop = slice(length)
     arrays = ("ids", "weights", "advantages", "logprobs", "versions")
     return replace(sample, **{name: getattr(sample, name)[stop] for name in arrays})
 
@@ -303,8 +350,9 @@ def _vocab_size(model: Path) -> int:
         raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error
 
 
-def _read_state(folder: Path) -> int:
-    """The steps after which a state was saved. Raises `EngineError` for one that is not the verl engine's."""
+def _read_state(folder: Path, trunk: Trunk | None) -> _Taken:
+    """The steps after which a state was saved. Raises `EngineError` for one that is not the verl engine's, or that has not
+    the same critic."""
     try:
         state: Mapping[str, Any] = json.loads((folder / _STATE).read_text())
     except (OSError, ValueError) as error:
@@ -314,4 +362,6 @@ def _read_state(folder: Path) -> int:
             f"{folder} holds a training state of another engine or version: go on with the one that wrote it, or start anew "
             "from the model that `lightning export` writes"
         )
-    return int(state["steps"])
+    same_critic(folder, str(state.get("critic", "")), trunk or "")
+    steps = int(state["steps"])
+    return _Taken(steps, int(state.get("policy_steps", steps)), int(state.get("critic_steps", 0)))

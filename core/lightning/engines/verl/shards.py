@@ -6,7 +6,7 @@ The invariant: no pickle; and what any number of ranks wrote any other number re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -18,20 +18,27 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+if TYPE_CHECKING:
+    from lightning.engines.verl.critic import Learner
+
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _STEP = ".step"
 
 
-def save_shards(engine: Any, folder: Path, steps: int) -> None:
-    """Write every trained weight and, when steps were taken, both moments of each. All ranks must call it."""
-    tensors = {**_weights(engine), **_moments(_state(engine) if steps else {})}
+def save_shards(engine: Any, critic: Learner | None, folder: Path, steps: int) -> None:
+    """Write every trained weight and, when steps were taken, both moments of each; of a critic, which all ranks have whole,
+    one rank's. All ranks must call it."""
+    tensors = {**_weights(engine), **_moments(_state(engine) if steps else {}), **(critic.tensors() if critic else {})}
     save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def load_shards(engine: Any, folder: Path, steps: int) -> None:
-    """Read what `save_shards` wrote, after so many optimizer steps. All ranks must call it."""
+def load_shards(engine: Any, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
+    """Read what `save_shards` wrote, after so many optimizer steps of each. All ranks must call it."""
     state = _state(engine) if steps else {}
     tensors = {**_weights(engine), **_moments(state)}
+    if critic is not None:
+        critic.begin(critic_steps)
+        tensors |= critic.tensors()
     load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     if steps:
         for name in state:

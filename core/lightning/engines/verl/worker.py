@@ -6,6 +6,7 @@ raised (no memory, a dead peer) ends the whole group.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -18,23 +19,32 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning.batch.sample import FloatArray, Sample
+from lightning.engines.critics import Trunk
 from lightning.engines.export import whole_weights, write_file, write_folder
+from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.model import silence_dropout
 from lightning.engines.verl import api
+from lightning.engines.verl.critic import WANTED, Learner, PolicyEngine, Wanted
 from lightning.engines.verl.passes import LossPass, Report
 from lightning.engines.verl.reference import ReferenceWeights
 from lightning.engines.verl.shards import load_shards, save_shards
+from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
+from lightning.policy_server.weight_transfer.sender import LocalSender
 
-if api.get_device_name() == "cpu":
-    # verl registers its engines for accelerators only; they run on a CPU as they are.
-    api.EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(api.FSDPEngineWithLMHead)
+# verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.
+api.EngineRegistry.register(
+    model_type="language_model", backend="fsdp2", device=api.get_device_name(), vendor=api.get_vendor()
+)(PolicyEngine)
 
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
-    """Holds this rank's shard of the model and of its optimizer. `seed` is that of new adapters, the same on all ranks."""
+    """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
+    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model."""
 
-    def __init__(self, config: Any, *, seed: int, threads: int) -> None:
+    def __init__(
+        self, config: Any, *, seed: int, threads: int, optimizer: OptimizerConfig, trunk: Trunk | None
+    ) -> None:
         if api.get_device_name() == "cpu":
             if threads:
                 torch.set_num_threads(threads)
@@ -47,8 +57,12 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
         self._module.register_forward_hook(_in_float32)
         _spare_vectors(self.engine.optimizer)
+        self._sender = LocalSender()
         # Before a training state is loaded: the reference is the model of the folder, also in a run that is resumed.
         self._reference = ReferenceWeights.of(self._module)
+        self._learner = None if trunk is None else Learner(self._module, trunk, optimizer)
+        if self._learner is not None:
+            self.engine.attach(self._learner.critic)
 
     @property
     def _module(self) -> torch.nn.Module:
@@ -63,31 +77,50 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         """Compute the gradient of this rank's rows; what was there before is forgotten."""
         self.discard()
         found = LossPass(samples, loss, step)
-        data = self._data(samples, budget, calculate_entropy=True)
+        valued = any(span.value_weight for sample in samples for span in sample.spans)
+        data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.forward_backward_batch(data, loss_function=found, forward_only=False)
         return found.finished()
 
     def discard(self) -> None:
         """Forget the gradient."""
+        if self._learner is not None:
+            self._learner.discard()
         with self.engine.train_mode(zero_grad_on_exit=False):
             self.engine.optimizer_zero_grad()
 
-    def update(self, lr: float) -> float:
-        """Clip the gradient and take a step; returns its norm. Where that is not finite nothing is changed."""
+    def update(self, lr: float | None, critic_lr: float | None) -> dict[str, float]:
+        """Clip the policy's gradient and the critic's, each by its own norm, and take a step at these rates; without a rate
+        there is none. Returns the norms as they were; where one is not finite nothing is changed."""
+        norms = {"grad_norm": 0.0} if self._learner is None else {"grad_norm": 0.0, "critic_grad_norm": 0.0}
+        if self._learner is not None and critic_lr is not None:
+            norms["critic_grad_norm"] = self._learner.clip()
         with self.engine.train_mode(zero_grad_on_exit=True):
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = lr
-            return float(self.engine.optimizer_step())
+            if lr is not None and all(map(math.isfinite, norms.values())):
+                for group in self.engine.optimizer.param_groups:
+                    group["lr"] = lr
+                norms["grad_norm"] = float(self.engine.optimizer_step())
+        if self._learner is not None and critic_lr is not None and all(map(math.isfinite, norms.values())):
+            self._learner.update(critic_lr)
+        return norms
 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
         """Logprobs (T,) of this rank's rows, by the model or by the one that training began with; index 0 is NaN."""
-        data = self._data(samples, budget, calculate_entropy=False)
+        data = self._data(samples, budget, calculate_entropy=False, values="none")
         with self.engine.eval_mode(), torch.no_grad():
             if not reference:
-                return _rows(self._infer(data))
+                return _rows(self._infer(data, "log_probs"))
             with self._reference.in_place(self._module):
-                return _rows(self._infer(data))
+                return _rows(self._infer(data, "log_probs"))
+
+    def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
+        """What the states before the calls (spans,) of each of this rank's rows are worth to the critic."""
+        data = self._data(samples, budget, calculate_entropy=False, values="only")
+        with self.engine.eval_mode(), torch.no_grad():
+            found = self._infer(data, "values").unbind()
+        columns = [[span.start - 1 for span in sample.spans] for sample in samples]
+        return [own[at].cpu().numpy() for own, at in zip(found, columns, strict=True)]
 
     def write_weights(self, file: Path, dtype: str) -> None:
         """Write the full weights; every rank takes part, the first one writes."""
@@ -101,22 +134,31 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         if self.rank == 0:
             write_folder(source, weights, dtype, folder)
 
+    def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
+        """A call of the first rank's sender: what it answers, and what went wrong. Other ranks have nothing to send."""
+        if self.rank:
+            return None, ""
+        try:
+            return getattr(self._sender, method)(*arguments), ""
+        except LightningError as error:
+            return None, str(error)
+
     def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
         """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
         machine's name and the files that it sees there."""
-        save_shards(self.engine, folder, steps)
+        save_shards(self.engine, self._learner, folder, steps)
         return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
-    def load(self, folder: Path, steps: int) -> None:
-        """Read weights and moments, written by however many ranks; `steps` were taken."""
-        load_shards(self.engine, folder, steps)
+    def load(self, folder: Path, steps: int, critic_steps: int) -> None:
+        """Read weights and moments, written by however many ranks; the policy took so many steps, and the critic so many."""
+        load_shards(self.engine, self._learner, folder, steps, critic_steps)
 
-    def _infer(self, data: Any) -> torch.Tensor:
+    def _infer(self, data: Any, name: str) -> torch.Tensor:
         output = self.engine.forward_backward_batch(data, loss_function=None, forward_only=True)
-        found: torch.Tensor = output["model_output"]["log_probs"]
+        found: torch.Tensor = output["model_output"][name]
         return found
 
-    def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool) -> Any:
+    def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
         """Rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
         lengths = [len(sample) for sample in samples]
         ids = [torch.from_numpy(sample.ids.astype(np.int64)) for sample in samples]
@@ -145,6 +187,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             max_token_len_per_gpu=budget,
             micro_batch_size_per_gpu=None,
             return_model_output=not calculate_entropy,
+            **{WANTED: values},
         )
         return data
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lightning.config import Config, with_settings
+from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.plugin import verl_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.testing.tiny_models import make_tiny_model
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_verl(model: Path) -> Iterator[OpenVerl]:
-    """`open_verl(world_size, folder=..., optimizer=..., seed=..., **settings of the engine section)`."""
+    """`open_verl(world_size, folder=..., optimizer=..., seed=..., critic=..., **settings of the engine section)`."""
     opened: list[Engine] = []
 
     def make(
@@ -32,13 +32,17 @@ def open_verl(model: Path) -> Iterator[OpenVerl]:
         folder: Path = model,
         optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3),  # noqa: B008 — it is frozen
         seed: int = 0,
+        critic: bool = False,
         **settings: object,
     ) -> Engine:
-        names = {f"engine.{name}": value for name, value in settings.items()}
+        plain = {
+            name: value.model_dump() if isinstance(value, LoraConfig) else value for name, value in settings.items()
+        }
+        names = {f"engine.{name}": value for name, value in plain.items()}
         config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": world_size, **names})
         engine = verl_engine(config)
         opened.append(engine)
-        engine.open(folder, optimizer, seed=seed)
+        engine.open(folder, optimizer, seed=seed, critic=critic)
         return engine
 
     yield make

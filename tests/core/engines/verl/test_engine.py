@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -51,6 +52,19 @@ def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
     return made
 
 
+def valued(samples: Sequence[Sample]) -> list[Sample]:
+    """The rows with what a critic should say before each of their calls, but for the first row's first."""
+    dice = np.random.default_rng(len(samples))
+    made = [
+        replace(
+            sample, spans=tuple(replace(span, value_target=dice.normal(), value_weight=0.1) for span in sample.spans)
+        )
+        for sample in samples
+    ]
+    first, *others = made[0].spans
+    return [replace(made[0], spans=(replace(first, value_target=np.nan, value_weight=0.0), *others)), *made[1:]]
+
+
 def gradient(folder: Path) -> dict[str, torch.Tensor]:
     """The first moments of a saved state by the parameters' names: after one step, a tenth of the gradient."""
     found: dict[str, dict[int, torch.Tensor]] = {}
@@ -59,57 +73,84 @@ def gradient(folder: Path) -> dict[str, torch.Tensor]:
             for name in tensors.keys():  # noqa: SIM118 — it is not a mapping
                 if name.endswith("exp_avg"):
                     key = name.removesuffix(".exp_avg").removesuffix("|exp_avg").removeprefix("optimizer.state.")
-                    found.setdefault(key, {})[len(found.get(key, {}))] = tensors.get_tensor(name)
+                    key = key.removeprefix("base_model.model.")
+                    found.setdefault(key, {})[len(found.get(key, {}))] = torch.atleast_1d(tensors.get_tensor(name))
     return {name: torch.cat(list(parts.values())) for name, parts in found.items()}
 
 
 @pytest.fixture
-def torch_engine(model: Path) -> Iterator[TorchEngine]:
-    engine = TorchEngine(device="cpu")
-    engine.open(model, UNCLIPPED, seed=0)
-    yield engine
-    engine.close()
+def open_torch(model: Path) -> Iterator[Callable[..., TorchEngine]]:
+    opened: list[TorchEngine] = []
+
+    def make(**settings: Any) -> TorchEngine:
+        engine = TorchEngine(device="cpu", **settings)
+        opened.append(engine)
+        engine.open(model, UNCLIPPED, seed=0, critic=True)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
 
 
 def assert_equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray], tolerance: float = 1e-5) -> None:
+    """Arrays of the same lengths, with NaN at the same places."""
     assert [len(row) for row in one] == [len(row) for row in other]
     for mine, theirs in zip(one, other, strict=True):
-        assert np.isnan(mine[0])
-        np.testing.assert_allclose(mine[1:], theirs[1:], atol=tolerance)
+        np.testing.assert_allclose(mine, theirs, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora": LoraConfig(rank=4, alpha=8), "critic_trunk": "shared", "gradient_checkpointing": True}],
+    ids=["whole", "adapters"],
+)
 def test_it_computes_what_the_torch_engine_computes(
-    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path
+    open_verl: OpenVerl, open_torch: Callable[..., TorchEngine], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    compare(open_verl(ALONE, optimizer=UNCLIPPED, tokens_per_microbatch=64), torch_engine, tmp_path)
+    """The critic too, on a frozen trunk or one that it trains."""
+    engine = open_verl(ALONE, optimizer=UNCLIPPED, critic=True, tokens_per_microbatch=64, **settings)
+    compare(engine, open_torch(**settings), tmp_path)
 
 
 def test_two_workers_compute_it_also_when_one_is_killed(
-    open_verl: OpenVerl, torch_engine: TorchEngine, tmp_path: Path
+    open_verl: OpenVerl, open_torch: Callable[..., TorchEngine], tmp_path: Path
 ) -> None:
     """On a local Ray; and their state is resumed by another number of workers."""
-    two = open_verl(2, optimizer=UNCLIPPED, tokens_per_microbatch=64)
+    torch_engine = open_torch()
+    two = open_verl(2, optimizer=UNCLIPPED, critic=True, tokens_per_microbatch=64)
     compare(two, torch_engine, tmp_path)
     two.save(tmp_path / "two")
     assert not [file for file in (tmp_path / "two").iterdir() if file.suffix not in (".safetensors", ".json")]
     os.kill(workers()[1].pid, signal.SIGKILL)
-    expected = torch_engine.step(rows(5), LOSS).metrics
-    assert two.step(rows(5), LOSS).metrics["loss"] == pytest.approx(expected["loss"], rel=2e-4, abs=1e-6)
-    one = open_verl(ALONE, optimizer=UNCLIPPED, seed=7)
-    one.step(rows(9), LOSS)
+    one = open_verl(ALONE, optimizer=UNCLIPPED, seed=7, critic=True)
+    one.step(valued(rows(9)), LOSS)
     one.load(tmp_path / "two")
-    assert one.step(rows(5), LOSS).metrics["loss"] == pytest.approx(expected["loss"], rel=2e-4, abs=1e-6)
+    batch = valued(rows(5))
+    expected = torch_engine.step(batch, LOSS).metrics
+    for engine in (two, one):
+        found = engine.step(batch, LOSS).metrics
+        for name in ("loss", "value_loss", "critic_grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6)
+        assert_equal(engine.values(batch), torch_engine.values(batch))
     workers()[0].kill()
-    with pytest.raises(EngineError, match="the last checkpoint is older than step 4"):
+    with pytest.raises(EngineError, match="the last checkpoint is older than step 5"):
         two.step(rows(6), LOSS)
 
 
 def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
-    """Logprobs, gradient, metrics and what was seen, over three steps with different losses, of 7 rows each."""
-    losses: list[Loss] = [LOSS, CALLS, LOSS]
+    """Logprobs, values, gradient, metrics and what was seen, over steps with different losses, of 7 rows each: the second
+    teaches the critic nothing, the last one nothing else."""
+    losses: list[Loss] = [LOSS, CALLS, LOSS, LOSS]
     for number, loss in enumerate(losses):
         batch = rows(number, temperature=0.7 if number == 2 else 1.0)
+        if number != 1:
+            batch = valued(batch)
+        if number == 3:
+            batch = [replace(row, weights=np.zeros_like(row.weights)) for row in batch]
         assert_equal(verl.logprobs(batch), torch_engine.logprobs(batch))
+        states = [*batch, replace(batch[0], spans=())]
+        assert_equal(verl.values(states), torch_engine.values(states))
         found, expected = verl.step(batch, loss), torch_engine.step(batch, loss)
         assert found.seen == expected.seen
         for name in {*expected.metrics} - {"microbatches", "tokens_forward"}:
@@ -135,7 +176,7 @@ def workers() -> list[psutil.Process]:
 
 def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path: Path) -> None:
     """Also with adapters, which are merged."""
-    engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4, alpha=8).model_dump())
+    engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2), lora=LoraConfig(rank=4, alpha=8))
     engine.step(rows(0), LOSS)
     batch = rows(1, 2)
     loaded = AutoModelForCausalLM.from_pretrained(engine.export(tmp_path / "model"), dtype=torch.float32).eval()
@@ -182,6 +223,19 @@ def test_a_relative_folder_and_a_new_start(
     engine.save(Path("state"))
     monkeypatch.chdir("/")
     engine.load(tmp_path / "state")
+    with pytest.raises(EngineError, match="has no critic: open it with critic=True"):
+        engine.values(rows(0))
+    with pytest.raises(EngineError, match="no critic to learn it: open it with critic=True"):
+        engine.step(valued(rows(0)), LOSS)
     engine.close()
+    other = open_verl(ALONE, critic=True)
+    with pytest.raises(
+        EngineError, match="saved without a critic, but this engine was opened with a critic on a frozen"
+    ):
+        other.load(tmp_path / "state")
+    batch = [replace(row, spans=(replace(row.spans[0], value_target=1e30, value_weight=1.0),)) for row in rows(0, 2)]
+    with pytest.raises(EngineError, match=r"value loss is inf at step 0 in .* rows .* the weights are as before"):
+        other.step([replace(row, weights=np.zeros_like(row.weights)) for row in batch], LOSS)
+    assert all(not own.any() for own in other.values(batch))
     with pytest.raises(EngineError, match="call open"):
         engine.step(rows(1), LOSS)
