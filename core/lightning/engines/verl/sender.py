@@ -1,0 +1,72 @@
+"""verl's first worker as the one that sends weights to vLLM: it wrote their file, and over NCCL it has the GPU.
+
+The invariant: a call is made once no other is under way, since workers do one thing after another; where they have to be
+started again for it, the first of the new ones is in no group, and says so.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.config.models import EngineConfig
+from lightning.engines.verl.device import choose
+from lightning.errors import LightningError, PolicyServerError
+from lightning.policy_server.weight_transfer.layout import Meeting
+from lightning.policy_server.weight_transfer.sender import no_cuda
+
+
+class FirstWorker:
+    """Implements `weight_transfer.layout.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender and
+    returns what it answered, and what went wrong."""
+
+    def __init__(self, call: Callable[..., tuple[Any, str]], config: EngineConfig) -> None:
+        self._call, self._config = call, config
+
+    def check(self, backend: str) -> None:
+        """See `Sender.check`."""
+        if backend == "nccl" and choose(self._config.device) == "cpu":
+            raise no_cuda("for verl's workers (engine.device = 'cuda' where they are on other machines)")
+
+    def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
+        """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from the workers'."""
+        if self._config.verl.world_size and _is_loopback(towards):
+            import ray
+
+            towards = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        meeting: Meeting = self._answer("listen", backend, towards, world, seconds)
+        return meeting
+
+    def join(self, group: str) -> None:
+        """See `Sender.join`."""
+        self._answer("join", group)
+
+    def group(self) -> str:
+        """See `Sender.group`."""
+        return str(self._answer("group"))
+
+    def send(self, files: Sequence[Path]) -> None:
+        """See `Sender.send`."""
+        self._answer("send", [file.resolve() for file in files])
+
+    def leave(self) -> None:
+        """See `Sender.leave`. A `send` is waited for, which ends by itself."""
+        self._answer("leave")
+
+    def _answer(self, method: str, *arguments: object) -> Any:
+        try:
+            answer, problem = self._call(method, *arguments)
+        except LightningError as error:
+            raise PolicyServerError(f"verl's workers, which send the weights, are gone: {error}") from error
+        if problem:
+            raise PolicyServerError(f"verl's first worker: {problem}")
+        return answer
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

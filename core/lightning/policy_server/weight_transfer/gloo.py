@@ -1,0 +1,186 @@
+"""Tensors over TCP by torch's gloo: from one sender to any number of receivers, on CPUs, without pickle.
+
+The invariant: a receiver gets the sender's bytes or an error. Who loses a peer hears it at once, who is kept waiting after
+the seconds the group was made with; a group that a call failed on is not used again.
+
+Nothing is encrypted and nobody is asked who they are, as in every group that torch makes: use a network of your own.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+
+from lightning.errors import PolicyServerError
+from lightning.policy_server.weight_transfer.layout import Entry, Meeting, tensors
+
+PIECE_BYTES = 64 * 2**20
+"""Tensors travel together in pieces of about this size; a larger one is a piece of its own."""
+JOIN_SECONDS = 60.0
+"""How long the others are waited for when a group is made: vLLM computes nothing meanwhile."""
+_ALIGNMENT = 16
+"""A tensor begins at a multiple of this: views of another dtype want a multiple of their items' size."""
+
+
+class Spec(NamedTuple):
+    """What a receiver must know of a tensor before it comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that `host` reaches it at. Nothing is sent. Raises `PolicyServerError`."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PolicyServerError(f"there is no way from this machine to {host!r} ({error}): look at its name") from error
+
+
+class Door:
+    """The sender's place where a group is made. It listens at one address only."""
+
+    def __init__(self, address: str, world: int, seconds: float) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as listening:
+            port = listening.getsockname()[1]
+            self._store = TCPStore(
+                address,
+                port,
+                world,
+                is_master=True,
+                timeout=timedelta(seconds=JOIN_SECONDS),
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+                use_libuv=False,  # which takes no socket of ours
+            )
+        self.meeting = Meeting(address, port, world, seconds)
+
+    def enter(self) -> Group:
+        """Wait until all receivers have come."""
+        return Group(self._store, self.meeting, 0, self.meeting.address)
+
+
+class GlooLink:
+    """Implements `layout.Link`."""
+
+    def __init__(self, towards: str, world: int, seconds: float) -> None:
+        self._door = Door(address_towards(towards), world, seconds)
+        self._group: Group | None = None
+        self.meeting = self._door.meeting
+
+    def join(self) -> None:
+        """See `Link.join`."""
+        self._group = self._door.enter()
+
+    def send(self, found: Sequence[Entry]) -> None:
+        """See `Link.send`."""
+        if self._group is None:
+            raise PolicyServerError("nobody has joined the sender yet")
+        specs = [Spec(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in found]
+        self._group.send(tensors(found, "cpu"), specs)
+
+    def leave(self) -> None:
+        """See `Link.leave`."""
+        if self._group is not None:
+            self._group.leave()
+
+
+def join(meeting: Meeting, rank: int) -> Group:
+    """A receiver's way in. Raises `PolicyServerError` when the sender or another receiver does not come."""
+    try:
+        patience = timedelta(seconds=JOIN_SECONDS)
+        store = TCPStore(meeting.address, meeting.port, meeting.world, timeout=patience, wait_for_workers=False)
+    except RuntimeError as error:  # torch.distributed's own errors are
+        raise PolicyServerError(
+            f"the sender's {meeting.address}:{meeting.port} cannot be reached from vLLM's machine: {error}"
+        ) from error
+    return Group(store, meeting, rank, address_towards(meeting.address))
+
+
+class Group:
+    """One process's end of a group. Raises `PolicyServerError`."""
+
+    def __init__(self, store: TCPStore, meeting: Meeting, rank: int, address: str) -> None:
+        kind: Any = ProcessGroupGloo  # torch's stubs leave most of it out
+        options = kind._Options()  # noqa: SLF001 — torch's only way to choose the address
+        options._timeout = timedelta(seconds=JOIN_SECONDS)  # noqa: SLF001 — as above
+        options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001 — as above
+        self._store: TCPStore | None = store
+        try:
+            self._gloo: Any = kind(PrefixStore("weights", store), rank, meeting.world, options)
+        except RuntimeError as error:
+            raise PolicyServerError(f"not all of {meeting.world} processes came to send weights: {error}") from error
+        self._gloo._set_default_timeout(timedelta(seconds=meeting.seconds))  # noqa: SLF001 — as above
+
+    def leave(self) -> None:
+        """Close the connections, so that the others hear of it. May be called again."""
+        gloo, self._gloo, self._store = self._gloo, None, None
+        if gloo is not None:
+            gloo.abort()
+
+    def send(self, tensors: Iterable[torch.Tensor], specs: Iterable[Spec]) -> None:
+        """Send tensors, which are as the specs say; the receivers must be receiving them."""
+        given = iter(tensors)
+        for piece in _pieces(specs):
+            buffer, places = _room(piece)
+            for place, tensor in zip(places, given, strict=False):
+                place.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+            self._broadcast(buffer)
+
+    def receive(self, specs: Iterable[Spec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Receive tensors, one by one; they share memory with those that travelled with them."""
+        for piece in _pieces(specs):
+            buffer, places = _room(piece)
+            self._broadcast(buffer)
+            for spec, place in zip(piece, places, strict=True):
+                yield spec.name, place.view(spec.dtype).view(spec.shape)
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        if self._gloo is None:
+            raise PolicyServerError("the group was left")
+        try:
+            # In parts, so that no part is larger than what gloo has been seen to carry.
+            for start in range(0, len(buffer), PIECE_BYTES):
+                self._gloo.broadcast(buffer[start : start + PIECE_BYTES], 0).wait()
+        except RuntimeError as error:
+            raise PolicyServerError(f"the connection broke: {str(error).splitlines()[0]}") from error
+
+
+def _pieces(specs: Iterable[Spec]) -> Iterator[list[Spec]]:
+    """Consecutive tensors that travel together. Both sides cut by the same rule."""
+    piece: list[Spec] = []
+    size = 0
+    for spec in specs:
+        if piece and size + spec.nbytes > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(spec)
+        size += spec.nbytes
+    if piece:
+        yield piece
+
+
+def _room(piece: list[Spec]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A buffer for some tensors, and each one's bytes in it."""
+    starts = [0]
+    for spec in piece:
+        starts.append(-(-(starts[-1] + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+    buffer = torch.empty(starts[-1], dtype=torch.uint8)
+    return buffer, [buffer[start : start + spec.nbytes] for start, spec in zip(starts, piece, strict=False)]

@@ -1,0 +1,162 @@
+"""A vLLM gets weights over the network: it is told over HTTP what comes, and the sender sends it meanwhile.
+
+The invariant: both sides are in the very group that this trainer has made, or a new one is made before anything is sent;
+while weights come, and after a transfer that broke off, vLLM says of none of its versions that it has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from lightning.errors import PolicyServerError
+from lightning.policy_server.weight_transfer.layout import (
+    BACKENDS,
+    PACKED_BUFFERS,
+    PACKED_BYTES,
+    Entry,
+    Meeting,
+    Sender,
+    entries,
+)
+from lightning.policy_server.weight_transfer.sender import LocalSender
+
+if TYPE_CHECKING:
+    from lightning.config.models import PolicyServerConfig
+    from lightning.policy_server.control import VLLMControl
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 60.0
+"""vLLM is asked for longer than a transfer may take, so that its own error comes first."""
+
+
+class Loader(Protocol):
+    """How a vLLM gets the tensors of files. Raises `PolicyServerError`."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` when it cannot work here at all."""
+
+    async def ready(self, control: VLLMControl) -> None:
+        """Do what can be done before vLLM is paused."""
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """Replace the model's weights by those of the files, in place. Call it while paused."""
+
+
+class FromDisk:
+    """vLLM reads the files itself."""
+
+    def check(self) -> None:
+        """Nothing can be wrong yet."""
+
+    async def ready(self, control: VLLMControl) -> None:
+        """There is nothing to do before."""
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """See `Loader.load`."""
+        await control.load(files)
+
+
+class OverNetwork:
+    """The sender reads the files and sends them; `seconds` is how long that may take."""
+
+    def __init__(self, backend: str, sender: Sender, seconds: float) -> None:
+        self._backend, self._sender, self._seconds = backend, sender, seconds
+
+    def check(self) -> None:
+        """See `Loader.check`."""
+        self._sender.check(self._backend)
+
+    async def ready(self, control: VLLMControl) -> None:
+        """Have both sides in one group: the last one, unless one of them was started again or a transfer broke off."""
+        states = await control.transfer_states()
+        self._check_backend(control, {str(state["backend"]) for state in states})
+        known = {str(state["group"]) for state in states}
+        if known == {await asyncio.to_thread(self._sender.group)} and known != {""}:
+            return
+        group = secrets.token_hex(8)
+        world = 1 + await control.world_size()
+        towards = urlsplit(control.url).hostname or "127.0.0.1"
+        meeting = await asyncio.to_thread(self._sender.listen, self._backend, towards, world, self._seconds)
+        await self._both(
+            control,
+            control.join_transfer(_told(self._backend, meeting), self._seconds + GRACE_SECONDS),
+            asyncio.to_thread(self._sender.join, group),
+            f"vLLM could not join the trainer's {self._backend} group at {meeting.address}:{meeting.port}",
+        )
+        await control.know_group(group)
+        logger.info("weights go to %s over %s from %s", control.url, self._backend, meeting.address)
+
+    async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        """See `Loader.load`."""
+        await self.ready(control)
+        await control.expect_weights()
+        await control.start_transfer()
+        await self._both(
+            control,
+            control.receive(_described(entries(files)), self._seconds + GRACE_SECONDS),
+            asyncio.to_thread(self._sender.send, files),
+            f"the weights did not come over {self._backend}",
+        )
+        await control.finish_transfer()
+
+    def _check_backend(self, control: VLLMControl, found: set[str]) -> None:
+        wanted = BACKENDS[self._backend]
+        if found != {wanted}:
+            has = f"takes weights over {', '.join(sorted(found))}" if found != {""} else "was not started for that"
+            raise PolicyServerError(
+                f"policy_server.weight_transfer is {self._backend!r}, but the vLLM at {control.url} {has}: start it with "
+                f"""--weight-transfer-config '{{"backend": "{wanted}"}}', or set policy_server.weight_transfer = 'file'"""
+            )
+
+    async def _both(
+        self,
+        control: VLLMControl,
+        asked: Coroutine[object, object, None],
+        done: Coroutine[object, object, None],
+        what: str,
+    ) -> None:
+        """vLLM's part and the sender's at once. When one fails the other is freed and waited for before the error is raised."""
+        theirs, ours = asyncio.ensure_future(asked), asyncio.ensure_future(done)
+        await asyncio.wait([theirs, ours], return_when=asyncio.FIRST_EXCEPTION)
+        if theirs.done() and theirs.exception() and not ours.done():
+            await control.leave_transfer()
+            await asyncio.to_thread(self._sender.leave)
+        await asyncio.wait([theirs, ours])
+        failed = [error for task in (theirs, ours) if (error := task.exception())]
+        if failed:
+            await asyncio.to_thread(self._sender.leave)
+            problem = await control.transfer_problem()
+            reasons = "; ".join(dict.fromkeys([*map(str, failed), *([problem] if problem else [])]))
+            raise PolicyServerError(f"{what}: {reasons}") from failed[0]
+
+
+def make_loader(config: PolicyServerConfig, sender: Sender | None) -> Loader:
+    """What `config.weight_transfer` asks for; without a sender this process sends."""
+    if config.weight_transfer == "file":
+        return FromDisk()
+    return OverNetwork(config.weight_transfer, sender or LocalSender(), config.transfer_timeout)
+
+
+def _told(backend: str, meeting: Meeting) -> Mapping[str, object]:
+    """What vLLM's workers must know to join."""
+    place = {"master_address": meeting.address, "master_port": meeting.port, "world_size": meeting.world}
+    if backend == "gloo":
+        return {**place, "seconds": meeting.seconds}
+    packing = {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES, "packed_num_buffers": PACKED_BUFFERS}
+    return {**place, **packing, "rank_offset": 1}
+
+
+def _described(found: Sequence[Entry]) -> Mapping[str, object]:
+    """What comes, as all of vLLM's backends for whole weights are told it."""
+    return {
+        "names": [entry.name for entry in found],
+        "dtype_names": [entry.dtype for entry in found],
+        "shapes": [list(entry.shape) for entry in found],
+    }
