@@ -119,6 +119,11 @@ class PolicyServerConfig(Section):
     """Further arguments for `vllm serve`, as they are."""
     start_timeout: float = Field(default=300.0, gt=0)
     """Seconds until a server must answer."""
+    weight_transfer: Literal["file", "gloo", "nccl"] = "file"
+    """How vLLM gets new weights: from a file that it sees under the trainer's path, or sent to it, by gloo (TCP; any machine)
+    or by NCCL (from a GPU on which no vLLM runs)."""
+    transfer_timeout: float = Field(default=600.0, gt=0)
+    """Seconds in which weights that are sent must be there."""
 
 
 class GatewayConfig(Section):

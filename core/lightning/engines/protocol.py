@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.losses.protocol import Loss
+from lightning.policy_server.weight_transfer.layout import Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,12 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds. Idempotent."""
+
+
+@runtime_checkable
+class SendsWeights(Protocol):
+    """An engine that says where its weights are sent to vLLM from (`policy_server.weight_transfer`); those of one that does
+    not are sent from the trainer's process."""
+
+    def sender(self) -> Sender:
+        """The process that writes the files of `weights`, as one that sends them. The engine need not be open yet."""

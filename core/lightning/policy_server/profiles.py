@@ -11,12 +11,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import ipaddress
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.orphans import OWNED
+from lightning.policy_server.weight_transfer.layout import BACKENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,8 @@ def server_args(
     else:
         args += ["--dtype", config.dtype, "--gpu-memory-utilization", str(config.gpu_memory_utilization)]
         args += ["--no-async-scheduling"]  # a frozen request has then no token that is sampled but not yet counted
+    if config.weight_transfer != "file":
+        args += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[config.weight_transfer]})]
     if config.tool_call_parser:
         args += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
     return [*args, *config.args]

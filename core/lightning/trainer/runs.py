@@ -32,6 +32,8 @@ MAY_CHANGE = (
     "policy_server.start_timeout",
     "policy_server.kv_cache_bytes",
     "policy_server.gpu_memory_utilization",
+    "policy_server.weight_transfer",
+    "policy_server.transfer_timeout",
     "gateway.host",
     "gateway.port",
     "gateway.token_ttl",

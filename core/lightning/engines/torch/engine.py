@@ -44,6 +44,7 @@ from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
+from lightning.policy_server.weight_transfer.sender import LocalSender
 
 if TYPE_CHECKING:
     from lightning.config import LoraConfig
@@ -170,6 +171,10 @@ class TorchEngine:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
         lm = self._opened()
         return write_file(whole_weights(lm.model, lm.dtype), file)
+
+    def sender(self) -> LocalSender:
+        """This process; over NCCL from the GPU it trains on."""
+        return LocalSender(self._device_name)
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
