@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import aiohttp
 
@@ -32,11 +32,18 @@ class NoRoutesError(PolicyServerError):
     """What answers cannot be given weights."""
 
 
+class NotOursError(PolicyServerError):
+    """The vLLM takes no weights from us: another trainer has attached to it, or it was started again since we did."""
+
+
 class VLLMControl:
-    """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go."""
+    """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go.
+
+    `claimed_as` is the word that was left in it; what changes the weights is refused where another one is found.
+    """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url, self.claimed_as = url, ""
 
     async def health(self) -> Literal["ok", "dead", "refused", "silent"]:
         """`dead`: the API answers but its engine is gone; `refused`: nobody listens; `silent`: no answer in time."""
@@ -81,24 +88,52 @@ class VLLMControl:
         version = versions.pop()
         return version if isinstance(version, int) and not versions else None
 
-    async def claim(self, claim: str) -> None:
-        """Leave a word by which this vLLM is known, in place of another trainer's."""
+    async def claim(self, claim: str, *over: str) -> tuple[int | None, str]:
+        """Leave a word by which this vLLM is known and owned; the version of its weights then (None: unknown), and the word
+        that was there.
+
+        Raises `NotOursError` where, with `over`, a word is found that is none of these.
+        """
         try:
-            await self._rpc("lightning_claim", claim)
+            answers = await self._rpc("lightning_claim", claim, *over)
+            if any("before" not in answer for answer in answers):
+                raise PolicyServerError("it does not say whose it was")
+        except NotOursError:
+            raise
         except PolicyServerError as error:
             raise PolicyServerError(
                 f"the vLLM at {self.url} takes no claim of a trainer ({error}); if it was started with another release of "
                 "lightning, start it again with this one"
             ) from error
+        self.claimed_as = claim
+        versions = {cast("int | None", answer.get("version")) for answer in answers}
+        return versions.pop() if len(versions) == 1 else None, str(answers[0]["before"])
+
+    async def let_go(self) -> None:
+        """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
+        await self._rpc("lightning_claim", "", self.claimed_as, seconds=HEALTH_SECONDS)
 
     async def claimed(self) -> str:
         """The word that was left last; empty in a vLLM that was started since."""
         claims = {str(answer.get("claim")) for answer in await self._rpc("lightning_attach")}
         return claims.pop() if len(claims) == 1 else ""
 
+    async def check_ours(self) -> None:
+        """Raise `NotOursError` when a word was left that is not found any more."""
+        if self.claimed_as and (found := await self.claimed()) != self.claimed_as:
+            raise self._not_ours(found)
+
+    def _not_ours(self, owner: str) -> NotOursError:
+        if not owner:
+            return NotOursError(f"the vLLM at {self.url} was started again since this trainer attached to it")
+        return NotOursError(
+            f"another trainer has attached to the vLLM at {self.url} (its claim is {owner}), which takes weights from that one "
+            "alone now: give each trainer a vLLM of its own (policy_server.attach), and resume this run"
+        )
+
     async def set_version(self, version: int) -> None:
-        """Declare what the weights are."""
-        await self._rpc("lightning_set_version", str(version))
+        """Declare what the weights are. Raises `NotOursError`."""
+        await self._rpc("lightning_set_version", self.claimed_as, str(version))
 
     async def in_flight(self) -> dict[str, int]:
         """Response tokens sampled so far, by `request_ids.client_key`. Call it while paused."""
@@ -111,8 +146,9 @@ class VLLMControl:
         return counts
 
     async def load(self, files: Sequence[Path]) -> None:
-        """Load safetensors files in place, as one checkpoint. Call it while paused."""
-        await self._rpc("lightning_load", *(str(file.resolve()) for file in files), seconds=LOAD_SECONDS)
+        """Load safetensors files in place, as one checkpoint. Call it while paused. Raises `NotOursError`."""
+        paths = (str(file.resolve()) for file in files)
+        await self._rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
 
     async def probe_gap(self, model: str, probe: Probe) -> float | None:
         """Largest |logprob of the probe - logprob of the server| (nats); None when there is nothing to compare.
@@ -139,6 +175,8 @@ class VLLMControl:
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, dict) for answer in answers):
             raise PolicyServerError(MISSING_ROUTES.format(url=self.url))
         for answer in answers:
+            if "owner" in answer:
+                raise self._not_ours(str(answer["owner"]))
             if "error" in answer:
                 raise PolicyServerError(f"vLLM's worker at {self.url}, {method}: {answer['error']}")
         return answers

@@ -1,7 +1,8 @@
 """A vLLM that is ours, or one that runs already, behind the `PolicyServer` contract.
 
 The invariant: between two updates a server samples from exactly the version it says it has; when an update fails after
-the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left.
+the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left. A server
+that somebody else runs takes weights from one trainer at a time: the one that attached last.
 
 The probe comes after the resume: a paused vLLM answers no completion. LoRA does not arrive here, the trainer merges it.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server.control import NoRoutesError, VLLMControl
+from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
 from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
@@ -33,6 +34,9 @@ LOOK_SECONDS = 1.0
 """How often a server is asked whether it is well."""
 REFUSALS = 5
 """So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
+TAKE_OVER_SECONDS = 5.0
+"""How long the weights of a server that was another trainer's are left alone: its gateways look every two seconds whose it is,
+and what they have sent to it by then is not to be sampled by ours."""
 
 
 class _VLLMServer(ABC):
@@ -107,6 +111,7 @@ class _VLLMServer(ABC):
     async def _exchange(self, control: VLLMControl, weights: Path, version: int) -> Mapping[str, int]:
         """Pause, count, load, drop the cache, name the version, resume."""
         loading = False
+        await control.check_ours()  # another's is not even paused
         try:
             await control.pause()
             in_flight = await control.in_flight()
@@ -114,6 +119,9 @@ class _VLLMServer(ABC):
             await control.load([weights])
             await control.drop_prefix_cache()
             await control.set_version(version)
+        except NotOursError:
+            await self._let_be(control)
+            raise
         except PolicyServerError as error:
             await self._put_back(control, error, loading=loading)
             raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
@@ -133,11 +141,22 @@ class _VLLMServer(ABC):
                 await control.drop_prefix_cache()
                 await control.set_version(self._version)
             await control.resume()
+        except NotOursError:
+            await self._let_be(control)
+            raise
         except PolicyServerError as error:
             outcome = self._give_up()
             raise PolicyServerError(
                 f"{cause}; then version {self._version} could not be put back either ({error}). {outcome}"
             ) from cause
+
+    async def _let_be(self, control: VLLMControl) -> None:
+        """Leave a server to its owner, which was lost while we had it paused. One that loads weights resumes it by itself."""
+        try:
+            if await control.attach() is not None:
+                await control.resume()
+        except PolicyServerError as error:
+            logger.warning("%s may stay paused until its trainer gives it weights: %s", control.url, error)
 
     @abstractmethod
     def _give_up(self) -> str:
@@ -283,8 +302,8 @@ class AttachedVLLM(_VLLMServer):
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
     `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
 
-    With `claims` its weights are this process's to change from `start` on: a word is left in it, and a trainer that finds
-    another's there later stops.
+    With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
+    that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
     """
 
     def __init__(self, model: Path, config: PolicyServerConfig, *, claims: bool = True) -> None:
@@ -295,8 +314,13 @@ class AttachedVLLM(_VLLMServer):
     async def start(self) -> None:
         """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
 
-        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`.
+        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
+        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`.
         """
+        await self._attach()
+
+    async def _attach(self, *over: str) -> None:
+        """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
         check_model_folder(self._folder)
         control = VLLMControl(self._root)
         state = await control.health()
@@ -306,15 +330,23 @@ class AttachedVLLM(_VLLMServer):
                 "start it, or leave policy_server.attach empty to have one started"
             )
         self._name = await control.served_model()
-        version = await control.attach()
-        if self._claims:
-            claim = secrets.token_hex(8)
-            await control.claim(claim)
-            self._claim = claim
+        version = await (self._claim_it(control, *over) if self._claims else control.attach())
         self._version = -1 if version is None else version
         if version is not None and await control.is_paused():
             await control.resume()
         self._control, self._serving = control, True
+
+    async def _claim_it(self, control: VLLMControl, *over: str) -> int | None:
+        """Own its weights from now on; their version."""
+        claim = secrets.token_hex(8)
+        version, before = await control.claim(claim, *over)
+        self._claim = claim
+        if before not in ("", *over):
+            logger.warning(
+                "the vLLM at %s was another trainer's; taking it over in %g s", self._root, TAKE_OVER_SECONDS
+            )
+            await asyncio.sleep(TAKE_OVER_SECONDS)
+        return version
 
     async def restart(self, weights: Path | None, version: int) -> None:
         """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`.
@@ -329,12 +361,7 @@ class AttachedVLLM(_VLLMServer):
                     f"the vLLM at {self._root} died and did not come back within {self._config.start_timeout:.0f} s"
                 )
             await asyncio.sleep(1.0)
-        if self._claim and (found := await VLLMControl(self._root).claimed()) not in ("", self._claim):
-            raise PolicyServerError(
-                f"another trainer has attached to the vLLM at {self._root} (its claim is {found}): give each trainer a vLLM "
-                "of its own (policy_server.attach), and resume this run"
-            )
-        await self.start()
+        await self._attach(*([self._claim] if self._claim else []))
         if weights is not None:
             await self.update(weights, version)
             return
@@ -344,23 +371,28 @@ class AttachedVLLM(_VLLMServer):
 
     async def _is_another(self, control: VLLMControl) -> bool:
         """Whether it was started again, or belongs to another trainer now. One that is too busy to say is the same."""
-        if not self._claim or self._changing.locked():
+        if self._changing.locked():
             return False
-        claim = self._claim
         try:
-            return await control.claimed() != claim
-        except NoRoutesError:
+            await control.check_ours()
+        except (NoRoutesError, NotOursError):
             return True
         except PolicyServerError as error:
             logger.debug("%s did not say whose it is: %s", self._root, error)
-            return False
+        return False
 
     def _give_up(self) -> str:
         return f"{self._root} stays paused, its weights are undefined; restart it and attach again"
 
     async def close(self) -> None:
-        """Let go of it; it goes on serving."""
+        """Let go of it; it goes on serving, and is the next trainer's at once."""
         self._serving = False
+        if self._control is None or not self._control.claimed_as:
+            return
+        try:
+            await self._control.let_go()
+        except PolicyServerError as error:
+            logger.info("%s was not told that its trainer has gone: %s", self._root, error)
 
 
 async def served_version(url: str) -> int | None:

@@ -1,12 +1,13 @@
 """What runs inside vLLM's worker: load weights in place, and say how far each request had come.
 
 The invariant: after `lightning_load` the model computes with exactly the tensors of the file, also where vLLM keeps its
-own repacked copies, or the answer says what went wrong; an exception never leaves this class, since it could end the
-engine.
+own repacked copies, or the answer says what went wrong; only who left the last claim loads; an exception never leaves this
+class, since it could end the engine.
 
 vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/collective_rpc` reach its methods; arguments
-are strings. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source; 0.31 on a
-CPU is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
+are strings. vLLM does one call after another, on every worker in the same order: so all workers know one claim, and of two
+trainers one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source;
+0.31 on a CPU is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _State:
     departed: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Response tokens of requests that left the engine since the last update, newest last."""
     claim: str = ""
-    """The word of the trainer that attached last, by which its gateways know this vLLM."""
+    """The word of the trainer that attached last, by which its gateways know this vLLM; empty while it is nobody's."""
 
 
 class WorkerExtension:
@@ -50,20 +51,26 @@ class WorkerExtension:
 
     def lightning_attach(self) -> Answer:
         """Start to watch the requests (once); tell the version of the weights (None: unknown), our process and the claim."""
-        state = getattr(self, "_lightning_state", None)
-        if state is None:
-            state = self._lightning_state = _State()
-            _watch(self, state, self._LIGHTNING_REMEMBERED)
+        state = self._lightning_known()
         return {"version": state.version, "pid": os.getpid(), "claim": state.claim}
 
-    def lightning_claim(self, claim: str) -> Answer:
-        """From now on a trainer owns the weights; gateways of another one find another word than theirs."""
-        self._lightning_state.claim = claim
-        return {"claim": claim}
+    def lightning_claim(self, claim: str, *over: str) -> Answer:
+        """From now on a trainer owns the weights (nobody: an empty claim), and nobody else's are loaded.
 
-    def lightning_set_version(self, version: str) -> Answer:
+        With `over` only in place of none or of one of these. Tells the claim that was there, and the version as of then.
+        """
+        state = self._lightning_known()
+        before = state.claim
+        if over and before not in ("", *over):
+            return {"owner": before}
+        state.claim = claim
+        return {"version": state.version, "before": before}
+
+    def lightning_set_version(self, claim: str, version: str) -> Answer:
         """The weights are those of `version`; what left the engine before now is forgotten."""
-        state = self._lightning_state
+        state = self._lightning_known()
+        if state.claim != claim:
+            return {"owner": state.claim}
         state.version = int(version)
         state.departed.clear()
         return {"version": state.version}
@@ -75,20 +82,31 @@ class WorkerExtension:
         last update are in it too. What is absent was never scheduled. Call it while the engine is paused.
         """
         try:
-            counts = {**self._lightning_state.departed, **_sampled(_runner(self))}
+            counts = {**self._lightning_known().departed, **_sampled(_runner(self))}
         except Exception as error:  # noqa: BLE001 — would end the engine
             return {"error": repr(error)}
         return {"counts": counts, "randomized": not _ids_are_plain()}
 
-    def lightning_load(self, *paths: str) -> Answer:
+    def lightning_load(self, claim: str, *paths: str) -> Answer:
         """Load safetensors files in place. Call it while the engine is paused; the version is unknown afterwards."""
-        self._lightning_state.version = None
+        state = self._lightning_known()
+        if state.claim != claim:
+            return {"owner": state.claim}
+        state.version = None
         started = time.perf_counter()
         try:
             _load(self, paths)
         except Exception as error:  # noqa: BLE001 — would end the engine
             return {"error": f"{type(error).__name__}: {error}"}
         return {"seconds": time.perf_counter() - started}
+
+    def _lightning_known(self) -> _State:
+        """What is known of this worker; from the first time on its requests are watched."""
+        state = getattr(self, "_lightning_state", None)
+        if state is None:
+            state = self._lightning_state = _State()
+            _watch(self, state, self._LIGHTNING_REMEMBERED)
+        return state
 
 
 def _runner(worker: object) -> object:

@@ -142,7 +142,7 @@ def mend_weight_sync(trainer: GRPOTrainer, out: Path) -> None:
 
     def sync_weights() -> None:
         save_file({name: value.detach().contiguous() for name, value in trainer.model.state_dict().items()}, file)
-        for answer in llm.collective_rpc("lightning_load", args=(str(file),)):
+        for answer in llm.collective_rpc("lightning_load", args=("", str(file))):
             if "error" in answer:
                 raise RuntimeError(str(answer["error"]))
         llm.reset_prefix_cache()

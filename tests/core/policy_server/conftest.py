@@ -62,6 +62,10 @@ class FakeVLLM:
         return web.json_response({"success": True})
 
     def rpc(self, method: str, args: list[str]) -> dict[str, object]:
+        if method in ("lightning_load", "lightning_set_version"):
+            claim, *args = args
+            if claim != self.claim:
+                return {"owner": self.claim}
         if method == "lightning_load":
             assert self.paused
             self.version = None
@@ -75,7 +79,11 @@ class FakeVLLM:
             assert self.paused
             return {"counts": self.counts, "randomized": True}
         if method == "lightning_claim":
-            self.claim = args[0]
+            before, (claim, *over) = self.claim, args
+            if over and before not in ("", *over):
+                return {"owner": before}
+            self.claim = claim
+            return {"version": self.version, "before": before}
         return {"version": self.version, "claim": self.claim}
 
 

@@ -16,7 +16,13 @@ from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
-ORDER = ["pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
+ORDER = ["attach", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of another trainer's is taken over without a wait."""
+    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
 
 
 async def attached(fake: Any, model: Path) -> AttachedVLLM:
@@ -231,6 +237,66 @@ async def test_a_trainer_whose_vllm_another_one_has_attached_to_stops(fake: Any,
     with pytest.raises(PolicyServerError, match=r"another trainer has attached to the vLLM at .*policy_server\.attach"):
         await server.restart(None, 0)
     assert fake.claim == other.claim, "it has not been taken back"
+
+
+async def test_of_two_trainers_that_attach_at_one_moment_one_brings_weights(
+    fake: Any, model: Path, alter: Alter
+) -> None:
+    theirs = alter(model, lambda t: t)
+    trainers = [AttachedVLLM(model, PolicyServerConfig(attach=fake.url)) for _ in range(2)]
+    await asyncio.gather(*(trainer.start() for trainer in trainers))
+    assert all(trainer.claim for trainer in trainers), "both were told that it is theirs"
+    (winner,) = (trainer for trainer in trainers if trainer.claim == fake.claim)
+    (loser,) = (trainer for trainer in trainers if trainer is not winner)
+    await winner.update(theirs, 3)
+    fake.calls.clear()
+    for attempt in (loser.update(model / "model.safetensors", 8), loser.restart(None, 8)):
+        with pytest.raises(PolicyServerError, match=r"another trainer has attached to .*policy_server\.attach.*resume"):
+            await attempt
+    assert "pause" not in fake.calls
+    assert (fake.weights, fake.version, fake.claim) == ((str(theirs),), 3, winner.claim)
+
+
+@pytest.mark.parametrize(("after", "version"), [("lightning_in_flight", 0), ("lightning_load", None)])
+async def test_a_server_that_is_lost_during_an_update_is_left_to_its_new_trainer(
+    fake: Any, model: Path, after: str, version: int | None
+) -> None:
+    """Paused, where half of an update was done: the other trainer's own update resumes it."""
+    server, rpc = await attached(fake, model), fake.rpc
+
+    def stolen(method: str, args: list[str]) -> dict[str, object]:
+        answer: dict[str, object] = rpc(method, args)
+        if method == after:
+            fake.claim = "theirs"
+        return answer
+
+    fake.rpc = stolen
+    with pytest.raises(PolicyServerError, match=r"another trainer has attached to .*its claim is theirs"):
+        await server.update(model / "model.safetensors", 1)
+    assert (fake.version, fake.paused) == (version, version is None)
+    assert fake.calls.count("load") == 1, "nothing was put back"
+
+
+async def test_a_trainers_server_is_taken_over_when_its_calls_have_ended_and_one_let_go_of_at_once(
+    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 60.0)
+    first = await attached(fake, model)
+    second = asyncio.create_task(attached(fake, model))
+    while "was another trainer's" not in caplog.text:
+        await asyncio.sleep(0.01)
+    with pytest.raises(PolicyServerError, match="another trainer"):
+        await first.update(model / "model.safetensors", 1)
+    await first.close()
+    assert not second.done()
+    second.cancel()
+    assert fake.claim, "it was not the first one's to let go of"
+    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
+    await (await attached(fake, model)).close()
+    assert fake.claim == ""
+    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 60.0)
+    async with asyncio.timeout(20):
+        await attached(fake, model)
 
 
 async def test_what_cannot_say_whose_it_is_is_the_same_and_what_has_no_weights_is_not(

@@ -22,6 +22,7 @@ from lightning.config.models import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.gateway.upstreams import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
+from lightning.policy_server.control import NotOursError
 from lightning.policy_server.protocol import Probe
 from lightning.testing.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
@@ -113,7 +114,8 @@ async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(
             assert await pool.check(pool.slots[0], session) is found
 
 
-async def test_an_attached_one_keeps_the_claim_of_the_trainer_that_attached_last(served: Any) -> None:
+async def test_an_attached_one_is_the_trainers_that_attached_last(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
     config = PolicyServerConfig(attach=served.vllm.url)
     first, second = (AttachedVLLM(served.first, config) for _ in range(2))
     await first.start()
@@ -123,6 +125,16 @@ async def test_an_attached_one_keeps_the_claim_of_the_trainer_that_attached_last
         await second.start()
         assert await pool.check(pool.slots[0], session) is Found.OUT
         assert "another trainer has attached" in pool.slots[0].other
+    version = second.version
+    with pytest.raises(PolicyServerError, match="another trainer has attached"):
+        await first.update(served.second / "model.safetensors", version + 1)
+    with pytest.raises(NotOursError, match="another trainer has attached"):
+        await first._running().load([served.second / "model.safetensors"])
+    await first.close()
+    assert await second._running().attach() == version
+    assert (await second.update(served.first / "model.safetensors", version, probe(served.first))).probe_gap <= GAP  # type: ignore[operator]
+    await second.close()
+    assert await served.vllm._running().claimed() == ""
 
 
 async def test_ids_and_logprobs_are_those_of_the_model(served: Any) -> None:

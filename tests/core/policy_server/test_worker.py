@@ -39,7 +39,7 @@ def step(finished: set[str] = frozenset(), preempted: set[str] | None = None) ->
 def test_attach_starts_at_version_zero_and_keeps_what_it_has() -> None:
     worker = Extended(v1())
     assert worker.lightning_attach()["version"] == 0
-    assert worker.lightning_set_version("5") == {"version": 5}
+    assert worker.lightning_set_version("", "5") == {"version": 5}
     assert worker.lightning_attach()["version"] == 5
 
 
@@ -48,8 +48,28 @@ def test_the_last_claim_is_told_and_no_update_forgets_it() -> None:
     assert worker.lightning_attach()["claim"] == ""
     worker.lightning_claim("first")
     worker.lightning_claim("second")
-    worker.lightning_set_version("5")
+    worker.lightning_set_version("second", "5")
     assert worker.lightning_attach()["claim"] == "second"
+
+
+def test_weights_are_taken_from_the_last_claim_alone() -> None:
+    worker = Extended(v1())
+    worker.lightning_claim("first")
+    worker.lightning_set_version("first", "5")
+    assert worker.lightning_claim("second") == {"version": 5, "before": "first"}
+    for claim in ("first", ""):
+        assert worker.lightning_load(claim, "/nowhere") == {"owner": "second"}
+        assert worker.lightning_set_version(claim, "6") == {"owner": "second"}
+    assert worker.lightning_attach()["version"] == 5, "nothing was begun"
+
+
+def test_a_claim_over_others_is_refused_where_another_one_is() -> None:
+    worker = Extended(v1())
+    assert worker.lightning_claim("first", "lost") == {"version": 0, "before": ""}
+    assert worker.lightning_claim("second", "lost") == {"owner": "first"}
+    assert worker.lightning_claim("", "lost") == {"owner": "first"}
+    assert worker.lightning_claim("", "first") == {"version": 0, "before": "first"}
+    assert worker.lightning_attach()["claim"] == ""
 
 
 def test_in_flight_counts_what_runs_and_what_has_left() -> None:
@@ -59,7 +79,7 @@ def test_in_flight_counts_what_runs_and_what_has_left() -> None:
     assert worker.execute_model(step({"c"})) == "output"
     assert len(worker.executed) == 1
     assert worker.lightning_in_flight()["counts"] == {"a": 3, "b": 0, "c": 9}
-    worker.lightning_set_version("1")
+    worker.lightning_set_version("", "1")
     assert worker.lightning_in_flight()["counts"] == {"a": 3, "b": 0}
 
 
@@ -94,7 +114,7 @@ def test_errors_are_answers_not_exceptions(monkeypatch: pytest.MonkeyPatch) -> N
     worker = Extended(SimpleNamespace())
     worker.lightning_attach()
     assert "does not know the request states" in str(worker.lightning_in_flight()["error"])
-    assert "error" in worker.lightning_load("/nowhere")
+    assert "error" in worker.lightning_load("", "/nowhere")
     assert worker.lightning_attach()["version"] is None
 
 
