@@ -34,8 +34,8 @@ from lightning.store.rows import (
 from lightning.types import Fault, Json, Outcome, Rollout, Status, Transition
 
 EXCUSED = 3
-"""Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. With the
-two attempts that it may spend by default it does so before the trainer has had enough of restarts."""
+"""Attempts of one rollout that are given back at most: one that ends its policy server each time must come to an end. The
+trainer bears with as many restarts as these and those that it may spend."""
 
 
 @dataclass(frozen=True, slots=True)

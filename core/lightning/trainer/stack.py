@@ -28,6 +28,7 @@ from lightning.server.control import Control, on_server_port, runner_token
 from lightning.server.exposure import check_exposure
 from lightning.server.how_to_call import HowToCall
 from lightning.store.protocol import Store
+from lightning.store.rules import EXCUSED
 from lightning.trainer.agents import Agents
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.prompts import Prompts
@@ -38,7 +39,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MAX_RESTARTS = 5
-"""A policy server that dies more often than this in one run has a fault of its own."""
+"""A policy server that dies more often than this in one run has a fault of its own, unless one rollout may have ended it each
+time: that one comes to its end first."""
 
 
 NOTICE_SECONDS = 5
@@ -155,10 +157,11 @@ class Stack:
 
     async def supervise(self) -> None:
         """Bring a dead policy server back with the current weights while requests wait; give up after MAX_RESTARTS."""
+        most = max(MAX_RESTARTS, EXCUSED + self.config.runner.max_attempts)
         while True:
             await self.policy.wait_died()
             self.restarts += 1
-            if self.restarts > MAX_RESTARTS:
+            if self.restarts > most:
                 raise PolicyServerError(
                     f"the policy server died {self.restarts} times in this run; see {self.folder / 'vllm.log'}"
                 )

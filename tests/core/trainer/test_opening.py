@@ -26,7 +26,7 @@ from lightning.trainer import stack as trainer_stack
 from lightning.trainer import trainer as trainer_module
 from lightning.trainer.stack import Stack, open_stack
 from lightning.trainer.trainer import Trainer
-from lightning.types import LLM, Lease, Rollout, Run, Task
+from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
 
 
 class Policy:
@@ -71,12 +71,12 @@ class House:
         (lease,) = await self.store.lease("run", "client")
         return lease
 
-    async def open(self, folder: Path, *, restores: bool) -> Stack:
+    async def open(self, folder: Path, *, restores: bool, **settings: Any) -> Stack:
         run, runner = Run("run", "run"), RemoteRunner()
         return await open_stack(
             self._resources,
             run=run,
-            config=with_settings(Config(), {"gateway.hold_timeout": 30}),
+            config=with_settings(Config(), {"gateway.hold_timeout": 30, **settings}),
             folder=folder,
             model=folder,
             store=self.store,
@@ -137,6 +137,31 @@ async def test_a_run_without_steps_is_served_at_once(house: House, tmp_path: Pat
     async with asyncio.timeout(10):
         assert [await ask(gateway.llm(lease)) for gateway in (house.server, stack.gateway)] == [200, 200]
     assert await house.versions() == [0, 0]
+
+
+@pytest.mark.parametrize(("attempts", "restarts"), [(1, 5), (4, 7)])
+async def test_a_rollout_that_ends_its_policy_server_each_time_ends_before_the_run(
+    house: House, tmp_path: Path, attempts: int, restarts: int
+) -> None:
+    """It is given back `rules.EXCUSED` times, and then spends the attempts that it has."""
+    await house.store.create_rollouts([Rollout("run/7/0", "run", Task("q"), "g", max_attempts=attempts)])
+    stack = await house.open(tmp_path, restores=False, **{"runner.max_attempts": attempts})
+    lost = Outcome(fault=Fault.INFRASTRUCTURE, error="the policy server went away")
+    for number in range(1, restarts + 1):
+        for lease in await house.store.lease("run", "client"):
+            await house.store.complete(lease.rollout.id, lease.attempt, lost, spend=False)
+        house.policy.restarted.clear()
+        house.policy.died.set()
+        async with asyncio.timeout(20):
+            await house.policy.restarted.wait()
+        assert stack.restarts == number
+    ended = await house.store.get_rollout("run/7/0")
+    assert ended is not None
+    assert ended.status is Status.FAILED
+    assert stack._supervisor is not None
+    house.policy.died.set()
+    with pytest.raises(PolicyServerError, match=f"died {restarts + 1} times in this run"):
+        await asyncio.wait_for(asyncio.shield(stack._supervisor), 20)
 
 
 # what the trainer asks for ------------------------------------------------------------------------------------------
