@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread is fastest where trainer and policy server share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare compare-engines ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo raw
@@ -47,9 +47,12 @@ bench: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos.campaign $(ARGS)
 
-# Hours, on a machine that does nothing else; both go on where they were stopped (tests/bench/compare/README.md).
+# Hours, on a machine that does nothing else; all go on where they were stopped (tests/bench/compare/README.md).
 compare: $(READY)
 	$(BIN)/python tests/bench/compare/compare.py $(or $(ARGS),--publish)
+
+compare-engines: $(READY)
+	$(BIN)/python tests/bench/compare/engines.py $(or $(ARGS),--publish)
 
 ablate: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)

@@ -62,16 +62,19 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
-    """Mean difference of the held-out reward to the base's run with the same seed, with its range."""
-    by_seed = {result.seed: result.after for result in base if result.after is not None}
-    gaps = [
-        result.after - by_seed[result.seed] for result in mine if result.after is not None and result.seed in by_seed
-    ]
+def against(mine: Mapping[int, float], base: Mapping[int, float]) -> str:
+    """Mean difference to the base's number for the same seed, with its range; both are by seed."""
+    gaps = [value - base[seed] for seed, value in mine.items() if seed in base]
     if not gaps:
         return "-"
     mean = f"{statistics.fmean(gaps):+.3f}"
     return f"{mean} ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else mean
+
+
+def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
+    """Mean difference of the held-out reward to the base's run with the same seed, with its range."""
+    afters = [{result.seed: result.after for result in some if result.after is not None} for some in (mine, base)]
+    return against(*afters)
 
 
 COLUMNS = (

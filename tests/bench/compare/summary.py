@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from page import replace_table
 
@@ -213,7 +214,6 @@ def publish(runs: Sequence[Run], docs: Path) -> None:
 
 def draw(runs: Sequence[Run], file: Path) -> None:
     """Held-out reward over wall seconds and over CPU-seconds: every seed thin, the mean of an arm thick."""
-    import numpy as np
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -222,13 +222,20 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     for axes, what in zip(figure.subplots(1, 2, sharey=True), ("seconds", "cpu"), strict=True):
         for number, arm in enumerate(arm for arm in NAMES if any(run.arm == arm for run in runs)):
             curves = [getattr(run, f"by_{what}") for run in runs if run.arm == arm]
-            for curve in curves:
-                axes.plot(*zip(*curve, strict=True), color=f"C{number}", alpha=0.3, linewidth=1)
-            grid = np.linspace(0.0, min(curve[-1][0] for curve in curves), 100)
-            mean = np.mean([np.interp(grid, *zip(*curve, strict=True)) for curve in curves], axis=0)
-            axes.plot(grid, mean, color=f"C{number}", linewidth=2.5, label=NAMES[arm].replace("`", ""))
+            draw_arm(axes, curves, f"C{number}", NAMES[arm].replace("`", ""))
         axes.set(xlabel={"seconds": "wall seconds of training", "cpu": "CPU-seconds of training"}[what], ylim=(0, 1))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("held-out reward")
     figure.axes[0].legend(loc="lower right")
     figure.savefig(file, format="svg", metadata={"Date": None})
+
+
+def draw_arm(axes: Any, curves: Sequence[Sequence[tuple[float, float]]], color: str, label: str) -> None:
+    """Curves of (cost, reward) that begin at 0: each thin, and their mean thick, as far as all of them go."""
+    import numpy as np
+
+    for curve in curves:
+        axes.plot(*zip(*curve, strict=True), color=color, alpha=0.3, linewidth=1)
+    grid = np.linspace(0.0, min(curve[-1][0] for curve in curves), 100)
+    mean = np.mean([np.interp(grid, *zip(*curve, strict=True)) for curve in curves], axis=0)
+    axes.plot(grid, mean, color=color, linewidth=2.5, label=label)

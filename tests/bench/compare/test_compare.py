@@ -16,6 +16,7 @@ from lightning.errors import ConfigError, PluginError
 # The scripts import one another as scripts do: from their own folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
+import engines_table
 from ablation_table import Result, against_base, tables
 from page import replace_table
 from setting import Report, Setting, Step, read_report, read_setting
@@ -243,3 +244,46 @@ class TestTables:
         result = replace(a_result(), evaluations=[[0, 0.3]])
         result.write(tmp_path / "raw" / "seed-0.json")
         assert Result.read(tmp_path / "raw" / "seed-0.json") == result
+
+
+def by_engine(engine: str, seed: int, after: float, gap: float | None = 1e-5) -> engines_table.Result:
+    report = {
+        "steps": 2,
+        "before": 0.3,
+        "after": after,
+        "evaluations": [
+            {"step": step, "reward": reward, "rollouts": 10} for step, reward in ((0, 0.3), (1, None), (2, after))
+        ],
+        "rewards": [0.3, 0.5],
+        "failed": 0,
+        "drift_tokens": 0,
+        "max_logprob_gap": gap,
+        "time": {"start": 40.0, "rollout": 10.0, "train": 3.0, "checkpoint": 1.0, "update": 2.0, "eval": 50.0},
+    }
+    return engines_table.Result(engine, seed, report, {"verl": "0.9", "vllm": "-"}, 100.0, 120.0, 1.5)
+
+
+class TestEngines:
+    def test_an_engine_is_compared_with_torch_on_the_same_seeds(self):
+        results = [by_engine("torch", 0, 0.8), by_engine("verl-2", 0, 0.9, 2e-5), by_engine("verl-2", 1, 0.7, None)]
+        _, _, torch, verl = engines_table.table(results).splitlines()
+        assert torch == "| torch | 1 | 0.300 | 0.800 |  | 0.400 | 8.0 | 1.50 | 2.0 | 1.0e-05 |"
+        assert verl.startswith("| verl, 2 workers | 2 | 0.300 ± 0.000 | 0.800 ± 0.141 | +0.100 |")
+        assert verl.endswith("| 2.0e-05 |"), "the largest that is known"
+        assert results[0].curve == [(0.0, 0.3), (2.0, 0.8)]
+
+    @pytest.mark.slow
+    def test_publishing_writes_page_picture_and_data(self, tmp_path: Path):
+        (tmp_path / "multi-gpu.md").write_text("before\n<!-- engines: begin -->\nold\n<!-- engines: end -->\nafter\n")
+        result = by_engine("torch", 0, 0.8)
+        result.write(tmp_path / "seed-0.json")
+        read = engines_table.Result.read(tmp_path / "seed-0.json")
+        assert read == result
+        engines_table.publish([read, by_engine("verl-1", 0, 0.9)], tmp_path)
+        page = (tmp_path / "multi-gpu.md").read_text()
+        assert page.startswith("before\n")
+        assert page.endswith("after\n")
+        assert "10 held-out tasks, 2 steps; verl 0.9. Failed" in page
+        assert (tmp_path / "engines.svg").read_text().count("<path") > 4
+        data = json.loads((tmp_path / "data" / "engines.json").read_text())
+        assert [run["engine"] for run in data["runs"]] == ["torch", "verl-1"]
