@@ -6,6 +6,7 @@ retried, because an update must know which of its steps was done.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ import aiohttp
 from lightning.errors import PolicyServerError
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.request_ids import client_counts
+
+logger = logging.getLogger(__name__)
 
 CONTROL_SECONDS = 120.0
 """For a control call; a pause waits for the step that is being computed."""
@@ -149,6 +152,57 @@ class VLLMControl:
         """Load safetensors files in place, as one checkpoint. Call it while paused. Raises `NotOursError`."""
         paths = (str(file.resolve()) for file in files)
         await self._rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
+
+    async def transfer_states(self) -> list[Mapping[str, object]]:
+        """What each worker says of weights over the network: `backend` (vLLM's name; empty: none), `group` and `problem`."""
+        return await self._rpc("lightning_transfer")
+
+    async def transfer_problem(self) -> str:
+        """What went wrong on its workers in the last transfer; empty where they cannot say."""
+        try:
+            return "; ".join(
+                dict.fromkeys(str(state["problem"]) for state in await self.transfer_states() if state["problem"])
+            )
+        except PolicyServerError:
+            return ""
+
+    async def know_group(self, group: str) -> None:
+        """Leave the word of the group that its workers have joined."""
+        await self._rpc("lightning_group", group)
+
+    async def expect_weights(self) -> None:
+        """Declare that the weights are of no version until one is set. Raises `NotOursError`."""
+        await self._rpc("lightning_expect", self.claimed_as)
+
+    async def leave_transfer(self) -> None:
+        """Have all workers that still live leave the group, so that a sender that waits for them hears of it."""
+        try:
+            await self._rpc("lightning_leave")
+        except PolicyServerError as error:
+            logger.debug("%s did not leave: its connections have broken with it, or will: %s", self.url, error)
+
+    async def world_size(self) -> int:
+        """How many workers it has, over all of its parallel dimensions."""
+        size = (await self._call("GET", "/get_world_size")).get("world_size")
+        if not isinstance(size, int):
+            raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it vLLM 0.28 or newer?")
+        return size
+
+    async def join_transfer(self, info: Mapping[str, object], seconds: float) -> None:
+        """Have all workers join the sender's group; returns when they have."""
+        await self._call("POST", "/init_weight_transfer_engine", json={"init_info": info}, seconds=seconds)
+
+    async def start_transfer(self) -> None:
+        """Prepare the model for new weights. Call it while paused."""
+        await self._call("POST", "/start_weight_update")
+
+    async def receive(self, info: Mapping[str, object], seconds: float) -> None:
+        """Have all workers receive what the sender sends; returns when they have."""
+        await self._call("POST", "/update_weights", json={"update_info": info}, seconds=seconds)
+
+    async def finish_transfer(self) -> None:
+        """All weights have come."""
+        await self._call("POST", "/finish_weight_update")
 
     async def probe_gap(self, model: str, probe: Probe) -> float | None:
         """Largest |logprob of the probe - logprob of the server| (nats); None when there is nothing to compare.

@@ -26,6 +26,9 @@ from lightning.policy_server.model_folder import check_model_folder, check_weigh
 from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.policy_server.weight_transfer.layout import Sender
+from lightning.policy_server.weight_transfer.sender import no_cuda
+from lightning.policy_server.weight_transfer.transfer import Loader, make_loader
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,8 @@ and what they have sent to it by then is not to be sampled by ours."""
 class _VLLMServer(ABC):
     """What owned and attached servers have in common: the update."""
 
-    def __init__(self, model: Path, version: int) -> None:
-        self._folder = model
+    def __init__(self, model: Path, version: int, loader: Loader) -> None:
+        self._folder, self._loader = model, loader
         self._version = version
         self._name = self._alias = self._claim = ""
         self._control: VLLMControl | None = None
@@ -113,10 +116,14 @@ class _VLLMServer(ABC):
         loading = False
         await control.check_ours()  # another's is not even paused
         try:
+            await self._loader.ready(control)
+        except PolicyServerError as error:
+            raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
+        try:
             await control.pause()
             in_flight = await control.in_flight()
             loading = True
-            await control.load([weights])
+            await self._loader.load(control, [weights])
             await control.drop_prefix_cache()
             await control.set_version(version)
         except NotOursError:
@@ -137,7 +144,7 @@ class _VLLMServer(ABC):
         try:
             if loading:
                 files = [self._weights] if self._weights else await asyncio.to_thread(checkpoint_files, self._folder)
-                await control.load(files)
+                await self._loader.load(control, files)
                 await control.drop_prefix_cache()
                 await control.set_version(self._version)
             await control.resume()
@@ -205,9 +212,16 @@ class OwnedVLLM(_VLLMServer):
     """
 
     def __init__(
-        self, model: Path, config: PolicyServerConfig, *, log: Path, name: str = "policy", version: int = 0
+        self,
+        model: Path,
+        config: PolicyServerConfig,
+        *,
+        log: Path,
+        name: str = "policy",
+        version: int = 0,
+        sender: Sender | None = None,
     ) -> None:
-        super().__init__(model.resolve(), version)
+        super().__init__(model.resolve(), version, make_loader(config, sender))
         self._config, self._log, self._name = config, log, name
         self._port = config.port
         self._process: ServerProcess | None = None
@@ -233,6 +247,9 @@ class OwnedVLLM(_VLLMServer):
         check_model_folder(self._folder)
         device = pick_device(self._config)
         require_vllm(device)
+        await asyncio.to_thread(self._loader.check)
+        if device == "cpu" and self._config.weight_transfer == "nccl":
+            raise no_cuda("for vLLM")
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
             self._alias = f"{self._name}-{secrets.token_hex(8)}"
@@ -297,7 +314,8 @@ class OwnedVLLM(_VLLMServer):
 
 
 class AttachedVLLM(_VLLMServer):
-    """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths.
+    """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths, unless
+    they are sent to it (`config.weight_transfer`).
 
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
     `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
@@ -306,8 +324,10 @@ class AttachedVLLM(_VLLMServer):
     that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
     """
 
-    def __init__(self, model: Path, config: PolicyServerConfig, *, claims: bool = True) -> None:
-        super().__init__(model.resolve(), 0)
+    def __init__(
+        self, model: Path, config: PolicyServerConfig, *, claims: bool = True, sender: Sender | None = None
+    ) -> None:
+        super().__init__(model.resolve(), 0, make_loader(config, sender))
         self._config, self._claims = config, claims
         self._root = config.attach.rstrip("/").removesuffix("/v1")
 
@@ -322,6 +342,7 @@ class AttachedVLLM(_VLLMServer):
     async def _attach(self, *over: str) -> None:
         """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
         check_model_folder(self._folder)
+        await asyncio.to_thread(self._loader.check)
         control = VLLMControl(self._root)
         state = await control.health()
         if state != "ok":
@@ -404,12 +425,19 @@ async def served_version(url: str) -> int | None:
 
 
 def make_policy_server(
-    model: Path, config: PolicyServerConfig, *, log: Path, version: int = 0, claims: bool = True
+    model: Path,
+    config: PolicyServerConfig,
+    *,
+    log: Path,
+    version: int = 0,
+    claims: bool = True,
+    sender: Sender | None = None,
 ) -> PolicyServer:
     """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
 
-    Without `claims` an attached one is used as it is, and somebody else may train it.
+    Without `claims` an attached one is used as it is, and somebody else may train it. Over the network `sender` sends
+    weights; without one this process does.
     """
     if config.attach:
-        return AttachedVLLM(model, config, claims=claims)
-    return OwnedVLLM(model, config, log=log, version=version)
+        return AttachedVLLM(model, config, claims=claims, sender=sender)
+    return OwnedVLLM(model, config, log=log, version=version, sender=sender)

@@ -13,6 +13,7 @@ trainers one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers a
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ class _State:
     """Response tokens of requests that left the engine since the last update, newest last."""
     claim: str = ""
     """The word of the trainer that attached last, by which its gateways know this vLLM; empty while it is nobody's."""
+    group: str = ""
+    """The word of the group in which weights come over the network."""
 
 
 class WorkerExtension:
@@ -100,6 +103,33 @@ class WorkerExtension:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"seconds": time.perf_counter() - started}
 
+    def lightning_transfer(self) -> Answer:
+        """How weights may come over the network, the group this worker is in, and what went wrong there the last time."""
+        found = _transfer_config(self)
+        backend = str(getattr(found, "backend", "")) if found is not None else ""
+        problem = str(getattr(getattr(self, "weight_transfer_engine", None), "problem", ""))
+        return {"backend": backend, "group": self._lightning_known().group, "problem": problem}
+
+    def lightning_group(self, group: str) -> Answer:
+        """The word of the group that vLLM has made this worker join."""
+        self._lightning_known().group = group
+        return {"group": group}
+
+    def lightning_expect(self, claim: str) -> Answer:
+        """Weights will come over the network: from now on they are those of no version."""
+        state = self._lightning_known()
+        if state.claim != claim:
+            return {"owner": state.claim}
+        state.version = None
+        return {"version": None}
+
+    def lightning_leave(self) -> Answer:
+        """Leave the group that weights come in."""
+        self._lightning_known().group = ""
+        if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
+            engine.shutdown()
+        return {"group": ""}
+
     def _lightning_known(self) -> _State:
         """What is known of this worker; from the first time on its requests are watched."""
         state = getattr(self, "_lightning_state", None)
@@ -107,6 +137,26 @@ class WorkerExtension:
             state = self._lightning_state = _State()
             _watch(self, state, self._LIGHTNING_REMEMBERED)
         return state
+
+
+def _transfer_config(worker: object) -> object:
+    """vLLM's `--weight-transfer-config`; None without one."""
+    return getattr(getattr(worker, "vllm_config", None), "weight_transfer_config", None)
+
+
+def _offer_gloo() -> None:
+    """Let `--weight-transfer-config` name our receiver. A vLLM without that API has the files."""
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    except ImportError:
+        return
+    WeightTransferEngineFactory.register_engine(
+        "lightning_gloo", "lightning.policy_server.weight_transfer.receiver", "GlooReceiver"
+    )
+
+
+if "vllm.v1" in sys.modules:  # not where only the names here are wanted: importing vLLM takes seconds
+    _offer_gloo()
 
 
 def _runner(worker: object) -> object:
@@ -157,25 +207,32 @@ def _pick(known: dict[str, object] | dict[str, int], only: set[str] | None) -> l
 
 
 def _load(worker: object, paths: Sequence[str]) -> None:
-    """Replace the model's weights by those of the files; raises when a parameter of the model got none."""
-    import torch
+    """Replace the model's weights by those of the files."""
     from vllm.config import set_current_vllm_config
+
+    model: torch.nn.Module = _runner(worker).get_model()  # type: ignore[attr-defined]
+    with set_current_vllm_config(worker.vllm_config):  # type: ignore[attr-defined]
+        replace_weights(model, worker.model_config, worker.device, _tensors(paths))  # type: ignore[attr-defined]
+
+
+def replace_weights(
+    model: torch.nn.Module, config: object, device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """Replace a model's weights, in vLLM's worker; raises when a parameter got none. `config` is vLLM's of the model."""
+    import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    runner = _runner(worker)
-    model: torch.nn.Module = runner.get_model()  # type: ignore[attr-defined]
     names = {name for name, _ in model.named_parameters()}
-    device: torch.device = worker.device  # type: ignore[attr-defined]
-    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), ExitStack() as last:  # type: ignore[attr-defined]
+    with torch.no_grad(), ExitStack() as last:
         initialize_layerwise_reload(model)
         # Also after a failure: it puts back the tensors of every layer that has not been loaded.
-        last.callback(finalize_layerwise_reload, model, worker.model_config)  # type: ignore[attr-defined]
-        loaded = model.load_weights(_tensors(paths))  # type: ignore[operator]
+        last.callback(finalize_layerwise_reload, model, config)
+        loaded = model.load_weights(tensors)  # type: ignore[operator]
     _repack(model)
     if device.type != "cpu":
         torch.accelerator.synchronize()
     if loaded is not None and (left := sorted(names - set(loaded))):
-        raise RuntimeError(f"the file has no weights for {', '.join(left[:3])} ({len(left)} parameters in all)")
+        raise RuntimeError(f"there are no weights for {', '.join(left[:3])} ({len(left)} parameters in all)")
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:

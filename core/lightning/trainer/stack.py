@@ -22,6 +22,7 @@ from lightning.gateway.fleet import UNKNOWN, gateway_secret
 from lightning.gateway.owner import Owner
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import ClientRunner, Runner, Site
 from lightning.runner.work import Source
 from lightning.server.control import Control, on_server_port, runner_token
@@ -252,12 +253,14 @@ async def open_stack(
     runner: Runner,
     prompts: Prompts | None = None,
     restores: bool,
+    sender: Sender | None = None,
 ) -> Stack:
     """Start everything that serves and runs agents; `resources` closes it. The store must be open already.
 
-    With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`.
+    With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. Where
+    weights are sent over the network `sender` does so; without one this process does.
     """
-    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log")
+    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", sender=sender)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     to_clients = runner.concurrency == 0 or config.server.port != 0

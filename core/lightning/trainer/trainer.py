@@ -22,9 +22,10 @@ from typing import TypeVar
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.config import Config, load_config, with_settings
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import OptimizerConfig, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
+from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.protocol import Store
 from lightning.store.url import parse, sqlite_url
@@ -168,7 +169,16 @@ class Trainer:
             # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
             restores = bool(self.config.policy_server.attach or await store.list_steps(run.id))
             stack, _ = await together(
-                self._open_stack(resources, self.out, run, store, runner, prompts, restores=restores),
+                self._open_stack(
+                    resources,
+                    self.out,
+                    run,
+                    store,
+                    runner,
+                    prompts,
+                    restores=restores,
+                    sender=engine.sender() if isinstance(engine, SendsWeights) else None,
+                ),
                 asyncio.to_thread(
                     engine.open,
                     self.model,
@@ -197,6 +207,7 @@ class Trainer:
         prompts: Prompts,
         *,
         restores: bool = False,
+        sender: Sender | None = None,
     ) -> Stack:
         return await open_stack(
             resources,
@@ -208,6 +219,7 @@ class Trainer:
             runner=runner,
             prompts=prompts,
             restores=restores,
+            sender=sender,
         )
 
     def _runner_of(self, agent: Agent | None) -> Runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,8 @@ class FakeVLLM:
     counts: dict[str, int] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     routes: bool = True
+    answers: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
+    """Routes that a test answers itself."""
 
     def fails(self, name: str) -> bool:
         left = self.fail.get(name, 0)
@@ -56,6 +58,8 @@ class FakeVLLM:
         self.calls.append(path.strip("/"))
         if self.fails(path):
             return web.Response(status=500, text="it broke")
+        if path in self.answers:
+            return await self.answers[path](request)
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         if path == "/pause":
             assert request.query["mode"] == "keep"

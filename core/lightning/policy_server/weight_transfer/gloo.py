@@ -15,8 +15,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroupGloo
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # its stubs
 
 from lightning.errors import PolicyServerError
 from lightning.policy_server.weight_transfer.layout import Entry, Meeting, tensors

@@ -1,0 +1,374 @@
+"""Weights over the network: a stand-in for vLLM receives them in a real gloo group; the real one is in test_vllm.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from lightning.config import Config, with_settings
+from lightning.config.models import PolicyServerConfig
+from lightning.engines.verl.sender import FirstWorker
+from lightning.errors import ConfigError, EngineError, PolicyServerError
+from lightning.policy_server import AttachedVLLM, OwnedVLLM
+from lightning.policy_server.weight_transfer import gloo
+from lightning.policy_server.weight_transfer.gloo import Door, Group, Spec, join
+from lightning.policy_server.weight_transfer.layout import Meeting
+from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.policy_server.worker import WorkerExtension
+from safetensors.torch import load_file
+
+Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
+JOIN = ["get_world_size", "init_weight_transfer_engine", "group"]
+LOAD = ["transfer", "expect", "start_weight_update", "update_weights", "finish_weight_update"]
+ORDER = ["attach", "transfer", "pause", "in_flight", *LOAD, "reset_prefix_cache", "set_version", "resume"]
+
+
+class Workers:
+    """The workers of a stand-in for vLLM: one, which joins the group and keeps what comes."""
+
+    def __init__(self, fake: Any, backend: str) -> None:
+        self.fake, self.backend, self.rpc = fake, backend, fake.rpc
+        self.group = ""
+        self.gloo: Group | None = None
+        self.told: list[dict[str, Any]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.ignore = 0
+        """So often weights are refused before any is received."""
+        fake.rpc = self.answer
+        fake.answers = {
+            "/get_world_size": self.size,
+            "/init_weight_transfer_engine": self.init,
+            "/update_weights": self.update,
+        }
+
+    def answer(self, method: str, args: list[str]) -> dict[str, object]:
+        answer: dict[str, object] = self.rpc(method, args)
+        if method == "lightning_transfer":
+            return {"backend": self.backend, "group": self.group, "problem": ""}
+        if method == "lightning_group":
+            (self.group,) = args
+        if method == "lightning_expect":
+            assert self.fake.paused
+            assert args == [self.fake.claim]
+            self.fake.version = None
+        if method == "lightning_leave":
+            self.leave()
+        return answer
+
+    def leave(self) -> None:
+        self.group = ""
+        if self.gloo is not None:
+            self.gloo.leave()
+
+    async def size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def init(self, request: web.Request) -> web.Response:
+        info = (await request.json())["init_info"]
+        self.told.append(info)
+        if "seconds" in info:
+            place = info["master_address"], info["master_port"], info["world_size"], info["seconds"]
+            self.gloo = await asyncio.to_thread(join, Meeting(*place), 1)
+        return web.json_response({})
+
+    async def update(self, request: web.Request) -> web.Response:
+        assert self.fake.version is None
+        info = (await request.json())["update_info"]
+        self.told.append(info)
+        if self.ignore:
+            self.ignore -= 1
+            return web.Response(status=500, text="it does not want them")
+        if self.gloo is not None:
+            described = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+            specs = [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in described]
+            try:
+                self.weights = dict(await asyncio.to_thread(lambda: list(self.gloo.receive(specs))))  # type: ignore[union-attr]
+            except PolicyServerError as error:
+                self.leave()
+                return web.Response(status=500, text=str(error))
+        return web.json_response({})
+
+    def have(self, file: Path) -> bool:
+        expected = load_file(file)
+        return expected.keys() == self.weights.keys() and all(
+            torch.equal(value, self.weights[name]) for name, value in expected.items()
+        )
+
+
+async def attached(fake: Any, model: Path, sender: Any = None, backend: str = "gloo") -> AttachedVLLM:
+    config = PolicyServerConfig(attach=fake.url, weight_transfer=backend, transfer_timeout=30)  # type: ignore[arg-type]
+    server = AttachedVLLM(model, config, sender=sender)
+    await server.start()
+    fake.calls.clear()
+    return server
+
+
+@pytest.fixture
+def workers(fake: Any) -> Workers:
+    return Workers(fake, "lightning_gloo")
+
+
+async def test_the_workers_join_once_and_get_every_tensor(
+    fake: Any, workers: Workers, model: Path, alter: Alter
+) -> None:
+    server = await attached(fake, model)
+    await server.update(model / "model.safetensors", 1)
+    assert fake.calls == ["attach", "transfer", *JOIN, *ORDER[2:]]
+    assert workers.have(model / "model.safetensors")
+    fake.calls.clear()
+    other = alter(model, lambda t: t.update({name: value.bfloat16() + 1 for name, value in t.items()}))
+    await server.update(other, 2)
+    assert fake.calls == ORDER
+    assert workers.have(other)
+    assert server.version == fake.version == 2
+
+
+async def test_a_group_is_made_anew_when_either_side_was_started_again(
+    fake: Any, workers: Workers, model: Path
+) -> None:
+    sender = LocalSender()
+    server = await attached(fake, model, sender)
+    for again in (lambda: None, sender.leave, workers.leave):
+        again()
+        fake.calls.clear()
+        await server.update(model / "model.safetensors", 1)
+        assert "init_weight_transfer_engine" in fake.calls
+    assert len({told["master_port"] for told in workers.told if "master_port" in told}) == 3
+
+
+@pytest.mark.parametrize(("backend", "has"), [("", "was not started for that"), ("nccl", "takes weights over nccl")])
+async def test_a_vllm_that_was_not_started_for_it_is_not_even_paused(
+    fake: Any, model: Path, backend: str, has: str
+) -> None:
+    Workers(fake, backend)
+    server = await attached(fake, model)
+    with pytest.raises(
+        PolicyServerError, match=rf"version 0 goes on: .*{has}: start it with --weight-.*lightning_gloo"
+    ):
+        await server.update(model / "model.safetensors", 1)
+    assert fake.calls == ["attach", "transfer"]
+
+
+async def test_weights_that_vllm_refuses_free_the_sender_and_the_old_ones_are_put_back(
+    fake: Any, workers: Workers, model: Path, alter: Alter
+) -> None:
+    server = await attached(fake, model)
+    old = alter(model, lambda t: t.update({name: value + 1 for name, value in t.items()}))
+    await server.update(old, 1)
+    workers.ignore, workers.weights = 1, {}
+    with pytest.raises(PolicyServerError, match=r"version 1 goes on: .*over gloo: .*it does not want them"):
+        await asyncio.wait_for(server.update(model / "model.safetensors", 2), 20)
+    assert workers.have(old)
+    assert not fake.paused
+    assert server.version == fake.version == 1
+    await server.update(model / "model.safetensors", 2)
+    assert workers.have(model / "model.safetensors")
+
+
+class Breaking(LocalSender):
+    """Breaks off in the middle, so often."""
+
+    breaks = 1
+
+    def send(self, files: Sequence[Path]) -> None:
+        self.breaks -= 1
+        if self.breaks >= 0:
+            self.leave()
+            raise PolicyServerError("the sender was killed")
+        super().send(files)
+
+
+@pytest.mark.parametrize("breaks", [1, 2])
+async def test_a_sender_that_breaks_off(fake: Any, workers: Workers, model: Path, alter: Alter, breaks: int) -> None:
+    sender = Breaking()
+    sender.breaks = breaks
+    server = await attached(fake, model, sender)
+    update = server.update(alter(model, lambda t: t), 1)
+    with pytest.raises(
+        PolicyServerError, match="the sender was killed.*could not be put" if breaks > 1 else "0 goes on"
+    ):
+        await update
+    assert fake.paused is (breaks > 1), "nothing is sampled from what is left"
+    assert fake.version == (None if breaks > 1 else 0)
+    assert (breaks > 1) or workers.have(model / "model.safetensors")
+
+
+async def test_nobody_comes(fake: Any, workers: Workers, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "JOIN_SECONDS", 0.2)
+    server = await attached(fake, model)
+    fake.fail["/init_weight_transfer_engine"] = 1
+    with pytest.raises(
+        PolicyServerError, match=r"0 goes on: vLLM could not join the trainer's gloo group at 127\.0\.0\.1:\d+"
+    ):
+        await server.update(model / "model.safetensors", 1)
+    assert "pause" not in fake.calls
+    assert (await server.update(model / "model.safetensors", 1)).version == 1
+
+
+class Recorder:
+    """A sender without a network."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.word = ""
+
+    def check(self, backend: str) -> None:
+        self.calls.append(backend)
+
+    def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
+        self.calls.append((backend, towards, world, seconds))
+        return Meeting("192.0.2.1", 4711, world, seconds)
+
+    def join(self, group: str) -> None:
+        self.word = group
+
+    def group(self) -> str:
+        return self.word
+
+    def send(self, files: Sequence[Path]) -> None:
+        self.calls.append(list(files))
+
+    def leave(self) -> None:
+        self.word = ""
+
+
+async def test_what_vllms_own_nccl_is_told(fake: Any, model: Path) -> None:
+    workers, sender = Workers(fake, "nccl"), Recorder()
+    server = await attached(fake, model, sender, "nccl")
+    await server.update(model / "model.safetensors", 1)
+    assert fake.calls == ["attach", "transfer", *JOIN, *ORDER[2:]]
+    assert sender.calls == ["nccl", ("nccl", "127.0.0.1", 2, 30.0), [model / "model.safetensors"]]
+    joined, described = workers.told
+    assert joined == {
+        "master_address": "192.0.2.1", "master_port": 4711, "world_size": 2, "rank_offset": 1, "packed": True,
+        "packed_buffer_size_bytes": 256 * 2**20, "packed_num_buffers": 2,
+    }  # fmt: skip
+    weights = load_file(model / "model.safetensors")
+    assert described == {
+        "names": sorted(weights),
+        "dtype_names": ["float32"] * len(weights),
+        "shapes": [list(weights[name].shape) for name in sorted(weights)],
+    }
+
+
+async def test_nccl_without_cuda_is_refused_at_the_start(fake: Any, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_transfer = 'nccl' needs a CUDA device.*'gloo'.*'file'"):
+        await attached(fake, model, backend="nccl")
+    owned = OwnedVLLM(
+        model, PolicyServerConfig(device="cpu", weight_transfer="nccl"), log=tmp_path / "log", sender=Recorder()
+    )
+    with pytest.raises(ConfigError, match="needs a CUDA device for vLLM"):
+        await owned.start()
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_verl_engines_sender_is_its_first_worker(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def call(method: str, *arguments: object) -> tuple[Any, str]:
+        asked.append((method, *arguments))
+        if method == "join":
+            raise EngineError("resume the run")
+        return "word", "the disk is full" if method == "send" else ""
+
+    config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": 0}).engine
+    sender = FirstWorker(call, config)
+    sender.check("gloo")
+    with pytest.raises(ConfigError, match="needs a CUDA device for verl's workers"):
+        sender.check("nccl")
+    assert sender.group() == "word"
+    with pytest.raises(PolicyServerError, match="verl's first worker: the disk is full"):
+        sender.send([tmp_path / "file"])
+    with pytest.raises(PolicyServerError, match="verl's workers, which send the weights, are gone: resume the run"):
+        sender.join("word")
+    assert asked == [("group",), ("send", [tmp_path / "file"]), ("join", "word")]
+
+
+def test_a_sender_that_was_started_again_says_so(tmp_path: Path) -> None:
+    with pytest.raises(PolicyServerError, match=r"sending weights failed: .*was started again, and is in no group"):
+        LocalSender().send([tmp_path / "file"])
+
+
+TENSORS = {
+    "matrix": torch.arange(600.0).reshape(20, 30).t(),
+    "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+    "numbers": torch.arange(7),
+    "nothing": torch.empty(0, 4),
+    "flags": torch.tensor([True, False, True]),
+}
+SPECS = [Spec(name, value.dtype, tuple(value.shape)) for name, value in TENSORS.items()]
+
+
+@pytest.mark.parametrize("piece", [64, 64 * 2**20])
+def test_two_receivers_get_the_same_bytes_however_they_are_cut(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(gloo, "PIECE_BYTES", piece)
+    door = Door("127.0.0.1", 3, 30.0)
+    found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def receive(rank: int) -> None:
+        found[rank] = dict(join(door.meeting, rank).receive(SPECS))
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    door.enter().send(TENSORS.values(), SPECS)
+    for thread in threads:
+        thread.join()
+    for own in found.values():
+        assert own.keys() == TENSORS.keys()
+        assert all(torch.equal(value, TENSORS[name]) for name, value in own.items())
+
+
+@pytest.fixture
+def pair() -> tuple[Group, Group]:
+    door, joined = Door("127.0.0.1", 2, 0.3), list[Group]()
+    thread = threading.Thread(target=lambda: joined.append(join(door.meeting, 1)))
+    thread.start()
+    sender = door.enter()
+    thread.join()
+    return sender, joined[0]
+
+
+def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[Group, Group]) -> None:
+    sender, receiver = pair
+    with pytest.raises(PolicyServerError, match=r"the connection broke: .*Timed out waiting 300ms"):
+        list(receiver.receive(SPECS))
+    receiver.leave()
+    with pytest.raises(PolicyServerError, match="the connection broke"):
+        sender.send(TENSORS.values(), SPECS)
+    with pytest.raises(PolicyServerError, match="the group was left"):
+        list(receiver.receive(SPECS))
+
+
+class Worker(WorkerExtension):
+    """As vLLM makes it, with a transfer engine."""
+
+    def __init__(self, config: Any, engine: Any) -> None:
+        self.vllm_config = SimpleNamespace(weight_transfer_config=config)
+        self.weight_transfer_engine = engine
+
+    def execute_model(self, scheduler_output: object) -> None: ...
+
+
+def test_the_extension_tells_the_group_and_lets_only_the_owner_begin() -> None:
+    left: list[bool] = []
+    engine = SimpleNamespace(problem="it broke", shutdown=lambda: left.append(True))
+    worker = Worker(SimpleNamespace(backend="lightning_gloo"), engine)
+    assert worker.lightning_transfer() == {"backend": "lightning_gloo", "group": "", "problem": "it broke"}
+    worker.lightning_group("word")
+    assert worker.lightning_transfer()["group"] == "word"
+    worker.lightning_claim("mine")
+    assert worker.lightning_expect("another's") == {"owner": "mine"}
+    assert worker.lightning_attach()["version"] == 0
+    worker.lightning_expect("mine")
+    assert worker.lightning_attach()["version"] is None
+    worker.lightning_leave()
+    assert (worker.lightning_transfer()["group"], left) == ("", [True])
+    assert Worker(None, None).lightning_transfer()["backend"] == ""
