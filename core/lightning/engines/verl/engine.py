@@ -263,8 +263,8 @@ class VerlEngine:
         return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
-        """Whether a step on these rows has a gradient for the policy, and for the critic. One that has none is left alone:
-        by a gradient of 0 Adam would move it on."""
+        """Whether a step on these rows has a gradient for the policy, and for the critic. What has none is left alone: by a
+        gradient of 0 Adam would move it on. (A shared trunk whose rows have values alone takes its output layer with it.)"""
         critic = any(span.value_weight for sample in trained for span in sample.spans)
         shared = critic and self._ready().trunk == "shared"
         return shared or any(bool(sample.weights.any()) for sample in trained), critic
