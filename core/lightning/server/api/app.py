@@ -114,7 +114,7 @@ class Api:
         if route.scopes is not None:
             principal.require(*route.scopes)
         with self._share(route, principal):
-            query, once = query_of(route, _query(scope)), _once(scope) if route.once else ""
+            query, once = query_of(route, _query(scope)), _once(scope, principal) if route.once else ""
             payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
             with self._room(route):
                 body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
@@ -246,12 +246,15 @@ def _authorization(scope: Scope) -> str:
     return given[0].decode("latin-1") if len(given) == 1 else ""
 
 
-def _once(scope: Scope) -> str:
-    """The caller's id for the request. Raises `DataError` for several, and for what is too long or not printable."""
+def _once(scope: Scope, principal: Principal) -> str:
+    """The caller's id for the request, which is another one with another token: nobody gets what somebody else was answered.
+
+    Raises `DataError` for several, and for what is too long or not printable.
+    """
     given = [value.decode("latin-1") for name, value in scope["headers"] if name == ONCE_HEADER.encode()]
     if len(given) > 1 or any(not 0 < len(one) <= LONGEST_ONCE or not one.isprintable() for one in given):
         raise DataError(f"the header {ONCE_HEADER} must have one id of at most {LONGEST_ONCE} printable characters")
-    return given[0] if given else ""
+    return f"{principal.id}/{given[0]}" if given else ""
 
 
 def _wants_events(scope: Scope) -> bool:

@@ -57,6 +57,17 @@ async def test_a_rollout_from_its_creation_to_its_end(world: World) -> None:
     assert (await world.ask("POST", "/leases/release", {"worker": "w"}, token="runner")).json == {"released": 1}
 
 
+async def test_one_id_of_two_tokens_is_of_two_requests(world: World) -> None:
+    """Nobody is given what was leased to somebody else who has chosen the same words."""
+    new = {"id": "run/1", "run": "run", "task": {"input": "q"}, "group": "g"}
+    await world.ask("POST", "/rollouts", {"rollouts": [new]}, token="trainer")
+    lease = {"run": "run", "worker": "w", "limit": 1, "ttl": 60}
+    key = ((b"idempotency-key", b"1"),)
+    for token, leased in (("runner", "run/0"), ("trainer", "run/1"), ("runner", "run/0")):
+        (held,) = (await world.ask("POST", "/leases", lease, token=token, headers=key)).json["leases"]
+        assert held["lease"]["rollout"]["id"] == leased
+
+
 async def test_pages_end_where_they_should(world: World) -> None:
     for number in range(7):
         await world.store.log_metrics("run", number, {"loss": 1.0})
