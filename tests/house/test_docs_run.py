@@ -3,6 +3,7 @@
 The blocks of a file are one program, run as a script in an empty folder. An HTML comment on the line before a block
 changes that:
 `<!-- test: skip (reason) -->` leaves it out, `<!-- test: slow -->` runs it (with all before it) among the slow tests only,
+`<!-- test: slow, THIS as THAT -->` with that in the place of this: a training of fewer steps is the same program,
 `<!-- test: file NAME -->` writes it to the file NAME beside the script instead of running it, whatever language it is in.
 """
 
@@ -27,7 +28,7 @@ BLOCK = re.compile(
 )
 LONG = ("docs/algorithms.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
-MARK = re.compile(r"skip \(.+\)|slow|file [\w./-]+")
+MARK = re.compile(r"skip \(.+\)|slow(?:, (?P<this>\S+) as (?P<that>\S+))?|file [\w./-]+")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Block:
     line: int
     code: str
     mark: str
+
+    @property
+    def slow(self) -> bool:
+        return self.mark.partition(",")[0] == "slow"
+
+    @property
+    def source(self) -> str:
+        """What runs."""
+        found = MARK.fullmatch(self.mark)
+        if found is None or found["this"] is None:
+            return self.code
+        assert self.code.count(found["this"]) == 1, f"line {self.line}: {found['this']} is to be there once"
+        return self.code.replace(found["this"], found["that"])
 
 
 def blocks(name: str) -> list[Block]:
@@ -52,13 +66,13 @@ def program(name: str, folder: Path, *, slow: bool) -> str:
     for block in blocks(name):
         if block.mark.startswith("file "):
             (folder / block.mark.removeprefix("file ")).write_text(block.code)
-        elif not block.mark or (slow and block.mark == "slow"):
-            parts.append(f"# {name}, line {block.line}\n{block.code}")
+        elif not block.mark or (slow and block.slow):
+            parts.append(f"# {name}, line {block.line}\n{block.source}")
     return "\n".join(parts)
 
 
 def has(name: str, *, slow: bool) -> bool:
-    return any(block.mark == "slow" if slow else not block.mark for block in blocks(name))
+    return any(block.slow if slow else not block.mark for block in blocks(name))
 
 
 def run(name: str, folder: Path, *, slow: bool) -> None:
