@@ -146,7 +146,7 @@ class OnRay:
 def connect(config: VerlConfig, device: str) -> bool:
     """Connect this process to a cluster, or start one; whether it was started here, so that `ray.shutdown` ends it.
 
-    Raises `ConfigError` when there is none at the address.
+    Raises `ConfigError` when there is none at the address, and `EngineError` when none could be started here.
     """
     import ray
 
@@ -161,6 +161,11 @@ def connect(config: VerlConfig, device: str) -> bool:
         ray.init(**given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}") from error
+    except Exception as error:  # Ray waits 30 s for its own processes, then raises nothing narrower
+        raise EngineError(
+            f"Ray did not start on this machine: {error} On a busy one start it beforehand (`ray start --head "
+            f"--num-gpus={config.world_size}`) and set engine.verl.address = auto; Ray's logs are in /tmp/ray/session_latest"
+        ) from error
     return not config.address
 
 

@@ -239,3 +239,14 @@ def test_a_relative_folder_and_a_new_start(
     assert all(not own.any() for own in other.values(batch))
     with pytest.raises(EngineError, match="call open"):
         engine.step(rows(1), LOSS)
+
+
+def test_a_ray_that_does_not_start_is_told(open_verl: OpenVerl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_busy(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", too_busy)
+    with pytest.raises(
+        EngineError, match=r"did not start .* timed out during startup\. .*engine\.verl\.address = auto"
+    ):
+        open_verl(1)
