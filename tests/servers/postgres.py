@@ -100,7 +100,7 @@ class PostgresServer:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGQUIT)
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
         if self._own:
@@ -133,7 +133,7 @@ class PostgresServer:
         """What psql prints for a statement."""
         return subprocess.run(
             [str(_binaries() / "psql"), "-h", "127.0.0.1", "-p", str(self.port), "-U", USER, "-d", "postgres", "-Atqc", text],
-            capture_output=True, text=True, check=True, timeout=60,
+            capture_output=True, text=True, check=True, timeout=180,
         ).stdout.strip()  # fmt: skip
 
     def _launch(self, data: Path) -> subprocess.Popen[bytes]:
@@ -168,7 +168,7 @@ class PostgresServer:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(
                 [str(_binaries() / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port), "-U", USER],
-                check=False, timeout=5,
+                check=False, timeout=20,
             )  # fmt: skip
             return done.returncode == 0
         return False

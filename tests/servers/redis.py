@@ -46,7 +46,7 @@ class RedisServer:
             self._process = subprocess.Popen(
                 [REDIS_SERVER_PATH, *place, *self._options, *options], stdout=log, stderr=log
             )
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server did not start: {(self.folder / 'redis.log').read_text()}")

@@ -113,7 +113,7 @@ def test_importing_a_framework_never_waits_for_a_busy_plugin_table(install) -> N
     install("fw", {"fw.framework_v": "fw_plugin"}, {"fw_plugin": ADAPTER})
     slow = (
         "import threading\nfrom lightning import hookimpl\nentered, go_on = threading.Event(), threading.Event()\n"
-        "@hookimpl\ndef lightning_install(emit):\n    entered.set()\n    assert go_on.wait(10)\n    return lambda: None\n"
+        "@hookimpl\ndef lightning_install(emit):\n    entered.set()\n    assert go_on.wait(60)\n    return lambda: None\n"
     )
     install("slow", {"slow": "slow_plugin"}, {"slow_plugin": slow})
     plugins = Plugins()
@@ -122,11 +122,11 @@ def test_importing_a_framework_never_waits_for_a_busy_plugin_table(install) -> N
     undos: list[Callable[[], None]] = []
     thread = threading.Thread(target=lambda: undos.append(plugins.install_adapters(ignore, ["slow"])))
     thread.start()
-    assert busy.entered.wait(10)
+    assert busy.entered.wait(60)
     importlib.import_module("framework_v")  # returns although the other thread holds the table
     assert "fw_plugin" not in sys.modules
     busy.go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert sys.modules["fw_plugin"].log == ["install"]
     undos[0]()
     undo()

@@ -29,10 +29,10 @@ def server() -> Iterator[ChatServer]:
 
 @pytest.fixture
 def gone() -> Callable[[int], bool]:
-    """`gone(pid)`: whether a process ends, given some seconds."""
+    """`gone(pid)`: whether a process ends, given a minute."""
 
     def wait(pid: int) -> bool:
-        for _ in range(200):
+        for _ in range(1200):
             try:
                 if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                     return True
@@ -50,5 +50,5 @@ def _nothing_is_left_behind() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive

@@ -136,7 +136,7 @@ async def test_it_is_said_when_nobody_takes_the_work(
     agents.expect([rollout])
     waiting = asyncio.create_task(agents.work(lambda rollout: None))
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while "lightning runner --server http://here" not in caplog.text:
                 await asyncio.sleep(0.02)
     finally:

@@ -216,7 +216,7 @@ async def test_credentials_that_expired_are_read_again(cluster: FakeCluster, sit
 async def fails_with(cluster: FakeCluster, config: RunnerConfig, site: Site) -> str:
     async with attending(config, site) as task:
         with pytest.raises(RunnerError) as caught:
-            await asyncio.wait_for(asyncio.shield(task), 10)
+            await asyncio.wait_for(asyncio.shield(task), 60)
     assert not cluster.objects["pods"]
     assert not cluster.objects["jobs"]
     return str(caught.value)
