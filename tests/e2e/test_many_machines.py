@@ -29,7 +29,7 @@ from lightning.types import LLM, CallStatus, Lease, Rollout, Run, Status, Task
 
 from tests.servers.postgres import PostgresServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 AGENT = """
 import openai
@@ -63,7 +63,7 @@ class Processes:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.txt"
 
-    def said(self, name: str, pattern: str, seconds: float = 100) -> str:
+    def said(self, name: str, pattern: str, seconds: float = 300) -> str:
         """The first group of a pattern in what a process says, as soon as it has said it."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.log(name).read_text())) is None:
@@ -83,7 +83,7 @@ class Processes:
                 one.kill()
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(left, timeout=10)
+        psutil.wait_procs(left, timeout=60)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ async def test_a_server_and_a_client_are_killed_and_the_run_goes_on(url: str, pr
         told: list[Rollout] = []
         killed = asyncio.create_task(_kill_after(told, 6, servers[0]))
         killed_too = asyncio.create_task(_kill_after(told, 12, clients[0]))
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(400):
             await agents.work(told.append)
         await asyncio.gather(killed, killed_too)
         found = await all_rollouts(store, "run")
@@ -157,10 +157,10 @@ async def test_a_server_and_a_client_are_killed_and_the_run_goes_on(url: str, pr
             calls = await store.transitions(one.id)
             assert [call.status for call in calls] == [CallStatus.OK] * 3
     clients[1].send_signal(signal.SIGTERM)
-    assert clients[1].wait(30) == 0, processes.log("client-1").read_text()
+    assert clients[1].wait(120) == 0, processes.log("client-1").read_text()
     assert "succeeded" in processes.log("client-1").read_text()
     servers[1].send_signal(signal.SIGTERM)
-    assert servers[1].wait(40) == 0, processes.log("server-1").read_text()
+    assert servers[1].wait(120) == 0, processes.log("server-1").read_text()
 
 
 async def _kill_after(told: list[Rollout], count: int, process: subprocess.Popen[bytes]) -> None:
@@ -170,7 +170,7 @@ async def _kill_after(told: list[Rollout], count: int, process: subprocess.Popen
 
 
 async def _until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         while not what():
             await asyncio.sleep(0.05)
 
@@ -180,7 +180,7 @@ def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes
     """The README's three processes with a real vLLM, over PostgreSQL, and a fourth to lose."""
     with PostgresServer() as database:
         trainer = processes.start(
-            "trainer", "demo", "raw", "--runner", "remote", "--store", database.url, "--out", "run", "--steps", "3",
+            "trainer", "demo", "raw", "--runner", "remote", "--store", database.url, "--out", "run", "--steps", "2",
             "--held-out", "8", "--set", "trainer.tasks_per_step=4",
         )  # fmt: skip
         server = processes.start("server", "serve", "--store", database.url, "--out", "tokens")
@@ -196,16 +196,16 @@ def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes
             )
             for n in range(2)
         ]  # fmt: skip
-        processes.said("trainer", r"(step +1/3)", seconds=300)
+        processes.said("trainer", r"(step +1/2)", seconds=300)
         for lost in (server, clients[0]):
             lost.kill()
             lost.wait()
-        assert trainer.wait(300) == 0, processes.log("trainer").read_text()
+        assert trainer.wait(500) == 0, processes.log("trainer").read_text()
         audit = processes.start("audit", "audit", "run")
-        assert audit.wait(100) == 0, processes.log("audit").read_text()
-        assert re.search(r"3 steps.*as it was trained", processes.log("audit").read_text())
+        assert audit.wait(300) == 0, processes.log("audit").read_text()
+        assert re.search(r"2 steps.*as it was trained", processes.log("audit").read_text())
         clients[1].send_signal(signal.SIGTERM)
-        assert clients[1].wait(30) == 0, processes.log("client-1").read_text()
+        assert clients[1].wait(120) == 0, processes.log("client-1").read_text()
         assert "0 failed" in processes.log("client-1").read_text()
 
 
@@ -222,14 +222,14 @@ async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(
     await fake.start()
     await Owner(store, "run").open([Upstream(fake.url, fake.model)], 0)
     client = processes.start("client", "runner", "slow_agent:agent", "--server", server, "--token-file", "runner-token")
-    async with asyncio.timeout(100), store.watch("run") as watch:
+    async with asyncio.timeout(300), store.watch("run") as watch:
         while (found := await store.get_rollout("run/0")) is None or found.status is not Status.RUNNING:
             await watch.wait(0.2)
     client.send_signal(signal.SIGTERM)
     await asyncio.sleep(1)
     assert client.poll() is None, "its agent has runner.drain seconds"
     client.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(client.wait, 20) == 130
+    assert await asyncio.to_thread(client.wait, 25) == 130
     found = await store.get_rollout("run/0")
     await store.close()
     await fake.close()
