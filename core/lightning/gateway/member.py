@@ -160,7 +160,7 @@ class Member:
         began = self._clock()
         seat = replace(self._seat, beat=self._seat.beat + 1)
         self._seat = seat
-        await self._store.put_state("", seat_key(self._run, self._number), seat.to_json())
+        await self._store.put_state("", seat_key(self._run, self._number), seat.to_json(), once=None)
         self._renewed(began)
         self._due = began + BEAT
 

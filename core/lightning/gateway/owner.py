@@ -196,7 +196,7 @@ class Owner:
             with suppress(
                 StoreError
             ):  # gateways that hear nothing stop waiting; whatever fails here fails the hold, too
-                await self._store.put_state("", alive_key(self._run), [self._notice.epoch, number])
+                await self._store.put_state("", alive_key(self._run), [self._notice.epoch, number], once=None)
 
     # the seats --------------------------------------------------------------------------------------------------
     async def _gather(self) -> list[str]:

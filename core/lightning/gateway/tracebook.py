@@ -17,6 +17,7 @@ from lightning.errors import StoreError
 from lightning.gateway.tokens import Claims, TokenSigner
 from lightning.spans.trace import trace_id_of
 from lightning.store.protocol import Store
+from lightning.types import Json
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,9 @@ class TraceBook:
             task.add_done_callback(self._writing.discard)
 
     async def _keep(self, trace_id: str, claims: Claims) -> None:
+        kept: Json = [claims.rollout, claims.attempt, claims.expires_at]
         try:
-            await self._store.put_state(PLACE, trace_id, [claims.rollout, claims.attempt, claims.expires_at])
+            await self._store.put_state(PLACE, trace_id, kept, once=None)  # whoever writes it, it is the same
         except StoreError as error:
             log.warning("other servers will not know the trace of %s: %s", claims.rollout, error)
 

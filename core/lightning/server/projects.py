@@ -283,7 +283,7 @@ class ProjectStore:
         return await self._store.metrics(run) if await self._sees_run(run) else []
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`. Raises `StoreError` for a run that is not there and for a secret."""
         await self._check_state(run, key)
         await self._store.put_state(run, key, value, once=once)

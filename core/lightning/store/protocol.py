@@ -224,8 +224,12 @@ class Store(Protocol):
         """The metrics of a run by step."""
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
-        """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one."""
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
+        """Keep a small JSON value for a run (for example the gateway's signing secret), replacing an older one.
+
+        `once=None` says that nobody else writes the key meanwhile: the call may be done twice, and no store need know it by a
+        name.
+        """
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """Keep a value unless the key has one; return the one that is kept. So several processes agree on one."""

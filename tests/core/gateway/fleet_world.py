@@ -110,7 +110,7 @@ class Line:
         assert run == ""
         return await self._do(lambda: self._state.values.get(key))
 
-    async def put_state(self, run: str, key: str, value: Json) -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         assert run == ""
         await self._do(lambda: self._state.put(key, value))
 

@@ -787,6 +787,9 @@ async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -
     assert await store.get_state("run", "k") == "newer"
     await store.put_state("run", "k", "another", once="1")  # with other arguments it is another call
     assert await store.get_state("run", "k") == "another"
+    for value in ("mine", "newer", "mine"):
+        await store.put_state("run", "k", value, once=None)
+        assert await store.get_state("run", "k") == value
     await store.log_metrics("run", 0, {"loss": 2.0}, once="1")
     await store.log_metrics("run", 0, {"loss": 1.0})
     await store.log_metrics("run", 0, {"loss": 2.0}, once="1")

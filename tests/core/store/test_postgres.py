@@ -17,6 +17,11 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
+from lightning.gateway.fleet import Seat, seat_key
+from lightning.gateway.member import Member
+from lightning.gateway.owner import Owner
+from lightning.gateway.tokens import TokenSigner
+from lightning.gateway.tracebook import TraceBook
 from lightning.store import rules
 from lightning.store.postgres import PostgresStore, connections
 from lightning.store.postgres import connection as postgres_connection
@@ -247,6 +252,25 @@ async def test_a_value_whose_answer_was_lost_does_not_replace_a_newer_one(
     assert await store.get_state("run", "k") == "newer"
     assert [point.values for point in await store.metrics("run")] == [{"loss": 1.0}]
     await other.close()
+
+
+async def test_signs_of_life_leave_no_answers(store: PostgresStore) -> None:
+    """There is one every second, and each is as good as the one before."""
+    owner, member = Owner(store, "run"), Member(store, "run", 1.0)
+    await owner.open((), 0)
+    await member._take_seat()
+    signer = TokenSigner(b"s" * 32)
+    book = TraceBook(store, signer, shared=True)
+    before = await store._read(lambda tx: tx.one("SELECT count(*) FROM answers"))
+    for _ in range(2):
+        await member._beat()
+    book.issued(signer.issue("a", 1, 60.0))
+    await book.close()
+    assert await store._read(lambda tx: tx.one("SELECT count(*) FROM answers")) == before == (1,), "the notice's"
+    seat = Seat.from_json(await store.get_state("", seat_key("run", 0)))
+    assert seat is not None
+    assert seat.beat == 2
+    await member.leave()
 
 
 async def test_old_answers_go_when_new_ones_come(store: PostgresStore) -> None:

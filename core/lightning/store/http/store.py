@@ -241,10 +241,10 @@ class HttpStore(Asking):
         """See `Store.metrics`."""
         return await self._all(("runs", run, "metrics"), MetricPoint)
 
-    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`. Raises `StoreError` for a secret of the servers."""
-        body = _state(key, value)
-        await self._ask("PUT", ("state", key), messages.State, body, query={"run": run}, once=once or _id())
+        body, name = _state(key, value), _id() if once == "" else once or ""
+        await self._ask("PUT", ("state", key), messages.State, body, query={"run": run}, once=name)
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`. Raises `StoreError` for a secret of the servers."""

@@ -177,10 +177,10 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
     ]
 
 
-async def put_state(link: Link, run: str, key: str, value: Json, once: str) -> None:
+async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
     """See `Store.put_state`."""
     text = rows.dump(value, f"the state {key!r}")
-    known_as = rules.known_as(once, "put_state", run, key, text)
+    known_as = rules.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
     word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
     if word != "ok":

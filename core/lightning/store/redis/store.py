@@ -269,7 +269,7 @@ class RedisStore:
             return await records.metrics(link, run)
 
     # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`."""
         with self._link() as link:
             await records.put_state(link, run, key, value, once)

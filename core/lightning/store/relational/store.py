@@ -59,11 +59,12 @@ class RelationalStore(ABC):
         `whole`: all of its statements must see one moment.
         """
 
-    def _known_as(self, once: str, method: str, *arguments: Json) -> str:
-        """The name of a call that would not be the same if it were done twice; empty where that cannot happen."""
-        if not once and self.answers_get_lost:
+    def _known_as(self, once: str | None, method: str, *arguments: Json) -> str:
+        """The name of a call that would not be the same if it were done twice; empty where that cannot happen, or does not
+        matter (None)."""
+        if once == "" and self.answers_get_lost:
             once = uuid.uuid4().hex
-        return rules.known_as(once, method, *arguments)
+        return rules.known_as(once or "", method, *arguments)
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -184,7 +185,7 @@ class RelationalStore(ABC):
         """See `Store.metrics`."""
         return await self._read(lambda tx: records.metrics(tx, run))
 
-    async def put_state(self, run: str, key: str, value: Json, *, once: str = "") -> None:
+    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`."""
         text = rows.dump(value, f"the state {key!r}")
         known_as = self._known_as(once, "put_state", run, key, text)
