@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import psutil
@@ -24,6 +24,7 @@ from lightning.gateway.upstreams import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
 from lightning.policy_server.control import NotOursError
 from lightning.policy_server.protocol import Probe
+from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.testing.tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -314,7 +315,8 @@ from lightning.config.models import PolicyServerConfig
 from lightning.policy_server import OwnedVLLM
 
 async def main():
-    server = OwnedVLLM(Path(sys.argv[1]), PolicyServerConfig(device="cpu"), log=Path(sys.argv[2]))
+    config = PolicyServerConfig(device="cpu", weight_transfer="gloo")
+    server = OwnedVLLM(Path(sys.argv[1]), config, log=Path(sys.argv[2]))
     await server.start()
     children = psutil.Process(server.pid).children(recursive=True)
     print(server.url, server.pid, *(child.pid for child in children), flush=True)
@@ -326,7 +328,8 @@ asyncio.run(main())
 
 @dataclass
 class Owner:
-    """A process that owns a server of a model with a tied head; `folders` are two policies, it began with the first."""
+    """A process that owns a server of a model with a tied head, which takes weights over the network, too; `folders` are two
+    policies, it began with the first."""
 
     process: subprocess.Popen[bytes]
     folders: tuple[Path, Path]
@@ -346,9 +349,10 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
         process.kill()
 
 
-async def test_a_tied_head_is_not_stale(owner: Owner) -> None:
+@pytest.mark.parametrize("way", ["file", "gloo"])
+async def test_a_tied_head_is_not_stale(owner: Owner, way: Literal["file", "gloo"]) -> None:
     first, second = owner.folders
-    server = AttachedVLLM(first, PolicyServerConfig(attach=owner.url))
+    server = AttachedVLLM(first, PolicyServerConfig(attach=owner.url, weight_transfer=way))
     await server.start()
     for folder in (second, first, second):
         update = await server.update(folder / "model.safetensors", server.version + 1, probe(folder))
@@ -358,6 +362,41 @@ async def test_a_tied_head_is_not_stale(owner: Owner) -> None:
         choice = answer["choices"][0]
         own = forward(folder, PROMPT + choice["token_ids"])[len(PROMPT) :]
         assert gap(choice["logprobs"]["token_logprobs"], own) <= GAP
+    await server.close()
+
+
+async def test_a_transfer_that_breaks_off_is_undone(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, alter: Callable[..., Path]
+) -> None:
+    first, second = owner.folders
+    sender = LocalSender()
+    config = PolicyServerConfig(attach=owner.url, weight_transfer="gloo", transfer_timeout=60)
+    server = AttachedVLLM(first, config, sender=sender)
+    await server.start()
+    await server.update(second / "model.safetensors", 20)
+    monkeypatch.setattr(vllm_server, "check_weights", lambda weights, folder: None)
+    half = alter(first, lambda t: t.pop("model.layers.1.mlp.down_proj.weight"))
+    with pytest.raises(PolicyServerError, match=r"version 20 goes on.*over gloo.*no weights for .*down_proj"):
+        await server.update(half, 21)
+    odd = alter(first, lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 4)}))
+    with pytest.raises(PolicyServerError, match="version 20 goes on"):
+        await server.update(odd, 21)
+    assert await server._running().probe_gap(server.model, probe(second)) <= GAP  # type: ignore[operator]
+    sender.leave()  # as when its process was started again
+    update = await server.update(first / "model.safetensors", 21, probe(first))
+    assert update.probe_gap is not None
+    assert update.probe_gap <= GAP
+    await server.close()
+
+
+async def test_a_vllm_that_was_not_started_for_the_network_says_how(served: Any) -> None:
+    server = AttachedVLLM(served.first, PolicyServerConfig(attach=served.vllm.url, weight_transfer="gloo"))
+    await server.start()
+    with pytest.raises(
+        PolicyServerError, match=r"start it with --weight-transfer-config '\{\"backend\": \"lightning_gloo\"\}'"
+    ):
+        await server.update(served.first / "model.safetensors", served.vllm.version)
+    await server.close()
 
 
 def test_no_process_outlives_an_owner_that_was_killed(owner: Owner) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,11 +87,11 @@ class Workers:
         if self.ignore:
             self.ignore -= 1
             return web.Response(status=500, text="it does not want them")
-        if self.gloo is not None:
+        if (group := self.gloo) is not None:
             described = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
             specs = [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in described]
             try:
-                self.weights = dict(await asyncio.to_thread(lambda: list(self.gloo.receive(specs))))  # type: ignore[union-attr]
+                self.weights = dict(await asyncio.to_thread(lambda: list(group.receive(specs))))
             except PolicyServerError as error:
                 self.leave()
                 return web.Response(status=500, text=str(error))
@@ -135,8 +137,9 @@ async def test_a_group_is_made_anew_when_either_side_was_started_again(
 ) -> None:
     sender = LocalSender()
     server = await attached(fake, model, sender)
-    for again in (lambda: None, sender.leave, workers.leave):
-        again()
+    for side in (None, sender, workers):
+        if side is not None:
+            side.leave()
         fake.calls.clear()
         await server.update(model / "model.safetensors", 1)
         assert "init_weight_transfer_engine" in fake.calls
@@ -256,6 +259,27 @@ async def test_what_vllms_own_nccl_is_told(fake: Any, model: Path) -> None:
         "dtype_names": ["float32"] * len(weights),
         "shapes": [list(weights[name].shape) for name in sorted(weights)],
     }
+
+
+def fields(module: str, name: str) -> list[str]:
+    """Of a dataclass of vLLM's, from its source: importing it takes many seconds."""
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+    tree = ast.parse((Path(folder) / "distributed" / "weight_transfer" / f"{module}.py").read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    return [
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+async def test_this_vllm_knows_what_it_is_told(fake: Any, model: Path) -> None:
+    """No GPU has run it."""
+    workers = Workers(fake, "nccl")
+    await (await attached(fake, model, Recorder(), "nccl")).update(model / "model.safetensors", 1)
+    joined, described = workers.told
+    assert joined.keys() <= {*fields("nccl_common", "NCCLWeightTransferInitInfo")}
+    assert [*described] == fields("nccl_engine", "NCCLWeightTransferUpdateInfo")
+    del joined["rank_offset"]
+    assert fields("nccl_engine", "NCCLTrainerInitInfo") == ["backend", *joined]
 
 
 async def test_nccl_without_cuda_is_refused_at_the_start(fake: Any, model: Path, tmp_path: Path) -> None:
