@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,13 @@ import pytest
 import torch
 from lightning.batch.sample import Sample, Span
 from lightning.config import LoraConfig
-from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
+from lightning.policy_server.weight_transfer.gloo import Spec, join
+from lightning.policy_server.weight_transfer.layout import Sender, entries
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -120,6 +123,11 @@ def test_two_workers_compute_it_also_when_one_is_killed(
     torch_engine = open_torch()
     two = open_verl(2, optimizer=UNCLIPPED, critic=True, tokens_per_microbatch=64)
     compare(two, torch_engine, tmp_path)
+    assert isinstance(two, SendsWeights)
+    file = two.weights(tmp_path / "sent")
+    received, written = sent(two.sender(), file), load_file(file)
+    assert received.keys() == written.keys()
+    assert all(torch.equal(value, written[name]) for name, value in received.items())
     two.save(tmp_path / "two")
     assert not [file for file in (tmp_path / "two").iterdir() if file.suffix not in (".safetensors", ".json")]
     os.kill(workers()[1].pid, signal.SIGKILL)
@@ -133,9 +141,23 @@ def test_two_workers_compute_it_also_when_one_is_killed(
         for name in ("loss", "value_loss", "critic_grad_norm"):
             assert found[name] == pytest.approx(expected[name], rel=2e-4, abs=1e-6)
         assert_equal(engine.values(batch), torch_engine.values(batch))
+    assert two.sender().group() == "", "the first worker is another one now, too, and in no group"
     workers()[0].kill()
     with pytest.raises(EngineError, match="the last checkpoint is older than step 5"):
         two.step(rows(6), LOSS)
+
+
+def sent(sender: Sender, file: Path) -> dict[str, torch.Tensor]:
+    """What somebody in the place of vLLM's worker gets from it."""
+    meeting, found = sender.listen("gloo", "127.0.0.1", 2, 60.0), dict[str, torch.Tensor]()
+    specs = [Spec(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in entries([file])]
+    thread = threading.Thread(target=lambda: found.update(join(meeting, 1).receive(specs)))
+    thread.start()
+    sender.join("word")
+    assert sender.group() == "word"
+    sender.send([file])
+    thread.join()
+    return found
 
 
 def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
