@@ -92,6 +92,10 @@ class CallStatus(StrEnum):
     ERROR = "error"
 
 
+UNSERVED = "unserved"
+"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One unit of work. `input` is whatever the agent needs (JSON); `expected` is for the grader, never shown to the model.

@@ -18,15 +18,13 @@ from lightning.errors import ConflictError
 from lightning.gateway.dialects import Choice, Plan
 from lightning.gateway.versions import LiveCall
 from lightning.store.protocol import Store
-from lightning.types import Caller, CallStatus, Transition, logprobs, token_ids
+from lightning.types import UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
 
 log = logging.getLogger(__name__)
 
 COUNTERS = 8192
 """Attempts whose counter is remembered at most."""
 CONFLICT_RETRIES = 5
-UNSERVED = "unserved"
-"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
 
 
 @dataclass(slots=True, eq=False)

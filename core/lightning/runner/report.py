@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.errors import DataError, StaleAttemptError
-from lightning.gateway.recorder import UNSERVED
 from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
-from lightning.types import CallStatus, Fault, Outcome, Rollout, Status, Transition
+from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 

@@ -150,9 +150,12 @@ SELECT_STATE: Final = "SELECT value FROM state WHERE run = ? AND name = ?"
 KEEP_STATE: Final = "INSERT INTO state (run, name, value) VALUES (?, ?, ?) ON CONFLICT (run, name) DO NOTHING"
 
 # answers to calls that their callers named ----------------------------------------------------------------------
-INSERT_ANSWER: Final = "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+INSERT_ANSWER: Final = (
+    "INSERT INTO answers (id, run, until, answer) VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE "
+    "SET run = excluded.run, until = excluded.until, answer = excluded.answer WHERE answers.until < ?"
+)
 KEEP_ANSWER: Final = "UPDATE answers SET answer = ?, until = ? WHERE id = ?"
-SELECT_ANSWER: Final = "SELECT answer FROM answers WHERE id = ?"
+SELECT_ANSWER: Final = "SELECT answer FROM answers WHERE id = ? AND until >= ?"
 SELECT_OLD_ANSWERS: Final = "SELECT id FROM answers WHERE until < ? ORDER BY until LIMIT ?"
 FORGET_ANSWER: Final = "DELETE FROM answers WHERE id = ?"
 

@@ -11,10 +11,9 @@ import pytest
 from lightning.config.models import GatewayConfig
 from lightning.errors import ConflictError, GatewayError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.recorder import UNSERVED
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.types import CallStatus, Fault, Outcome
+from lightning.types import UNSERVED, CallStatus, Fault, Outcome
 
 from tests.servers.ports import free_port
 

@@ -17,11 +17,10 @@ from lightning.config.models import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
-from lightning.gateway.recorder import UNSERVED
 from lightning.gateway.upstreams import Found, Pool
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.types import LLM, CallStatus, Rollout, Run, Task, Transition
+from lightning.types import LLM, UNSERVED, CallStatus, Rollout, Run, Task, Transition
 
 HI = {"messages": [{"role": "user", "content": "hi there"}]}
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects import Capture
-from lightning.gateway.recorder import UNSERVED
 from lightning.gateway.versions import LiveCall, VersionBook
 from lightning.policy_server.protocol import Update
 from lightning.policy_server.request_ids import client_key
 from lightning.testing.fake_vllm import Reply
-from lightning.types import CallStatus, VersionRun
+from lightning.types import UNSERVED, CallStatus, VersionRun
 
 HI = [{"role": "user", "content": "hi there"}]
 TEN = Reply("a b c d e f g h i", token_delay=0.005)

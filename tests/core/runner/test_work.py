@@ -13,7 +13,6 @@ import lightning
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError, StaleAttemptError, StoreError
-from lightning.gateway.recorder import UNSERVED
 from lightning.plugins import plugins
 from lightning.runner.inline import InlineRunner
 from lightning.runner.process import ProcessRunner
@@ -25,6 +24,7 @@ from lightning.store.protocol import Store
 from lightning.store.rules import EXCUSED
 from lightning.types import (
     LLM,
+    UNSERVED,
     Caller,
     CallStatus,
     Fault,

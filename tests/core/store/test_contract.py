@@ -10,8 +10,12 @@ from dataclasses import replace
 
 import pytest
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.http import HttpStore
+from lightning.store.protocol import KNOWN_SECONDS
+from lightning.store.relational import answers
+from lightning.store.relational.store import RelationalStore
 from lightning.store.rules import EXCUSED
 from lightning.types import (
     Caller,
@@ -798,6 +802,21 @@ async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -
     assert await store.put_token(token, once="1") == await store.put_token(token, once="1")
     with pytest.raises(ConflictError):
         await store.put_token(token, once="2")
+
+
+async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "FORGOTTEN_AT_ONCE", 0)  # what is old stays in the database, and is not known
+    store = plugins().store(store_url)
+    assert isinstance(store, RelationalStore)
+    await store.open()
+    for _ in range(2):
+        await store.put_state("run", "k", "mine", once="1")
+        assert await store.get_state("run", "k") == "mine"
+        await store.put_state("run", "k", "newer", once=None)
+        await store.put_state("run", "k", "mine", once="1")
+        assert await store.get_state("run", "k") == "newer"
+        await store._write(lambda tx: tx.run("UPDATE answers SET until = until - ?", (KNOWN_SECONDS + 1,)))
+    await store.close()
 
 
 @everywhere

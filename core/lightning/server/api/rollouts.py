@@ -139,7 +139,8 @@ async def _is_served(call: Call[Any, Any], run: str) -> bool:
 
 
 async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout | None:
-    """The lease with its model. One whose model cannot be had is ended, for its fault must not cost the others."""
+    """The lease with its model. One whose model cannot be had is given back: its fault must not cost the others, and is no
+    agent's."""
     llm_for = call.services.llm_for
     if llm_for is None:
         return messages.LeasedRollout(held)
@@ -151,7 +152,7 @@ async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout
             fault=Fault.INFRASTRUCTURE, error=f"what the agent needs to call the model is not there: {error}"
         )
     try:
-        await call.store.complete(held.rollout.id, held.attempt, ending)
+        await call.store.complete(held.rollout.id, held.attempt, ending, spend=False)
     except LightningError as error:
         log.warning("rollout %s waits until its lease expires: %s", held.rollout.id, error)
     return None

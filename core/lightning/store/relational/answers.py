@@ -36,8 +36,8 @@ async def once(transaction: Transaction, known_as: str, run: str, work: Callable
 
 
 async def recalled(transaction: Transaction, known_as: str) -> Json:
-    """What a call of this name was answered; None when nobody made it, or when it was answered nothing."""
-    row = await transaction.one(sql.SELECT_ANSWER, (known_as,))
+    """What a call of this name was answered; None when nobody made it, when it was answered nothing, or too long ago."""
+    row = await transaction.one(sql.SELECT_ANSWER, (known_as, await transaction.now()))
     answer: Json = None if row is None else json.loads(row[0])
     return answer
 
@@ -50,7 +50,8 @@ async def keep(transaction: Transaction, known_as: str, run: str, seconds: float
 
 
 async def _insert(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> bool:
+    """Whether nothing was known under this name, or no more."""
     now = await transaction.now()
     for (old,) in await transaction.free(sql.SELECT_OLD_ANSWERS, (now, FORGOTTEN_AT_ONCE)):
         await transaction.run(sql.FORGET_ANSWER, (old,))
-    return bool(await transaction.run(sql.INSERT_ANSWER, (known_as, run, now + seconds, json.dumps(answer))))
+    return bool(await transaction.run(sql.INSERT_ANSWER, (known_as, run, now + seconds, json.dumps(answer), now)))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.server.api import ROUTES, Api
 from lightning.server.auth import Authenticator
-from lightning.types import Outcome
+from lightning.store.rules import EXCUSED
+from lightning.types import LLM, Fault, Outcome, Status
 
 from .conftest import World, connection, make_world, receiver
 
@@ -168,6 +169,24 @@ async def test_a_lease_without_a_gateway_says_so() -> None:
     world = await make_world(llm_for=None)
     held = (await world.ask("POST", "/leases", {"run": "run", "worker": "w"})).json["leases"]
     assert [one["llm"] for one in held] == [None]
+    await world.store.close()
+
+
+async def test_what_has_no_model_for_its_agent_is_given_back_and_comes_to_an_end() -> None:
+    async def llm_for(lease: object, store: object) -> LLM:
+        raise StoreError("its prompts are gone")
+
+    world = await make_world(llm_for=llm_for)
+    for _ in range(EXCUSED + 2):
+        found = await world.store.get_rollout("run/0")
+        assert found is not None
+        assert found.status is Status.PENDING
+        answer = await world.ask("POST", "/leases", {"run": "run", "worker": "w"})
+        assert (answer.status, answer.json["leases"]) == (200, [])
+    found = await world.store.get_rollout("run/0")
+    assert found is not None
+    assert (found.status, found.fault) == (Status.FAILED, Fault.INFRASTRUCTURE)
+    assert "its prompts are gone" in found.error
     await world.store.close()
 
 
