@@ -28,7 +28,7 @@ test-frameworks: $(READY)
 	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
 
 test-slow: $(READY)
-	$(BIN)/pytest -m slow -n 2 --dist loadfile --session-timeout=$(CAP)
+	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -40,19 +40,32 @@ def needs_framework(path: Path) -> bool:
     return path.is_relative_to(root) and str(path.relative_to(root)).startswith(FRAMEWORKS)
 
 
+@functools.cache
+def may_be_slow(path: Path) -> bool:
+    """Whether a file of tests, or a `conftest.py` whose fixtures it has, speaks of slow ones."""
+    folders = [folder for folder in path.parents if folder.is_relative_to(Path(__file__).parent)][:-1]
+    places = [path, *(folder / "conftest.py" for folder in folders)]
+    return any("mark.slow" in place.read_text() for place in places if place.exists())
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import what the marker expression leaves out: importing is what takes the time."""
     if collection_path.suffix != ".py":
         return None
     wanted, needs = config.option.markexpr, needs_framework(collection_path)
-    return ("not framework" in wanted and needs) or (wanted.startswith("framework") and not needs) or None
+    left_out = wanted == "slow" and not may_be_slow(collection_path)
+    return left_out or ("not framework" in wanted and needs) or (wanted.startswith("framework") and not needs) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell those that need a framework from the fast ones."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tell those that need a framework from the fast ones; the longest of the slow ones first."""
     for item in items:
         if needs_framework(item.path):
             item.add_marker(pytest.mark.framework)
+        if item.get_closest_marker("slow") and not may_be_slow(item.path):
+            raise pytest.UsageError(f"{item.nodeid} is slow, and `make test-slow` will not find it: say so in its file")
+    if config.option.markexpr == "slow":
+        items.sort(key=_turn)
 
 
 SHARING = (
@@ -61,8 +74,23 @@ SHARING = (
     "tests/core/policy_server/test_vllm.py",
 )
 """Tests that use the one real vLLM (`served`) and therefore run in one worker."""
-APART = ("tests/e2e/test_survival.py",)
+APART = ("tests/e2e/test_many_machines.py", "tests/e2e/test_survival.py", "tests/house/test_docs_run.py")
 """Tests that share nothing with their neighbours."""
+LONGEST = (
+    "tests/e2e/test_survival.py",
+    "tests/chaos/",
+    *SHARING,
+    "tests/house/test_docs_run.py::test_slow_blocks_run[README.md]",
+    "tests/e2e/test_many_machines.py::test_a_real_training",
+    "tests/e2e/",
+    "tests/examples/test_rag_agent.py",
+    "tests/examples/test_math_model.py",
+)
+"""Slow tests of a minute and more, which begin first, so that no worker ends long after the others."""
+
+
+def _turn(item: pytest.Item) -> int:
+    return next((turn for turn, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -77,6 +105,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 return nodeid
             return "served" if nodeid.startswith(SHARING) else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # xdist's own order: what has the most tests first
     return ByWhatIsShared(config, log)
 
 
