@@ -185,7 +185,7 @@ class VLLMControl:
         """How many workers it has, over all of its parallel dimensions."""
         size = (await self._call("GET", "/get_world_size")).get("world_size")
         if not isinstance(size, int):
-            raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it vLLM 0.28 or newer?")
+            raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it a vLLM as new as 0.31?")
         return size
 
     async def join_transfer(self, info: Mapping[str, object], seconds: float) -> None:

@@ -96,11 +96,12 @@ class OverNetwork:
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
         """See `Loader.load`."""
         await self.ready(control)
+        described = _described(await asyncio.to_thread(entries, files))
         await control.expect_weights()
         await control.start_transfer()
         await self._both(
             control,
-            control.receive(_described(entries(files)), self._seconds + GRACE_SECONDS),
+            control.receive(described, self._seconds + GRACE_SECONDS),
             asyncio.to_thread(self._sender.send, files),
             f"the weights did not come over {self._backend}",
         )
