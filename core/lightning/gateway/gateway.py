@@ -158,6 +158,10 @@ class Gateway:
         self._own.book.lose()
         self._own.gate.stir()
 
+    def expect_restart(self) -> None:
+        """Its policy server has died and is being started again: call `replace_upstream` when it is there."""
+        self._own.pool.vacate()
+
     def replace_upstream(self, old: Upstream, new: Upstream) -> None:
         """A policy server was restarted at another address; requests that waited for it go on."""
         self._own.pool.replace(old, new)

@@ -201,6 +201,8 @@ class Member:
             return
         if not self._orphaned:
             self.policy.gate.close(self, UPDATING if notice.stance is Stance.HELD else RESTARTING)
+        if notice.stance is Stance.PAUSED:
+            self.policy.pool.vacate()
         if notice.stance is Stance.HELD and self._seat.ack != notice.epoch:
             self.policy.book.freeze()
             self._seat = replace(self._seat, ack=notice.epoch, keys=tuple(self.policy.book.keys()))

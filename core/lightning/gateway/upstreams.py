@@ -65,6 +65,7 @@ class Slot:
     missed_at: float = 0.0  # monotonic seconds: what was asked before then is no further miss
     asked: bool = False  # whether a check has ended: until then `healthy` is a hope
     other: str = ""  # what shows that another server answers there
+    vacant: bool = False  # its server has died, and the one that follows it has not been named yet
 
     def url(self, path: str) -> URL:
         """The address of a path on this server."""
@@ -93,11 +94,11 @@ class Pool:
 
         Raises `GatewayError` for what is not a server's address; nothing has changed then.
         """
-        if [slot.upstream for slot in self.slots] == list(upstreams):
+        if [slot.upstream for slot in self.slots if not slot.vacant] == list(upstreams):
             return
         slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         for slot, old in zip(slots, self.slots, strict=False):
-            if slot.upstream == old.upstream:
+            if slot.upstream == old.upstream and not old.vacant:
                 slot.healthy, slot.misses, slot.asked, slot.other = old.healthy, old.misses, old.asked, old.other
         self.slots = slots
         self._changed.set()
@@ -140,11 +141,20 @@ class Pool:
             names = ", ".join(slot.upstream.url for slot in self.slots) or "none is known"
             log.warning("no policy server was healthy for %g s: %s", self.grace, names)
 
+    def vacate(self) -> None:
+        """Servers that are known by a name of one start are being started again by whoever named them.
+
+        What answers at their addresses is nobody's concern before it is named, by `assign` or `replace`.
+        """
+        for slot in self.slots:
+            if not slot.upstream.claim:
+                slot.vacant, slot.healthy, slot.asked = True, False, True
+
     def replace(self, old: Upstream, new: Upstream) -> None:
         """Put a restarted server in its predecessor's place and let waiting requests go to it."""
         for slot in self.slots:
             if slot.upstream == old:
-                slot.upstream, slot.base, slot.misses = new, base_url(new), 0
+                slot.upstream, slot.base, slot.misses, slot.vacant = new, base_url(new), 0, False
                 self._mark(slot, healthy=True)
                 return
         raise GatewayError(f"{old} is not one of the gateway's upstreams: {[slot.upstream for slot in self.slots]}")
@@ -188,6 +198,8 @@ class Pool:
     async def check(self, slot: Slot, session: aiohttp.ClientSession) -> Found:
         """Ask a server now: whether it is well, and the one that was named."""
         asked, began, other, late, why = slot.base, time.monotonic(), "", False, "it does not answer"
+        if slot.vacant:
+            return Found.OUT
         try:
             async with session.get(slot.url("/health"), timeout=TIMEOUT, allow_redirects=False) as answer:
                 why = "" if answer.status == 200 else f"/health answered {answer.status}"
@@ -198,7 +210,7 @@ class Pool:
             late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error)
-        if slot.base is not asked:  # replaced while the old one was being asked
+        if slot.base is not asked or slot.vacant:  # replaced, or given up, while the old one was being asked
             return Found.OUT
         slot.asked = True
         if not late:

@@ -170,6 +170,7 @@ class Stack:
             self._serving.clear()
             (old,) = self.upstreams()
             async with self.owner.moving(self.upstreams), self.gateway.hold():
+                self.gateway.expect_restart()
                 await self.policy.restart(self.weights, self.version)
                 (new,) = self.upstreams()
                 self.gateway.replace_upstream(old, new)

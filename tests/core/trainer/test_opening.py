@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import ClientSession
 from lightning.config import Config, with_settings
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
+from lightning.gateway.upstreams import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
 from lightning.runner.remote import RemoteRunner
 from lightning.server.how_to_call import HowToCall
@@ -162,6 +164,48 @@ async def test_a_rollout_that_ends_its_policy_server_each_time_ends_before_the_r
     house.policy.died.set()
     with pytest.raises(PolicyServerError, match=f"died {restarts + 1} times in this run"):
         await asyncio.wait_for(asyncio.shield(stack._supervisor), 60)
+
+
+async def test_a_server_that_is_started_again_is_taken_for_no_other_ones(
+    house: House, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers at its address, under its new name, long before it has the run's weights and is named."""
+    lease, fake = await house.lease(), house.fake
+    stack = await house.open(tmp_path, restores=False)
+    both = (house.server, stack.gateway)
+    assert [await ask(gateway.llm(lease)) for gateway in both] == [200, 200]
+    pools, looked = [gateway._policies.of("run").pool for gateway in both], [0, 0]
+
+    async def restart(weights: Path | None, version: int) -> None:
+        async with asyncio.timeout(20):
+            while not all(gateway._policies.of("run").gate.closed for gateway in both):
+                await asyncio.sleep(0.005)
+            fake.model = house.policy.alias = "started-again"
+            await fake.start()
+            for number, pool in enumerate(pools):
+                _count(pool, looked, number)
+                pool.check_every = 0.01
+                pool._assigned.set()
+            while min(looked) < 3:
+                await asyncio.sleep(0.005)
+        assert [pool.healthy for pool in pools] == [0, 0]
+        house.policy.died.clear()
+
+    house.policy.restart = restart  # type: ignore[method-assign]
+    await fake.close()
+    house.policy.died.set()
+    assert await asyncio.gather(*(ask(gateway.llm(lease)) for gateway in both)) == [200, 200]
+    assert "another server answers" not in caplog.text
+
+
+def _count(pool: Pool, looked: list[int], number: int) -> None:
+    check = pool.check
+
+    async def counted(slot: Slot, session: ClientSession) -> Found:
+        looked[number] += 1
+        return await check(slot, session)
+
+    pool.check = counted  # type: ignore[method-assign]
 
 
 # what the trainer asks for ------------------------------------------------------------------------------------------
