@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import re
 import signal
 import ssl
 import sys
@@ -48,13 +49,24 @@ def may_be_slow(path: Path) -> bool:
     return any("mark.slow" in place.read_text() for place in places if place.exists())
 
 
+@functools.cache
+def is_slow(path: Path) -> bool:
+    """Whether all tests of a file are."""
+    return re.search(r"^pytestmark = .*mark\.slow\b", path.read_text(), re.MULTILINE) is not None
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import what the marker expression leaves out: importing is what takes the time."""
     if collection_path.suffix != ".py":
         return None
     wanted, needs = config.option.markexpr, needs_framework(collection_path)
-    left_out = wanted == "slow" and not may_be_slow(collection_path)
-    return left_out or ("not framework" in wanted and needs) or (wanted.startswith("framework") and not needs) or None
+    return (
+        (wanted == "slow" and not may_be_slow(collection_path))
+        or ("not slow" in wanted and is_slow(collection_path))
+        or ("not framework" in wanted and needs)
+        or (wanted.startswith("framework") and not needs)
+        or None
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
