@@ -4,8 +4,8 @@ The invariant: after `update_weights` the model computes with exactly the tensor
 wrong; then the group is left, so that the sender hears of it, and the layers have the tensors that they had.
 
 vLLM finds it by the name `lightning_gloo`, which the worker extension registers. vLLM's own backends cannot take its place:
-they want CUDA, and wait for an accelerator after each update. Written for the interface of vLLM 0.31, which is tested; it changed
-between releases before.
+they want CUDA, and wait for an accelerator after each update. Written for the interface of vLLM 0.31, which is tested; it
+changed between releases before.
 """
 
 from __future__ import annotations
