@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -67,6 +68,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         or (wanted.startswith("framework") and not needs)
         or None
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays until the end: nobody looks through it for garbage, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
