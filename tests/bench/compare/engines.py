@@ -71,8 +71,8 @@ def run_missing(given: argparse.Namespace) -> list[str]:
         try:
             result = run(engine, seed, folder, given)
         except RuntimeError as error:
-            failed.append(f"{what}: {error}")
-            tell(failed[-1])
+            failed.append(f"{what}: {str(error).splitlines()[-1].strip(' |')}")
+            tell(f"{what}: {error}")
             continue
         result.write(folder.with_suffix(".json"))
         report = result.report
@@ -90,7 +90,7 @@ def main(given: argparse.Namespace) -> int:
     if given.publish and results:
         publish(results, ROOT / "docs")
     for text in failed:
-        tell(f"failed: {text.partition(chr(10))[0]}")
+        tell(f"failed: {text}")
     return bool(failed)
 
 
