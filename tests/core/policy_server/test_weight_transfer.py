@@ -105,7 +105,7 @@ class Workers:
 
 
 async def attached(fake: Any, model: Path, sender: Any = None, backend: str = "gloo") -> AttachedVLLM:
-    config = PolicyServerConfig(attach=fake.url, weight_transfer=backend, transfer_timeout=30)  # type: ignore[arg-type]
+    config = PolicyServerConfig(attach=fake.url, weight_transfer=backend, transfer_timeout=30)
     server = AttachedVLLM(model, config, sender=sender)
     await server.start()
     fake.calls.clear()
