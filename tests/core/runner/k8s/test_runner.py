@@ -257,8 +257,8 @@ async def test_a_quota_is_waited_for_but_not_for_ever(
         await until(lambda: len(cluster.pods()) == 2, task)
     assert sum("exceeded quota" in record.getMessage() for record in caplog.records) == 1
     cluster.always_refuse = [quota]
-    text = await fails_with(cluster, config_for(cluster, tmp_path, start_timeout=0.2), site)
-    assert "no runner pod was running after 0.2 s (runner.k8s.start_timeout)" in text
+    text = await fails_with(cluster, config_for(cluster, tmp_path, start_timeout=1.5), site)
+    assert "no runner pod was running after 1.5 s (runner.k8s.start_timeout)" in text
     assert "Raise the namespace's quota" in text
 
 
