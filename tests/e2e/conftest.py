@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +23,18 @@ from lightning.types import Rollout, Status, StepRecord
 
 @dataclass
 class DemoRun:
-    """A run of `lightning demo raw` with few, small steps."""
+    """A run of `lightning demo raw` with few, small steps, or of another command that takes the same options."""
 
     folder: Path
     steps: int = 3
+    command: Sequence[str] = ("demo", "raw", "--held-out", "8")
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
         command = [
-            sys.executable, "-m", "lightning", "demo", "raw", "--out", str(self.folder), "--steps", str(self.steps),
-            "--held-out", "8", "--set", "trainer.tasks_per_step=4", "--set", "runner.concurrency=8", *more,
+            sys.executable, "-m", "lightning", *self.command, "--out", str(self.folder),
+            "--set", f"trainer.steps={self.steps}", "--set", "trainer.tasks_per_step=4",
+            "--set", "runner.concurrency=8", *more,
         ]  # fmt: skip
         with (self.folder.parent / "output.txt").open("ab") as log:
             self.process = subprocess.Popen(
@@ -91,6 +94,17 @@ class DemoRun:
         return subprocess.run(
             [sys.executable, "-m", "lightning", "audit", str(self.folder)], capture_output=True, text=True, timeout=120
         )
+
+    def assert_whole(self) -> None:
+        """All steps are there once, every trained rollout is in exactly one of them, and the audit finds nothing."""
+        steps = self.committed()
+        assert [record.step for record in steps] == list(range(self.steps))
+        trained = Counter(name for record in steps for name, _ in record.rollouts)
+        assert trained, "something was trained"
+        assert set(trained.values()) == {1}
+        assert self.report()["drift_tokens"] == 0
+        audited = self.audit()
+        assert audited.returncode == 0, audited.stdout
 
 
 def in_the_middle_of_step(step: int) -> Callable[[DemoRun], bool]:
