@@ -5,17 +5,25 @@ The invariant: importing this package costs nothing, since vLLM's own processes 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.policy_server.vllm_server import AttachedVLLM, OwnedVLLM, make_policy_server, served_version
+    from lightning.policy_server.attached import AttachedVLLM, served_version
+    from lightning.policy_server.choose import make_policy_server
+    from lightning.policy_server.vllm_server import OwnedVLLM
 
 __all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server", "served_version"]
 
+_HOMES = {
+    "AttachedVLLM": "attached",
+    "OwnedVLLM": "vllm_server",
+    "make_policy_server": "choose",
+    "served_version": "attached",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        from lightning.policy_server import vllm_server
-
-        return getattr(vllm_server, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

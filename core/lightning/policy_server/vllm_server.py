@@ -1,8 +1,7 @@
-"""A vLLM that is ours, or one that runs already, behind the `PolicyServer` contract.
+"""The update of a vLLM behind the `PolicyServer` contract, and the vLLM that this process starts.
 
 The invariant: between two updates a server samples from exactly the version it says it has; when an update fails after
-the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left. A server
-that somebody else runs takes weights from one trainer at a time: the one that attached last.
+the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left.
 
 The probe comes after the resume: a paused vLLM answers no completion. LoRA does not arrive here, the trainer merges it.
 """
@@ -21,11 +20,11 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
+from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
 from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
-from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.policy_server.protocol import Probe, Update
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.policy_server.weight_transfer.sender import no_cuda
 from lightning.policy_server.weight_transfer.transfer import Loader, make_loader
@@ -37,12 +36,9 @@ LOOK_SECONDS = 1.0
 """How often a server is asked whether it is well."""
 REFUSALS = 5
 """So many refused connections in a row, one each time, and a server counts as dead although its process lives."""
-TAKE_OVER_SECONDS = 5.0
-"""How long the weights of a server that was another trainer's are left alone: its gateways look every two seconds whose it is,
-and what they have sent to it by then is not to be sampled by ours."""
 
 
-class _VLLMServer(ABC):
+class VLLMServer(ABC):
     """What owned and attached servers have in common: the update."""
 
     def __init__(self, model: Path, version: int, loader: Loader) -> None:
@@ -204,7 +200,7 @@ class _VLLMServer(ABC):
         return False
 
 
-class OwnedVLLM(_VLLMServer):
+class OwnedVLLM(VLLMServer):
     """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
 
     The port is chosen at the first start and kept, so that `url` stays the same over restarts. Each start serves the model
@@ -311,133 +307,3 @@ class OwnedVLLM(_VLLMServer):
         if self._process is not None:
             await self._process.stop()
             self._process = None
-
-
-class AttachedVLLM(_VLLMServer):
-    """A vLLM that somebody else runs, at `config.attach`; it must see the files of the trainer under the same paths, unless
-    they are sent to it (`config.weight_transfer`).
-
-    It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
-    `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
-
-    With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
-    that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
-    """
-
-    def __init__(
-        self, model: Path, config: PolicyServerConfig, *, claims: bool = True, sender: Sender | None = None
-    ) -> None:
-        super().__init__(model.resolve(), 0, make_loader(config, sender))
-        self._config, self._claims = config, claims
-        self._root = config.attach.rstrip("/").removesuffix("/v1")
-
-    async def start(self) -> None:
-        """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
-
-        A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
-        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`.
-        """
-        await self._attach()
-
-    async def _attach(self, *over: str) -> None:
-        """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
-        check_model_folder(self._folder)
-        await asyncio.to_thread(self._loader.check)
-        control = VLLMControl(self._root)
-        state = await control.health()
-        if state != "ok":
-            raise PolicyServerError(
-                f"no vLLM answers at policy_server.attach = {self._config.attach!r} (health: {state}); "
-                "start it, or leave policy_server.attach empty to have one started"
-            )
-        self._name = await control.served_model()
-        version = await (self._claim_it(control, *over) if self._claims else control.attach())
-        self._version = -1 if version is None else version
-        if version is not None and await control.is_paused():
-            await control.resume()
-        self._control, self._serving = control, True
-
-    async def _claim_it(self, control: VLLMControl, *over: str) -> int | None:
-        """Own its weights from now on; their version."""
-        claim = secrets.token_hex(8)
-        version, before = await control.claim(claim, *over)
-        self._claim = claim
-        if before not in ("", *over):
-            logger.warning(
-                "the vLLM at %s was another trainer's; taking it over in %g s", self._root, TAKE_OVER_SECONDS
-            )
-            await asyncio.sleep(TAKE_OVER_SECONDS)
-        return version
-
-    async def restart(self, weights: Path | None, version: int) -> None:
-        """Wait until its owner has brought it back, then give it `weights` (None: the folder's) as `version`.
-
-        Raises PolicyServerError when it does not come, or when another trainer has attached to it.
-        """
-        deadline = time.monotonic() + self._config.start_timeout
-        self._serving = False
-        while await VLLMControl(self._root).health() != "ok":
-            if time.monotonic() > deadline:
-                raise PolicyServerError(
-                    f"the vLLM at {self._root} died and did not come back within {self._config.start_timeout:.0f} s"
-                )
-            await asyncio.sleep(1.0)
-        await self._attach(*([self._claim] if self._claim else []))
-        if weights is not None:
-            await self.update(weights, version)
-            return
-        async with self._changing:
-            await self._running().set_version(version)
-        self._version = version
-
-    async def _is_another(self, control: VLLMControl) -> bool:
-        """Whether it was started again, or belongs to another trainer now. One that is too busy to say is the same."""
-        if self._changing.locked():
-            return False
-        try:
-            await control.check_ours()
-        except (NoRoutesError, NotOursError):
-            return True
-        except PolicyServerError as error:
-            logger.debug("%s did not say whose it is: %s", self._root, error)
-        return False
-
-    def _give_up(self) -> str:
-        return f"{self._root} stays paused, its weights are undefined; restart it and attach again"
-
-    async def close(self) -> None:
-        """Let go of it; it goes on serving, and is the next trainer's at once."""
-        self._serving = False
-        if self._control is None or not self._control.claimed_as:
-            return
-        try:
-            await self._control.let_go()
-        except PolicyServerError as error:
-            logger.info("%s was not told that its trainer has gone: %s", self._root, error)
-
-
-async def served_version(url: str) -> int | None:
-    """The weight version of the vLLM at `url`; None when an update broke off and nobody knows.
-
-    Raises PolicyServerError when it does not answer or lacks the worker extension.
-    """
-    return await VLLMControl(url.rstrip("/").removesuffix("/v1")).attach()
-
-
-def make_policy_server(
-    model: Path,
-    config: PolicyServerConfig,
-    *,
-    log: Path,
-    version: int = 0,
-    claims: bool = True,
-    sender: Sender | None = None,
-) -> PolicyServer:
-    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
-
-    Without `claims` an attached one is used as it is, and somebody else may train it. Over the network `sender` sends
-    weights; without one this process does.
-    """
-    if config.attach:
-        return AttachedVLLM(model, config, claims=claims, sender=sender)
-    return OwnedVLLM(model, config, log=log, version=version, sender=sender)

@@ -22,7 +22,7 @@ ORDER = ["attach", "pause", "in_flight", "load", "reset_prefix_cache", "set_vers
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of another trainer's is taken over without a wait."""
-    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
 
 
 async def attached(fake: Any, model: Path) -> AttachedVLLM:
@@ -280,7 +280,7 @@ async def test_a_server_that_is_lost_during_an_update_is_left_to_its_new_trainer
 async def test_a_trainers_server_is_taken_over_when_its_calls_have_ended_and_one_let_go_of_at_once(
     fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 60.0)
+    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 60.0)
     first = await attached(fake, model)
     second = asyncio.create_task(attached(fake, model))
     while "was another trainer's" not in caplog.text:
@@ -291,10 +291,10 @@ async def test_a_trainers_server_is_taken_over_when_its_calls_have_ended_and_one
     assert not second.done()
     second.cancel()
     assert fake.claim, "it was not the first one's to let go of"
-    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
     await (await attached(fake, model)).close()
     assert fake.claim == ""
-    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 60.0)
+    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 60.0)
     async with asyncio.timeout(20):
         await attached(fake, model)
 

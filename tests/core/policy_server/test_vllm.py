@@ -116,7 +116,7 @@ async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(
 
 
 async def test_an_attached_one_is_the_trainers_that_attached_last(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "TAKE_OVER_SECONDS", 0.0)
+    monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
     config = PolicyServerConfig(attach=served.vllm.url)
     first, second = (AttachedVLLM(served.first, config) for _ in range(2))
     await first.start()

@@ -1,0 +1,33 @@
+"""Which policy server a configuration asks for.
+
+The invariant: nothing is started or asked here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning.config.models import PolicyServerConfig
+from lightning.policy_server.attached import AttachedVLLM
+from lightning.policy_server.protocol import PolicyServer
+from lightning.policy_server.vllm_server import OwnedVLLM
+from lightning.policy_server.weight_transfer.layout import Sender
+
+
+def make_policy_server(
+    model: Path,
+    config: PolicyServerConfig,
+    *,
+    log: Path,
+    version: int = 0,
+    claims: bool = True,
+    sender: Sender | None = None,
+) -> PolicyServer:
+    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
+
+    Without `claims` an attached one is used as it is, and somebody else may train it. Over the network `sender` sends
+    weights; without one this process does.
+    """
+    if config.attach:
+        return AttachedVLLM(model, config, claims=claims, sender=sender)
+    return OwnedVLLM(model, config, log=log, version=version, sender=sender)
