@@ -221,11 +221,22 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.word = ""
+        self.held = False
 
     def check(self, backend: str) -> None:
         self.calls.append(backend)
 
+    def hold(self) -> bool:
+        assert not self.held
+        self.held = True
+        return True
+
+    def release(self) -> None:
+        assert self.held
+        self.held = False
+
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
+        assert self.held, "vLLM would wait while it does something else"
         self.calls.append((backend, towards, world, seconds))
         return Meeting("192.0.2.1", 4711, world, seconds)
 
@@ -236,6 +247,7 @@ class Recorder:
         return self.word
 
     def send(self, files: Sequence[Path]) -> None:
+        assert self.held
         self.calls.append(list(files))
 
     def leave(self) -> None:
@@ -303,7 +315,7 @@ def test_the_verl_engines_sender_is_its_first_worker(tmp_path: Path) -> None:
         return "word", "the disk is full" if method == "send" else ""
 
     config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": 0}).engine
-    sender = FirstWorker(call, config)
+    sender = FirstWorker(call, threading.Lock(), config)
     sender.check("gloo")
     with pytest.raises(ConfigError, match="needs a CUDA device for verl's workers"):
         sender.check("nccl")

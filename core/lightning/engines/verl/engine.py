@@ -76,8 +76,11 @@ class VerlEngine:
         self._taken = _Taken()
         self._saved: tuple[Path, _Taken] | None = None
         self._restarts = 0
-        self._calling = threading.Lock()
-        """Held during a call: weights may have to be sent to a vLLM that was started again while a step is computed."""
+        self._turn = threading.Lock()
+        """Held during a call, and during a transfer: weights may have to be sent to a vLLM that was started again while a step
+        is computed."""
+        self._sends = threading.Lock()
+        """Held during one call of a transfer: the call that leaves it is made while another is under way."""
         self._budget = config.engine.tokens_per_microbatch
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
@@ -126,7 +129,7 @@ class VerlEngine:
             "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(opened.optimizer),
             "critic": opened.trunk or "", "policy_steps": taken.policy, "critic_steps": taken.critic,
         }  # fmt: skip
-        with whole_folder(folder) as path:
+        with self._turn, whole_folder(folder) as path:
             for host, files in self._run("save", path.resolve(), taken.policy):
                 _check_seen(host, [path / file for file in files], folder)
             (path / _STATE).write_text(json.dumps(state, indent=1) + "\n")
@@ -156,17 +159,22 @@ class VerlEngine:
 
     def sender(self) -> FirstWorker:
         """The first worker, which writes the file of `weights`."""
-        return FirstWorker(self._sending, self._config.engine)
+        return FirstWorker(self._sending, self._turn, self._config.engine)
 
     def close(self) -> None:
         """End the workers, and the cluster if it was started here. Idempotent."""
-        if self._group is not None:
-            self._group.close()
-        if self._own_cluster:
+        self._opened = None  # first: a call in another thread would start again the workers that die of this
+        group, self._group = self._group, None
+        self._end(group)
+
+    def _end(self, group: Group | None) -> None:
+        if group is not None:
+            group.close()
+        own, self._own_cluster = self._own_cluster, False
+        if own:
             import ray
 
             ray.shutdown()
-        self._group, self._opened, self._own_cluster = None, None, False
 
     def _ready(self) -> _Opened:
         if self._opened is None:
@@ -174,9 +182,9 @@ class VerlEngine:
         return self._opened
 
     def _sending(self, method: str, *arguments: object) -> tuple[Any, str]:
-        """A call of the first worker's sender: what it answers, and what went wrong."""
-        self._ready()
-        answer: tuple[Any, str] = self._again(lambda: self._run("sending", method, arguments))[0]
+        """A call of the first worker's sender, by who holds the turn: what it answers, and what went wrong."""
+        with self._sends:
+            answer: tuple[Any, str] = self._until_done(lambda: self._run("sending", method, arguments))[0]
         return answer
 
     def _checked(self, samples: Sequence[Sample]) -> None:
@@ -199,26 +207,40 @@ class VerlEngine:
         arguments = {
             "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
         }  # fmt: skip
-        if engine.verl.world_size:
-            self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
-            self._group = OnRay(engine.verl, made, arguments, self._device, again=again)
-        else:
-            self._group = Alone(made, arguments)
-        self._ranks = self._run("place")
+        group: Group | None = None
+        try:
+            if engine.verl.world_size:
+                self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
+                group = OnRay(engine.verl, made, arguments, self._device, again=again)
+            else:
+                group = Alone(made, arguments)
+            self._ranks = group.run("place", [()] * group.size)
+            self._group = group
+        finally:
+            if self._opened is None:  # `close` was called meanwhile, and saw nothing of these
+                self._group = None
+                self._end(group)
+        self._ready()
 
     def _again(self, call: Callable[[], T]) -> T:
+        """What a call returns, made when no other is under way; see `_until_done`."""
+        with self._turn:
+            return self._until_done(call)
+
+    def _until_done(self, call: Callable[[], T]) -> T:
         """What a call returns; when workers die, they are made again and it is made again."""
         lost: WorkersLostError | None = None
-        with self._calling:
-            while True:
-                try:
-                    if lost is not None:
-                        self._revive(lost)
-                    return call()
-                except WorkersLostError as error:
-                    lost = error
+        while True:
+            try:
+                if lost is not None:
+                    self._revive(lost)
+                return call()
+            except WorkersLostError as error:
+                lost = error
 
     def _revive(self, error: WorkersLostError) -> None:
+        if self._opened is None:
+            raise EngineError("the engine was closed while it computed") from error
         allowed = self._config.engine.verl.restarts
         if self._restarts >= allowed:
             raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: resume the run") from error
@@ -294,13 +316,12 @@ class VerlEngine:
         self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any
     ) -> list[tuple[list[int], Any]]:
         """For each place the numbers of its rows, and what it answers about them."""
-        assert self._group is not None, "open() makes the group"
         hands = deal([len(sample) for sample in samples], self._places())
         count = max(len(hand) for hand in hands)
         shares = [share(samples, hand, count) for hand in hands]
         budget = max(self._budget, *(len(sample) for sample in samples))
         parts = [(shares[place], *arguments, budget) for place, _ in self._ranks]
-        answers = self._group.run(method, parts, **named)
+        answers = self._working().run(method, parts, **named)
         spoken = {place: answer for (place, speaks), answer in zip(self._ranks, answers, strict=True) if speaks}
         return [(hand, spoken[place]) for place, hand in enumerate(hands)]
 
@@ -309,8 +330,15 @@ class VerlEngine:
 
     def _run(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """The same call on every rank."""
-        assert self._group is not None, "open() makes the group"
-        return self._group.run(method, [arguments] * self._group.size, **named)
+        group = self._working()
+        return group.run(method, [arguments] * group.size, **named)
+
+    def _working(self) -> Group:
+        group = self._group
+        if group is None:
+            self._ready()
+            raise EngineError("the workers of the verl engine have not been started: call open() again")
+        return group
 
 
 def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:

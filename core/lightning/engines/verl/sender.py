@@ -1,13 +1,15 @@
 """verl's first worker as the one that sends weights to vLLM: it wrote their file, and over NCCL it has the GPU.
 
-The invariant: a call is made once no other is under way, since workers do one thing after another; where they have to be
-started again for it, the first of the new ones is in no group, and says so.
+The invariant: the workers do one thing after another, and a transfer is one thing: vLLM, which waits for its next part, never
+waits for a step. Where workers have to be started again for a part, the first of the new ones is in no group, and says so.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,28 @@ from lightning.policy_server.weight_transfer.sender import no_cuda
 
 class FirstWorker:
     """Implements `weight_transfer.layout.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender and
-    returns what it answered, and what went wrong."""
+    returns what it answered, and what went wrong; whoever calls the workers holds `turn`."""
 
-    def __init__(self, call: Callable[..., tuple[Any, str]], config: EngineConfig) -> None:
-        self._call, self._config = call, config
+    def __init__(self, call: Callable[..., tuple[Any, str]], turn: threading.Lock, config: EngineConfig) -> None:
+        self._call, self._turn, self._config = call, turn, config
+        self._holds = False
 
     def check(self, backend: str) -> None:
         """See `Sender.check`."""
         if backend == "nccl" and choose(self._config.device) == "cpu":
             raise no_cuda("for verl's workers (engine.device = 'cuda' where they are on other machines)")
+
+    def hold(self) -> bool:
+        """See `Sender.hold`."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        self._holds = True
+        return True
+
+    def release(self) -> None:
+        """See `Sender.release`."""
+        self._holds = False
+        self._turn.release()
 
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
         """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from the workers'."""
@@ -57,7 +72,8 @@ class FirstWorker:
 
     def _answer(self, method: str, *arguments: object) -> Any:
         try:
-            answer, problem = self._call(method, *arguments)
+            with nullcontext() if self._holds else self._turn:
+                answer, problem = self._call(method, *arguments)
         except LightningError as error:
             raise PolicyServerError(f"verl's workers, which send the weights, are gone: {error}") from error
         if problem:

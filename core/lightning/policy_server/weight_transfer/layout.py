@@ -73,6 +73,13 @@ class Sender(Protocol):
     def check(self, backend: str) -> None:
         """Raise `ConfigError` when it cannot send in this way at all."""
 
+    def hold(self) -> bool:
+        """Keep its process from all else until `release`; false when it is doing something now. Never blocks. A transfer
+        is held from before vLLM is told to wait: vLLM gives up on a sender that first computes a step."""
+
+    def release(self) -> None:
+        """End what `hold` began. Never blocks."""
+
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
         """Leave the group there was and open the place where a new one is made, at the address of this machine that the
         host `towards` reaches. A transfer, too, may take so many seconds."""

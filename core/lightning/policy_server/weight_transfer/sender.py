@@ -32,6 +32,13 @@ class LocalSender:
         if backend == "nccl" and not (self._device.startswith("cuda") and torch.cuda.is_available()):
             raise no_cuda("where the trainer's weights are")
 
+    def hold(self) -> bool:
+        """See `Sender.hold`. Files are read and sent beside whatever this process does."""
+        return True
+
+    def release(self) -> None:
+        """See `Sender.release`."""
+
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
         """See `Sender.listen`."""
         self.leave()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 60.0
 """vLLM is asked for longer than a transfer may take, so that its own error comes first."""
+HOLD_SECONDS = 0.02
+"""How often a sender that is busy is asked whether it is free."""
 
 
 class Loader(Protocol):
@@ -75,6 +78,10 @@ class OverNetwork:
 
     async def ready(self, control: VLLMControl) -> None:
         """Have both sides in one group: the last one, unless one of them was started again or a transfer broke off."""
+        async with self._held():
+            await self._ready(control)
+
+    async def _ready(self, control: VLLMControl) -> None:
         states = await control.transfer_states()
         self._check_backend(control, {str(state["backend"]) for state in states})
         known = {str(state["group"]) for state in states}
@@ -95,17 +102,28 @@ class OverNetwork:
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
         """See `Loader.load`."""
-        await self.ready(control)
-        described = _described(await asyncio.to_thread(entries, files))
-        await control.expect_weights()
-        await control.start_transfer()
-        await self._both(
-            control,
-            control.receive(described, self._seconds + GRACE_SECONDS),
-            asyncio.to_thread(self._sender.send, files),
-            f"the weights did not come over {self._backend}",
-        )
-        await control.finish_transfer()
+        async with self._held():
+            await self._ready(control)
+            described = _described(await asyncio.to_thread(entries, files))
+            await control.expect_weights()
+            await control.start_transfer()
+            await self._both(
+                control,
+                control.receive(described, self._seconds + GRACE_SECONDS),
+                asyncio.to_thread(self._sender.send, files),
+                f"the weights did not come over {self._backend}",
+            )
+            await control.finish_transfer()
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Hold the sender, once it does nothing else. Asked again and again: a thread that waited could not be cancelled."""
+        while not self._sender.hold():  # noqa: ASYNC110 — it is a lock of threads
+            await asyncio.sleep(HOLD_SECONDS)
+        try:
+            yield
+        finally:
+            self._sender.release()
 
     def _check_backend(self, control: VLLMControl, found: set[str]) -> None:
         wanted = BACKENDS[self._backend]
