@@ -65,7 +65,7 @@ class AttachedVLLM(VLLMServer):
             )
         self._name = await control.served_model()
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
-        self._version = -1 if version is None else version
+        self._version, self._weights = -1 if version is None else version, ()
         if version is not None and await control.is_paused():
             await control.resume()
         self._control, self._serving = control, True

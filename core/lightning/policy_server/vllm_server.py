@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,8 +47,8 @@ class VLLMServer(ABC):
         self._name = self._alias = self._claim = ""
         self._control: VLLMControl | None = None
         self._serving = False
-        self._weights: Path | None = None
-        """The file of the current version; None: the model folder."""
+        self._weights: Sequence[Path] = ()
+        """The files of the current version; none where nobody here knows them, as in a server that ran before."""
         self._changing = asyncio.Lock()
 
     @property
@@ -115,6 +115,7 @@ class VLLMServer(ABC):
             await self._loader.ready(control)
         except PolicyServerError as error:
             raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
+        await control.check_ours()  # a group takes its time to meet
         try:
             await control.pause()
             in_flight = await control.in_flight()
@@ -128,7 +129,7 @@ class VLLMServer(ABC):
         except PolicyServerError as error:
             await self._put_back(control, error, loading=loading)
             raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
-        self._version, self._weights = version, weights
+        self._version, self._weights = version, [weights]
         try:
             await control.resume()
         except PolicyServerError as error:
@@ -138,9 +139,13 @@ class VLLMServer(ABC):
     async def _put_back(self, control: VLLMControl, cause: PolicyServerError, *, loading: bool) -> None:
         """Bring the old weights back and resume; where that fails, see to it that nothing is sampled any more."""
         try:
+            await control.check_ours()
+            if loading and not self._weights:
+                raise PolicyServerError(
+                    f"this trainer has not given it version {self._version} and has no weights of it"
+                )
             if loading:
-                files = [self._weights] if self._weights else await asyncio.to_thread(checkpoint_files, self._folder)
-                await self._loader.load(control, files)
+                await self._loader.load(control, self._weights)
                 await control.drop_prefix_cache()
                 await control.set_version(self._version)
             await control.resume()
@@ -260,7 +265,7 @@ class OwnedVLLM(VLLMServer):
             except BaseException:
                 await self._stop()
                 raise
-        self._version, self._weights, self._serving = version, None, True
+        self._version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
     async def _until_ready(self, process: ServerProcess, control: VLLMControl) -> None:
         deadline = time.monotonic() + self._config.start_timeout

@@ -16,7 +16,7 @@ from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
-ORDER = ["attach", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
+ORDER = ["attach", "attach", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume"]
 
 
 @pytest.fixture(autouse=True)
@@ -140,13 +140,20 @@ async def test_a_failed_load_puts_the_old_weights_back(fake: Any, model: Path, a
     assert (await server.update(model / "model.safetensors", 2)).version == 2
 
 
-async def test_before_the_first_update_the_folder_is_what_is_put_back(fake: Any, model: Path, alter: Alter) -> None:
+async def test_weights_that_were_there_before_it_attached_are_not_known_to_be_put_back(fake: Any, model: Path) -> None:
+    """The model folder's are not them: under their version's name nothing else is ever sampled from."""
+    fake.version, fake.fail["lightning_load"] = 7, 1
     server = await attached(fake, model)
+    with pytest.raises(PolicyServerError, match=r"broke; then version 7 could not.*has no weights of it.*stays paused"):
+        await server.update(model / "model.safetensors", 8)
+    assert fake.calls.count("load") == 1
+    assert (fake.paused, fake.version) == (True, None)
+    await server.update(model / "model.safetensors", 8)
+    fake.version, fake.paused = 7, False
+    await server.start()
     fake.fail["lightning_load"] = 1
-    with pytest.raises(PolicyServerError, match="version 0 goes on"):
-        await server.update(alter(model, lambda t: t), 1)
-    assert fake.weights == (str(model / "model.safetensors"),)
-    assert not fake.paused
+    with pytest.raises(PolicyServerError, match="has no weights of it"):
+        await server.update(model / "model.safetensors", 9)
 
 
 @pytest.mark.parametrize("step", ["/pause", "lightning_in_flight"])
@@ -161,12 +168,13 @@ async def test_a_failure_before_the_load_only_resumes(fake: Any, model: Path, st
 
 async def test_what_cannot_be_put_back_stays_paused(fake: Any, model: Path) -> None:
     server = await attached(fake, model)
+    await server.update(model / "model.safetensors", 1)
     fake.fail["lightning_load"] = 2
-    with pytest.raises(PolicyServerError, match=r"could not be put back.*stays paused.*undefined; restart it"):
-        await server.update(model / "model.safetensors", 1)
+    with pytest.raises(PolicyServerError, match=r"could not be put back.*broke.*stays paused.*undefined; restart it"):
+        await server.update(model / "model.safetensors", 2)
     assert fake.paused
     assert fake.version is None
-    assert server.version == 0
+    assert server.version == 1
 
 
 async def test_a_resume_that_fails_is_told(fake: Any, model: Path) -> None:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
 JOIN = ["get_world_size", "init_weight_transfer_engine", "group"]
 LOAD = ["transfer", "expect", "start_weight_update", "update_weights", "finish_weight_update"]
-ORDER = ["attach", "transfer", "pause", "in_flight", *LOAD, "reset_prefix_cache", "set_version", "resume"]
+ORDER = ["attach", "transfer", "attach", "pause", "in_flight", *LOAD, "reset_prefix_cache", "set_version", "resume"]
 
 
 class Workers:
@@ -178,7 +178,7 @@ async def test_weights_that_vllm_refuses_free_the_sender_and_the_old_ones_are_pu
 class Breaking(LocalSender):
     """Breaks off in the middle, so often."""
 
-    breaks = 1
+    breaks = 0
 
     def send(self, files: Sequence[Path]) -> None:
         self.breaks -= 1
@@ -191,15 +191,16 @@ class Breaking(LocalSender):
 @pytest.mark.parametrize("breaks", [1, 2])
 async def test_a_sender_that_breaks_off(fake: Any, workers: Workers, model: Path, alter: Alter, breaks: int) -> None:
     sender = Breaking()
-    sender.breaks = breaks
     server = await attached(fake, model, sender)
-    update = server.update(alter(model, lambda t: t), 1)
+    await server.update(model / "model.safetensors", 1)
+    sender.breaks = breaks
+    update = server.update(alter(model, lambda t: t.update({name: value + 1 for name, value in t.items()})), 2)
     with pytest.raises(
-        PolicyServerError, match="the sender was killed.*could not be put" if breaks > 1 else "0 goes on"
+        PolicyServerError, match="the sender was killed.*could not be put" if breaks > 1 else "1 goes on"
     ):
         await update
     assert fake.paused is (breaks > 1), "nothing is sampled from what is left"
-    assert fake.version == (None if breaks > 1 else 0)
+    assert fake.version == (None if breaks > 1 else 1)
     assert (breaks > 1) or workers.have(model / "model.safetensors")
 
 
