@@ -46,11 +46,13 @@ class FirstWorker:
         self._turn.release()
 
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
-        """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from the workers'."""
+        """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from other machines;
+        where there are none loopback is kept, which no firewall closes and nobody else hears."""
         if self._config.verl.world_size and _is_loopback(towards):
             import ray
 
-            towards = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+            if sum(node["Alive"] for node in ray.nodes()) > 1:
+                towards = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         meeting: Meeting = self._answer("listen", backend, towards, world, seconds)
         return meeting
 

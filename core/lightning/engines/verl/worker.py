@@ -135,13 +135,16 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             write_folder(source, weights, dtype, folder)
 
     def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
-        """A call of the first rank's sender: what it answers, and what went wrong. Other ranks have nothing to send."""
+        """A call of the first rank's sender: what it answers, and what went wrong, whatever it is: a transfer that failed
+        ends no worker. Other ranks have nothing to send."""
         if self.rank:
             return None, ""
         try:
             return getattr(self._sender, method)(*arguments), ""
         except LightningError as error:
             return None, str(error)
+        except Exception as error:  # noqa: BLE001 — raised, it would end all workers
+            return None, f"{type(error).__name__}: {error}"
 
     def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
         """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
