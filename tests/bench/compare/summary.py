@@ -231,9 +231,11 @@ def draw(runs: Sequence[Run], file: Path) -> None:
 
 
 def draw_arm(axes: Any, curves: Sequence[Sequence[tuple[float, float]]], color: str, label: str) -> None:
-    """Curves of (cost, reward) that begin at 0: each thin, and their mean thick, as far as all of them go."""
+    """Curves of (cost, reward) that begin at 0: each thin, and their mean thick, as far as all of them go. None is no line."""
     import numpy as np
 
+    if not curves:
+        return
     for curve in curves:
         axes.plot(*zip(*curve, strict=True), color=color, alpha=0.3, linewidth=1)
     grid = np.linspace(0.0, min(curve[-1][0] for curve in curves), 100)

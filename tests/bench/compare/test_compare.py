@@ -260,7 +260,8 @@ def by_engine(engine: str, seed: int, after: float, gap: float | None = 1e-5) ->
         "max_logprob_gap": gap,
         "time": {"start": 40.0, "rollout": 10.0, "train": 3.0, "checkpoint": 1.0, "update": 2.0, "eval": 50.0},
     }
-    return engines_table.Result(engine, seed, report, {"verl": "0.9", "vllm": "-"}, 100.0, 120.0, 1.5)
+    settings = {"steps": 2, "held_out": 10, "eval_every": 1, "set": ["engine.lr=1e-3"]}
+    return engines_table.Result(engine, seed, settings, report, {"verl": "0.9", "vllm": "-"}, 100.0, 120.0, 1.5)
 
 
 class TestEngines:
@@ -272,6 +273,20 @@ class TestEngines:
         assert verl.endswith("| 2.0e-05 |"), "the largest that is known"
         assert results[0].curve == [(0.0, 0.3), (2.0, 0.8)]
 
+    def test_runs_of_different_settings_are_not_tabled_together(self, tmp_path: Path):
+        (tmp_path / "torch").mkdir()
+        result = by_engine("torch", 0, 0.8)
+        result.write(tmp_path / "torch" / "seed-0.json")
+        assert engines_table.read_all(tmp_path, result.settings) == [result]
+        with pytest.raises(ConfigError, match=r"torch/seed-0\.json is of a run with .*'steps': 2.*'steps': 3.*--out"):
+            engines_table.read_all(tmp_path, {**result.settings, "steps": 3})
+
+    def test_runs_without_evaluations_are_tabled(self):
+        result = by_engine("torch", 0, 0.8)
+        bare = replace(result, report={**result.report, "before": None, "after": None, "evaluations": []})
+        assert "| torch | 1 | - | - |" in engines_table.table([bare])
+        assert engines_table.note([bare]).startswith("no held-out tasks, 2 steps; set: `engine.lr=1e-3`; verl 0.9. ")
+
     @pytest.mark.slow
     def test_publishing_writes_page_picture_and_data(self, tmp_path: Path):
         (tmp_path / "multi-gpu.md").write_text("before\n<!-- engines: begin -->\nold\n<!-- engines: end -->\nafter\n")
@@ -279,11 +294,13 @@ class TestEngines:
         result.write(tmp_path / "seed-0.json")
         read = engines_table.Result.read(tmp_path / "seed-0.json")
         assert read == result
-        engines_table.publish([read, by_engine("verl-1", 0, 0.9)], tmp_path)
+        other = by_engine("verl-1", 0, 0.9)
+        bare = replace(by_engine("verl-2", 0, 0.9), report={**other.report, "evaluations": []})
+        engines_table.publish([read, other, bare], tmp_path)
         page = (tmp_path / "multi-gpu.md").read_text()
         assert page.startswith("before\n")
         assert page.endswith("after\n")
-        assert "10 held-out tasks, 2 steps; verl 0.9. Failed" in page
+        assert "10 held-out tasks, 2 steps; set: `engine.lr=1e-3`; verl 0.9. Failed" in page
         assert (tmp_path / "engines.svg").read_text().count("<path") > 4
         data = json.loads((tmp_path / "data" / "engines.json").read_text())
-        assert [run["engine"] for run in data["runs"]] == ["torch", "verl-1"]
+        assert [run["engine"] for run in data["runs"]] == ["torch", "verl-1", "verl-2"]
