@@ -56,7 +56,8 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         if self._wanted != "only":
             found = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self._critic is not None and hidden is not None:
-            # Values, not hidden states, are what ranks that share a sequence send one another.
+            # Values, not hidden states, are what ranks that share a sequence send one another. All tokens are valued, though
+            # the loss alone knows which few count: 8 bytes for each of a token's hidden units, beside 12 for each word.
             values = self._gather_and_unpad_packed(self._critic(hidden.squeeze(0)), output_args["pad_size"])
             found["values"] = torch.nested.nested_tensor_from_jagged(values, micro_batch["input_ids"].offsets())
         return found

@@ -143,7 +143,7 @@ def test_two_workers_compute_it_also_when_one_is_killed(
         assert_equal(engine.values(batch), torch_engine.values(batch))
     assert two.sender().group() == "", "the first worker is another one now, too, and in no group"
     workers()[0].kill()
-    with pytest.raises(EngineError, match="the last checkpoint is older than step 5"):
+    with pytest.raises(EngineError, match="the last checkpoint is older than step 6"):
         two.step(rows(6), LOSS)
 
 
@@ -162,15 +162,17 @@ def sent(sender: Sender, file: Path) -> dict[str, torch.Tensor]:
 
 def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
     """Logprobs, values, gradient, metrics and what was seen, over steps with different losses, of 7 rows each: the second
-    teaches the critic nothing, the last one nothing else."""
-    losses: list[Loss] = [LOSS, CALLS, LOSS, LOSS]
+    teaches the critic nothing, the fourth nothing else, and the last one's critic learns of one row, which is one rank's."""
+    losses: list[Loss] = [LOSS, CALLS, LOSS, LOSS, LOSS]
     for number, loss in enumerate(losses):
         batch = rows(number, temperature=0.7 if number == 2 else 1.0)
         if number != 1:
-            batch = valued(batch)
+            batch = valued(batch) if number != 4 else [*valued(batch)[:1], *batch[1:]]
         if number == 3:
             batch = [replace(row, weights=np.zeros_like(row.weights)) for row in batch]
-        assert_equal(verl.logprobs(batch), torch_engine.logprobs(batch))
+        logprobs = verl.logprobs(batch)
+        assert all(np.flatnonzero(np.isnan(row)).tolist() == [0] for row in logprobs)
+        assert_equal(logprobs, torch_engine.logprobs(batch))
         states = [*batch, replace(batch[0], spans=())]
         assert_equal(verl.values(states), torch_engine.values(states))
         found, expected = verl.step(batch, loss), torch_engine.step(batch, loss)
