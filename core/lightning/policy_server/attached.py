@@ -64,6 +64,8 @@ class AttachedVLLM(VLLMServer):
                 "start it, or leave policy_server.attach empty to have one started"
             )
         self._name = await control.served_model()
+        if self._claims:
+            await control.check_one_engine()
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
         self._version, self._weights = -1 if version is None else version, ()
         if version is not None and await control.is_paused():
@@ -74,10 +76,12 @@ class AttachedVLLM(VLLMServer):
         """Own its weights from now on; their version."""
         claim = secrets.token_hex(8)
         version, before = await control.claim(claim, *over)
-        self._claim = claim
+        self._claim, self._control = claim, control  # from here on `close` takes the word back
         if before not in ("", *over):
             logger.warning(
-                "the vLLM at %s was another trainer's; taking it over in %g s", self._root, TAKE_OVER_SECONDS
+                "the vLLM at %s is another trainer's, or was this run's when that was killed; taking it over in %g s",
+                self._root,
+                TAKE_OVER_SECONDS,
             )
             await asyncio.sleep(TAKE_OVER_SECONDS)
         return version

@@ -25,9 +25,9 @@ def make_policy_server(
 ) -> PolicyServer:
     """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
 
-    Without `claims` an attached one is used as it is, and somebody else may train it. Over the network `sender` sends
-    weights; without one this process does.
+    Without `claims` none is given new weights: an attached one is used as it is, and somebody else may train it. Over the
+    network `sender` sends weights; without one this process does.
     """
     if config.attach:
         return AttachedVLLM(model, config, claims=claims, sender=sender)
-    return OwnedVLLM(model, config, log=log, version=version, sender=sender)
+    return OwnedVLLM(model, config, log=log, version=version, updates=claims, sender=sender)

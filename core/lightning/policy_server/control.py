@@ -128,7 +128,10 @@ class VLLMControl:
 
     def _not_ours(self, owner: str) -> NotOursError:
         if not owner:
-            return NotOursError(f"the vLLM at {self.url} was started again since this trainer attached to it")
+            return NotOursError(
+                f"the vLLM at {self.url} is not this trainer's any more: it was started again since, or another trainer has "
+                "taken it over and ended"
+            )
         return NotOursError(
             f"another trainer has attached to the vLLM at {self.url} (its claim is {owner}), which takes weights from that one "
             "alone now: give each trainer a vLLM of its own (policy_server.attach), and resume this run"
@@ -181,9 +184,20 @@ class VLLMControl:
         except PolicyServerError as error:
             logger.debug("%s did not leave: its connections have broken with it, or will: %s", self.url, error)
 
-    async def world_size(self) -> int:
-        """How many workers it has, over all of its parallel dimensions."""
-        size = (await self._call("GET", "/get_world_size")).get("world_size")
+    async def check_one_engine(self) -> None:
+        """Raise where it is data parallel: all of its engines do what they are told, but the first alone answers."""
+        workers, of_one = await self.world_size(), await self.world_size(replicas=False)
+        if workers != of_one:
+            raise PolicyServerError(
+                f"the vLLM at {self.url} has {workers // of_one} data-parallel engines, of which one alone tells whether it "
+                "has taken new weights and how far its requests were: start it without --data-parallel-size "
+                "(policy_server.args, where it is ours), and give it more GPUs by --tensor-parallel-size"
+            )
+
+    async def world_size(self, *, replicas: bool = True) -> int:
+        """How many workers it has, over all of its parallel dimensions; without `replicas` those of one engine."""
+        params = {"include_dp": "true" if replicas else "false"}
+        size = (await self._call("GET", "/get_world_size", params=params)).get("world_size")
         if not isinstance(size, int):
             raise PolicyServerError(f"{self.url}/get_world_size tells no size; is it a vLLM as new as 0.31?")
         return size

@@ -209,7 +209,8 @@ class OwnedVLLM(VLLMServer):
     """A vLLM that this process starts, and that never outlives it. `log` receives all it prints, over all starts.
 
     The port is chosen at the first start and kept, so that `url` stays the same over restarts. Each start serves the model
-    under a further name of its own, so that nobody takes another server at this address for it.
+    under a further name of its own, so that nobody takes another server at this address for it. Without `updates` it is never
+    given new weights, and may be data parallel.
     """
 
     def __init__(
@@ -220,10 +221,11 @@ class OwnedVLLM(VLLMServer):
         log: Path,
         name: str = "policy",
         version: int = 0,
+        updates: bool = True,
         sender: Sender | None = None,
     ) -> None:
         super().__init__(model.resolve(), version, make_loader(config, sender))
-        self._config, self._log, self._name = config, log, name
+        self._config, self._log, self._name, self._updates = config, log, name, updates
         self._port = config.port
         self._process: ServerProcess | None = None
 
@@ -260,6 +262,8 @@ class OwnedVLLM(VLLMServer):
             self._control = VLLMControl(f"http://{host}:{self._port}")
             try:
                 await self._until_ready(self._process, self._control)
+                if self._updates:
+                    await self._control.check_one_engine()
                 await self._control.attach()
                 await self._control.set_version(version)
             except BaseException:

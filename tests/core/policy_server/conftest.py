@@ -26,6 +26,8 @@ class FakeVLLM:
     counts: dict[str, int] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     routes: bool = True
+    engines: int = 1
+    """Data parallel, of two workers each."""
     answers: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
     """Routes that a test answers itself."""
 
@@ -60,6 +62,8 @@ class FakeVLLM:
             return web.Response(status=500, text="it broke")
         if path in self.answers:
             return await self.answers[path](request)
+        if path == "/get_world_size":
+            return web.json_response({"world_size": 2 * (self.engines if request.query["include_dp"] == "true" else 1)})
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         if path == "/pause":
             assert request.query["mode"] == "keep"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import PolicyServerError
-from lightning.policy_server import OwnedVLLM, vllm_server
+from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
 
 
 class StubProcess:
@@ -60,12 +60,26 @@ async def test_start_and_close(processes: list[StubProcess], fake: Any, model: P
     vllm = server(model, tmp_path)
     await vllm.start()
     assert (vllm.url, vllm.model, vllm.version, vllm.pid) == (fake.url, "mine", 3, 4_000_000)
-    assert fake.calls == ["attach", "set_version"]
+    assert fake.calls == [*["get_world_size"] * 2, "attach", "set_version"]
     assert fake.version == 3
     assert str(model) in processes[0].args
     await vllm.close()
     assert processes[0].returncode == -9
     assert vllm.pid is None
+
+
+async def test_a_data_parallel_one_is_stopped_unless_its_weights_never_change(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    fake.engines = 2
+    with pytest.raises(PolicyServerError, match=r"2 data-parallel engines.*policy_server\.args"):
+        await server(model, tmp_path).start()
+    assert processes[0].returncode == -9
+    config = PolicyServerConfig(device="cpu")
+    serves = make_policy_server(model, config, log=tmp_path / "vllm.log", claims=False)
+    await serves.start()
+    assert processes[1].returncode is None
+    await serves.close()
 
 
 async def test_a_silent_server_is_given_up_in_time(
@@ -107,7 +121,8 @@ async def test_weights_that_cannot_be_put_back_end_the_server_and_a_restart_brin
     fake.paused = False
     await vllm.restart(model / "model.safetensors", 7)
     assert fake.calls == [
-        "attach", "set_version", "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume",
+        *["get_world_size"] * 2, "attach", "set_version",
+        "pause", "in_flight", "load", "reset_prefix_cache", "set_version", "resume",
     ]  # fmt: skip
     assert (vllm.version, fake.version, len(processes)) == (7, 7, 2)
     await vllm.restart(None, 9)

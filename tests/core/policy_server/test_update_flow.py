@@ -76,6 +76,15 @@ async def test_attach_says_how_to_start_the_server(fake: Any, model: Path) -> No
         await attached(fake, model)
 
 
+async def test_a_data_parallel_vllm_serves_but_takes_no_weights(fake: Any, model: Path) -> None:
+    fake.engines, fake.claim = 3, "theirs"
+    with pytest.raises(PolicyServerError, match=r"3 data-parallel engines.* one alone.*--tensor-parallel-size"):
+        await attached(fake, model)
+    assert fake.claim == "theirs"
+    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
+    await serves.start()
+
+
 async def test_attach_to_nothing(model: Path) -> None:
     server = AttachedVLLM(model, PolicyServerConfig(attach="http://127.0.0.1:9"))
     with pytest.raises(PolicyServerError, match=r"no vLLM answers at policy_server\.attach.*refused.*leave"):
@@ -290,15 +299,20 @@ async def test_a_trainers_server_is_taken_over_when_its_calls_have_ended_and_one
 ) -> None:
     monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 60.0)
     first = await attached(fake, model)
-    second = asyncio.create_task(attached(fake, model))
-    while "was another trainer's" not in caplog.text:
+    second = AttachedVLLM(model, PolicyServerConfig(attach=fake.url))
+    starting = asyncio.create_task(second.start())
+    while "is another trainer's, or was this run's" not in caplog.text:
         await asyncio.sleep(0.01)
     with pytest.raises(PolicyServerError, match="another trainer"):
         await first.update(model / "model.safetensors", 1)
     await first.close()
-    assert not second.done()
-    second.cancel()
+    assert not starting.done()
     assert fake.claim, "it was not the first one's to let go of"
+    starting.cancel()
+    await second.close()
+    assert fake.claim == "", "also one that had not taken it over yet lets go"
+    with pytest.raises(PolicyServerError, match=r"started again since, or another trainer has taken it over and ended"):
+        await first.update(model / "model.safetensors", 1)
     monkeypatch.setattr("lightning.policy_server.attached.TAKE_OVER_SECONDS", 0.0)
     await (await attached(fake, model)).close()
     assert fake.claim == ""
