@@ -22,6 +22,7 @@ from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
 from lightning.types import (
     LLM,
+    Json,
     Lease,
     Outcome,
     Resource,
@@ -439,6 +440,27 @@ async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: 
     assert await store.transitions("r01") == expected[1]
     await store.close()
     control.remove(url)
+
+
+async def test_what_may_be_done_twice_has_no_id_on_the_servers_side_either(control: ControlServer) -> None:
+    """A database would keep an answer under each, for nobody."""
+    asked: list[str | None] = []
+
+    class Noted(MemoryStore):
+        async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
+            asked.append(once)
+            await super().put_state(run, key, value, once=once)
+
+    url, token = control.add(Noted())
+    store = HttpStore(url, token=token)
+    await store.open()
+    await store.put_state("run", "k", 1, once=None)
+    await store.put_state("run", "k", 2)
+    await store.close()
+    control.remove(url)
+    nothing, given = asked
+    assert nothing is None
+    assert given
 
 
 async def test_ids_that_urls_know_otherwise(control: ControlServer) -> None:

@@ -77,7 +77,7 @@ async def get_state(call: Call[OfRun, None]) -> messages.State:
 async def put_state(call: Call[OfRun, messages.State]) -> messages.State:
     """Keep a small value under a key, in place of an older one."""
     _check_whole_store(call)
-    await call.store.put_state(call.query.run, call.path["key"], call.body.value, once=call.once)
+    await call.store.put_state(call.query.run, call.path["key"], call.body.value, once=call.once or None)
     return call.body
 
 
