@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import aiohttp
 
@@ -37,6 +37,17 @@ class NoRoutesError(PolicyServerError):
 
 class NotOursError(PolicyServerError):
     """The vLLM takes no weights from us: another trainer has attached to it, or it was started again since we did."""
+
+
+class TransferState(NamedTuple):
+    """What one of vLLM's workers says of weights over the network."""
+
+    backend: str
+    """vLLM's name; empty: it takes none."""
+    group: str
+    """The word of the group that it is in; empty: none."""
+    problem: str
+    """What went wrong there the last time; empty where nothing did, or where it cannot say: vLLM's own backends."""
 
 
 class VLLMControl:
@@ -145,9 +156,8 @@ class VLLMControl:
         """Response tokens sampled so far, by `request_ids.client_key`. Call it while paused."""
         counts: dict[str, int] = {}
         for answer in await self._rpc("lightning_in_flight"):  # one answer per worker; they agree
-            found = answer["counts"]
-            assert isinstance(found, dict)
-            for key, tokens in client_counts(found, randomized=bool(answer["randomized"])).items():
+            found = cast("dict[str, int]", self._of(answer, "counts", dict))
+            for key, tokens in client_counts(found, randomized=bool(self._of(answer, "randomized"))).items():
                 counts[key] = max(tokens, counts.get(key, 0))
         return counts
 
@@ -156,21 +166,22 @@ class VLLMControl:
         paths = (str(file.resolve()) for file in files)
         await self._rpc("lightning_load", self.claimed_as, *paths, seconds=LOAD_SECONDS)
 
-    async def transfer_states(self) -> list[Mapping[str, object]]:
-        """What each worker says of weights over the network: `backend` (vLLM's name; empty: none), `group` and `problem`."""
-        return await self._rpc("lightning_transfer")
+    async def transfer_states(self) -> list[TransferState]:
+        """What each worker says."""
+        return [
+            TransferState(*(str(self._of(answer, name)) for name in TransferState._fields))
+            for answer in await self._rpc("lightning_transfer")
+        ]
 
     async def transfer_problem(self) -> str:
         """What went wrong on its workers in the last transfer; empty where they cannot say."""
         try:
-            return "; ".join(
-                dict.fromkeys(str(state["problem"]) for state in await self.transfer_states() if state["problem"])
-            )
+            return "; ".join(dict.fromkeys(state.problem for state in await self.transfer_states() if state.problem))
         except PolicyServerError:
             return ""
 
     async def know_group(self, group: str) -> None:
-        """Leave the word of the group that its workers have joined."""
+        """Leave the word of the group that its workers have joined by one of vLLM's own backends; ours keeps it by itself."""
         await self._rpc("lightning_group", group)
 
     async def expect_weights(self) -> None:
@@ -235,6 +246,15 @@ class VLLMControl:
             raise PolicyServerError(f"{self.url} answered the probe without its logprobs ({error!r})") from error
         gaps = [abs(ours - theirs) for ours, theirs in zip(list(probe.logprobs)[1:], served, strict=True)]
         return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+    def _of(self, answer: Mapping[str, object], name: str, kind: type = object) -> object:
+        """A part of what a worker has answered."""
+        if not isinstance(found := answer.get(name, self), kind) or found is self:
+            raise PolicyServerError(
+                f"vLLM's worker at {self.url} answered {answer!r:.200}, without {name}: it has another release of lightning, "
+                "or its answers are late by one since a call failed there; start it again with this release"
+            )
+        return found
 
     async def _rpc(self, method: str, *args: str, seconds: float = CONTROL_SECONDS) -> list[Mapping[str, object]]:
         """Call a method of the extension on every worker; at least one answer, none of them an error."""

@@ -2,7 +2,7 @@
 
 The invariant: after `lightning_load` the model computes with exactly the tensors of the file, also where vLLM keeps its
 own repacked copies, or the answer says what went wrong; only who left the last claim loads; an exception never leaves this
-class, since it could end the engine.
+class, since vLLM hands one on at once and leaves the other workers' answers lying, which it takes for those of later calls.
 
 vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/collective_rpc` reach its methods; arguments
 are strings. vLLM does one call after another, on every worker in the same order: so all workers know one claim, and of two
@@ -19,7 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from functools import wraps
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeAlias
 
 from lightning.policy_server.orphans import OWNED, die_with_parent
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 Answer: TypeAlias = "dict[str, object]"
+P = ParamSpec("P")
 
 if os.environ.get(OWNED):
     # vLLM imports this module in its engine process before the model is loaded: the earliest moment there is.
@@ -34,29 +36,48 @@ if os.environ.get(OWNED):
 
 
 @dataclass(slots=True)
-class _State:
+class State:
+    """What is known of a worker; its `GlooReceiver` shares it."""
+
     version: int | None = 0
     """None while, or since, the weights are not those of one version."""
     departed: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Response tokens of requests that left the engine since the last update, newest last."""
+    unwatched: str = ""
+    """Why some that left were not counted; empty where all were."""
     claim: str = ""
     """The word of the trainer that attached last, by which its gateways know this vLLM; empty while it is nobody's."""
     group: str = ""
-    """The word of the group in which weights come over the network."""
+    """The word of the group in which weights come over the network; empty while this worker is in none."""
+
+
+def _told(method: Callable[P, Answer]) -> Callable[P, Answer]:
+    """What the method raises is its answer."""
+
+    @wraps(method)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 — see the module's invariant
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answer
 
 
 class WorkerExtension:
     """Methods for `/collective_rpc`. All names start with `lightning_`: vLLM refuses a name its worker has already."""
 
-    _lightning_state: _State
+    _lightning_state: State
     _LIGHTNING_REMEMBERED: ClassVar[int] = 8192
     """Departed requests to remember: more than can be on their way from the engine to their client at one time."""
 
+    @_told
     def lightning_attach(self) -> Answer:
         """Start to watch the requests (once); tell the version of the weights (None: unknown), our process and the claim."""
         state = self._lightning_known()
         return {"version": state.version, "pid": os.getpid(), "claim": state.claim}
 
+    @_told
     def lightning_claim(self, claim: str, *over: str) -> Answer:
         """From now on a trainer owns the weights (nobody: an empty claim), and nobody else's are loaded.
 
@@ -69,6 +90,7 @@ class WorkerExtension:
         state.claim = claim
         return {"version": state.version, "before": before}
 
+    @_told
     def lightning_set_version(self, claim: str, version: str) -> Answer:
         """The weights are those of `version`; what left the engine before now is forgotten."""
         state = self._lightning_known()
@@ -76,33 +98,34 @@ class WorkerExtension:
             return {"owner": state.claim}
         state.version = int(version)
         state.departed.clear()
+        state.unwatched = ""
         return {"version": state.version}
 
+    @_told
     def lightning_in_flight(self) -> Answer:
         """Response tokens sampled so far, by the engine's request id, for every request that was ever scheduled.
 
         A request may have finished while its answer is still on the way to the client, so those which left since the
         last update are in it too. What is absent was never scheduled. Call it while the engine is paused.
         """
-        try:
-            counts = {**self._lightning_known().departed, **_sampled(_runner(self))}
-        except Exception as error:  # noqa: BLE001 — would end the engine
-            return {"error": repr(error)}
+        state = self._lightning_known()
+        counts = {**state.departed, **_sampled(_runner(self))}
+        if state.unwatched:
+            return {"error": f"requests that ended were not counted: {state.unwatched}"}
         return {"counts": counts, "randomized": not _ids_are_plain()}
 
+    @_told
     def lightning_load(self, claim: str, *paths: str) -> Answer:
         """Load safetensors files in place. Call it while the engine is paused; the version is unknown afterwards."""
         state = self._lightning_known()
         if state.claim != claim:
             return {"owner": state.claim}
-        state.version = None
         started = time.perf_counter()
-        try:
-            _load(self, paths)
-        except Exception as error:  # noqa: BLE001 — would end the engine
-            return {"error": f"{type(error).__name__}: {error}"}
+        _end_transfer(self, state)
+        _load(self, paths)
         return {"seconds": time.perf_counter() - started}
 
+    @_told
     def lightning_transfer(self) -> Answer:
         """How weights may come over the network, the group this worker is in, and what went wrong there the last time."""
         found = _transfer_config(self)
@@ -110,19 +133,23 @@ class WorkerExtension:
         problem = str(getattr(getattr(self, "weight_transfer_engine", None), "problem", ""))
         return {"backend": backend, "group": self._lightning_known().group, "problem": problem}
 
+    @_told
     def lightning_group(self, group: str) -> Answer:
-        """The word of the group that vLLM has made this worker join."""
+        """The word of the group that vLLM has made this worker join, where its receiver does not keep it: over NCCL."""
         self._lightning_known().group = group
         return {"group": group}
 
+    @_told
     def lightning_expect(self, claim: str) -> Answer:
-        """Weights will come over the network: from now on they are those of no version."""
+        """Weights will come over the network: from now on they are those of no version, and an update that an earlier trainer
+        has left half done is ended."""
         state = self._lightning_known()
         if state.claim != claim:
             return {"owner": state.claim}
-        state.version = None
+        _end_transfer(self, state)
         return {"version": None}
 
+    @_told
     def lightning_leave(self) -> Answer:
         """Leave the group that weights come in."""
         self._lightning_known().group = ""
@@ -130,13 +157,28 @@ class WorkerExtension:
             engine.shutdown()
         return {"group": ""}
 
-    def _lightning_known(self) -> _State:
+    def _lightning_known(self) -> State:
         """What is known of this worker; from the first time on its requests are watched."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
-            state = self._lightning_state = _State()
+            state = self._lightning_state = State()
             _watch(self, state, self._LIGHTNING_REMEMBERED)
+            if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
+                engine.lightning_state = state
         return state
+
+
+def _end_transfer(worker: object, state: State) -> None:
+    """The weights are those of no version from now on. An update over the network that was begun and never ended is ended: vLLM
+    would begin no other, and over NCCL its layers lie open, also after an update that vLLM has given up by itself."""
+    broken = state.version is None or bool(getattr(worker, "_weight_update_active", False))
+    state.version = None
+    if broken and hasattr(worker, "_weight_update_is_draft"):  # else none was ever begun
+        setattr(worker, "_weight_update_active", True)  # noqa: B010 — vLLM's worker; its `finish` wants it
+        try:
+            getattr(worker, "finish_weight_update")()  # noqa: B009 — as above
+        finally:
+            setattr(worker, "_weight_update_active", False)  # noqa: B010 — as above
 
 
 def _transfer_config(worker: object) -> object:
@@ -167,7 +209,7 @@ def _ids_are_plain() -> bool:
     return os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0").strip().lower() in ("1", "true")
 
 
-def _watch(worker: object, state: _State, remembered: int) -> None:
+def _watch(worker: object, state: State, remembered: int) -> None:
     """Note every request's length when the scheduler says that it has left.
 
     The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
@@ -178,7 +220,10 @@ def _watch(worker: object, state: _State, remembered: int) -> None:
         leaving: set[str] = set(getattr(scheduler_output, "finished_req_ids", ()))
         leaving |= set(getattr(scheduler_output, "preempted_req_ids", None) or ())
         if leaving:
-            counts = _sampled(_runner(worker), leaving)
+            try:
+                counts = _sampled(_runner(worker), leaving)
+            except Exception as error:  # noqa: BLE001 — would end the engine; told by `lightning_in_flight`
+                counts, state.unwatched = {}, repr(error)
             for request_id in counts:
                 state.departed.pop(request_id, None)
             state.departed.update(counts)

@@ -386,7 +386,17 @@ async def test_a_transfer_that_breaks_off_is_undone(
     update = await server.update(first / "model.safetensors", 21, probe(first))
     assert update.probe_gap is not None
     assert update.probe_gap <= GAP
-    await server.close()
+    control = server._running()
+    for begun in (control.pause, control.expect_weights, control.start_transfer):
+        await begun()
+    await server.close()  # without an end of the update, as when its trainer is killed
+    other = AttachedVLLM(first, config)
+    await other.start()
+    assert other.version == -1
+    update = await other.update(second / "model.safetensors", 22, probe(second))
+    assert update.probe_gap is not None
+    assert update.probe_gap <= GAP
+    await other.close()
 
 
 async def test_a_vllm_that_was_not_started_for_the_network_says_how(served: Any) -> None:

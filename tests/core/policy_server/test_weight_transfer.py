@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,18 +30,74 @@ from lightning.policy_server.worker import WorkerExtension
 from safetensors.torch import load_file
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
-JOIN = ["get_world_size", "init_weight_transfer_engine", "group"]
-LOAD = ["transfer", "expect", "start_weight_update", "update_weights", "finish_weight_update"]
+JOIN = ["get_world_size", "init_weight_transfer_engine", "transfer"]
+LOAD = ["transfer", "expect", "start_weight_update", "update_weights", "transfer", "finish_weight_update"]
 ORDER = ["attach", "transfer", "attach", "pause", "in_flight", *LOAD, "reset_prefix_cache", "set_version", "resume"]
 
 
-class Workers:
-    """The workers of a stand-in for vLLM: one, which joins the group and keeps what comes."""
+class Worker(WorkerExtension):
+    """As vLLM makes it, with a transfer engine, and with what vLLM's own refuses."""
 
-    def __init__(self, fake: Any, backend: str) -> None:
-        self.fake, self.backend, self.rpc = fake, backend, fake.rpc
-        self.group = ""
-        self.gloo: Group | None = None
+    _weight_update_active = False
+
+    def __init__(self, config: Any, engine: Any) -> None:
+        self.vllm_config = SimpleNamespace(weight_transfer_config=config)
+        self.weight_transfer_engine = engine
+
+    def execute_model(self, scheduler_output: object) -> None: ...
+
+    def start_weight_update(self) -> None:
+        if self._weight_update_active:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self._weight_update_active, self._weight_update_is_draft = True, False
+
+    def update_weights(self, told: Any) -> None:
+        if not self._weight_update_active:
+            raise RuntimeError("start_weight_update must be called before update_weights")
+        try:
+            self.weight_transfer_engine.update_weights(told)
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        if not self._weight_update_active:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.weight_transfer_engine.finish_weight_update()
+        self._weight_update_active = False
+
+
+class Engine:
+    """What vLLM's transfer engines have in common."""
+
+    def __init__(self) -> None:
+        self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+        self.model = self.model_config = self.device = None
+        self.finished = 0
+
+    def update_weights(self, told: Any) -> None: ...
+
+    def finish_weight_update(self) -> None:
+        self.finished += 1
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Any:
+    """The module of vLLM's end, without vLLM, which takes seconds."""
+    base = SimpleNamespace(WeightTransferEngine=Engine, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object)
+    path = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer"]
+    with patch.dict(sys.modules, {**{name: SimpleNamespace() for name in path}, f"{path[-1]}.base": base}):
+        return importlib.import_module("lightning.policy_server.weight_transfer.receiver")
+
+
+class Workers:
+    """The workers of a stand-in for vLLM: one, with our extension and our receiver, which keeps what comes."""
+
+    def __init__(self, fake: Any, backend: str, engine: Any) -> None:
+        self.fake, self.rpc = fake, fake.rpc
+        self.worker = Worker(SimpleNamespace(backend=backend), engine)
         self.told: list[dict[str, Any]] = []
         self.weights: dict[str, torch.Tensor] = {}
         self.ignore = 0
@@ -47,27 +106,29 @@ class Workers:
         fake.answers = {
             "/get_world_size": self.size,
             "/init_weight_transfer_engine": self.init,
+            "/start_weight_update": self.start,
             "/update_weights": self.update,
+            "/finish_weight_update": self.finish,
         }
+
+    @property
+    def engine(self) -> Any:
+        """As the fake's present owner finds it."""
+        self.worker._lightning_known().claim = self.fake.claim
+        return self.worker.weight_transfer_engine
 
     def answer(self, method: str, args: list[str]) -> dict[str, object]:
         answer: dict[str, object] = self.rpc(method, args)
-        if method == "lightning_transfer":
-            return {"backend": self.backend, "group": self.group, "problem": ""}
-        if method == "lightning_group":
-            (self.group,) = args
+        assert self.engine
         if method == "lightning_expect":
             assert self.fake.paused
-            assert args == [self.fake.claim]
             self.fake.version = None
-        if method == "lightning_leave":
-            self.leave()
+        if method in ("lightning_transfer", "lightning_group", "lightning_expect", "lightning_leave"):
+            answer = getattr(self.worker, method)(*args)
         return answer
 
     def leave(self) -> None:
-        self.group = ""
-        if self.gloo is not None:
-            self.gloo.leave()
+        self.worker.lightning_leave()
 
     async def size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
@@ -75,26 +136,36 @@ class Workers:
     async def init(self, request: web.Request) -> web.Response:
         info = (await request.json())["init_info"]
         self.told.append(info)
-        if "seconds" in info:
-            place = info["master_address"], info["master_port"], info["world_size"], info["seconds"]
-            self.gloo = await asyncio.to_thread(join, Meeting(*place), 1)
+        if hasattr(self.engine, "init_transfer_engine"):
+            await asyncio.to_thread(self.engine.init_transfer_engine, self.engine.parse_init_info(info))
         return web.json_response({})
+
+    async def start(self, request: web.Request) -> web.Response:
+        return await self.do(self.worker.start_weight_update)
 
     async def update(self, request: web.Request) -> web.Response:
         assert self.fake.version is None
         info = (await request.json())["update_info"]
         self.told.append(info)
-        if self.ignore:
+        assert self.engine
+
+        def take() -> None:
             self.ignore -= 1
-            return web.Response(status=500, text="it does not want them")
-        if (group := self.gloo) is not None:
-            described = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
-            specs = [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in described]
-            try:
-                self.weights = dict(await asyncio.to_thread(lambda: list(group.receive(specs))))
-            except PolicyServerError as error:
-                self.leave()
-                return web.Response(status=500, text=str(error))
+            if self.ignore >= 0:
+                self.worker._weight_update_active = False
+                raise RuntimeError("it does not want them")
+            self.worker.update_weights(info)
+
+        return await self.do(take)
+
+    async def finish(self, request: web.Request) -> web.Response:
+        return await self.do(self.worker.finish_weight_update)
+
+    async def do(self, what: Callable[[], None]) -> web.Response:
+        try:
+            await asyncio.to_thread(what)
+        except RuntimeError as error:
+            return web.Response(status=500, text=str(error))
         return web.json_response({})
 
     def have(self, file: Path) -> bool:
@@ -113,8 +184,14 @@ async def attached(fake: Any, model: Path, sender: Any = None, backend: str = "g
 
 
 @pytest.fixture
-def workers(fake: Any) -> Workers:
-    return Workers(fake, "lightning_gloo")
+def workers(fake: Any, receiver: Any, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    workers = Workers(fake, "lightning_gloo", receiver.GlooReceiver())
+
+    def keep(model: Any, config: Any, device: Any, tensors: Any) -> None:
+        workers.weights = dict(tensors)
+
+    monkeypatch.setattr(receiver, "replace_weights", keep)
+    return workers
 
 
 async def test_the_workers_join_once_and_get_every_tensor(
@@ -150,7 +227,7 @@ async def test_a_group_is_made_anew_when_either_side_was_started_again(
 async def test_a_vllm_that_was_not_started_for_it_is_not_even_paused(
     fake: Any, model: Path, backend: str, has: str
 ) -> None:
-    Workers(fake, backend)
+    Workers(fake, backend, Engine())
     server = await attached(fake, model)
     with pytest.raises(
         PolicyServerError, match=rf"version 0 goes on: .*{has}: start it with --weight-.*lightning_gloo"
@@ -159,13 +236,13 @@ async def test_a_vllm_that_was_not_started_for_it_is_not_even_paused(
     assert fake.calls == ["attach", "transfer"]
 
 
-async def test_weights_that_vllm_refuses_free_the_sender_and_the_old_ones_are_put_back(
+async def test_weights_that_vllm_refuses_twice_free_the_sender_and_the_old_ones_are_put_back(
     fake: Any, workers: Workers, model: Path, alter: Alter
 ) -> None:
     server = await attached(fake, model)
     old = alter(model, lambda t: t.update({name: value + 1 for name, value in t.items()}))
     await server.update(old, 1)
-    workers.ignore, workers.weights = 1, {}
+    workers.ignore, workers.weights = 2, {}
     with pytest.raises(PolicyServerError, match=r"version 1 goes on: .*over gloo: .*it does not want them"):
         await asyncio.wait_for(server.update(model / "model.safetensors", 2), 20)
     assert workers.have(old)
@@ -173,6 +250,39 @@ async def test_weights_that_vllm_refuses_free_the_sender_and_the_old_ones_are_pu
     assert server.version == fake.version == 1
     await server.update(model / "model.safetensors", 2)
     assert workers.have(model / "model.safetensors")
+
+
+async def test_an_update_that_a_killed_trainer_has_begun_stops_no_other(
+    fake: Any, workers: Workers, model: Path, alter: Alter
+) -> None:
+    server = await attached(fake, model)
+    await server.update(alter(model, lambda t: t), 1)
+    assert workers.worker.lightning_expect(fake.claim) == {"version": None}
+    workers.worker.start_weight_update()
+    fake.version, fake.claim = None, ""
+    other = await attached(fake, model)
+    assert other.version == -1
+    await other.update(model / "model.safetensors", 2)
+    assert workers.have(model / "model.safetensors")
+    assert (fake.version, workers.worker._weight_update_active) == (2, False)
+
+
+async def test_a_trainer_that_loses_the_vllm_while_it_sends_changes_nothing(
+    fake: Any, workers: Workers, model: Path, alter: Alter
+) -> None:
+    server = await attached(fake, model)
+    await server.update(alter(model, lambda t: t), 1)
+    workers.weights = {}
+    start = workers.worker.start_weight_update
+
+    def stolen() -> None:
+        fake.claim = "thief"
+        start()
+
+    workers.worker.start_weight_update = stolen  # type: ignore[method-assign]
+    with pytest.raises(PolicyServerError, match=r"another trainer has attached .*its claim is thief"):
+        await asyncio.wait_for(server.update(model / "model.safetensors", 2), 20)
+    assert workers.weights == {}
 
 
 class Breaking(LocalSender):
@@ -188,7 +298,20 @@ class Breaking(LocalSender):
         super().send(files)
 
 
-@pytest.mark.parametrize("breaks", [1, 2])
+async def test_a_group_that_has_broken_since_is_made_anew_for_the_new_weights(
+    fake: Any, workers: Workers, model: Path, alter: Alter
+) -> None:
+    sender = Breaking()
+    server = await attached(fake, model, sender)
+    await server.update(alter(model, lambda t: t.update({name: value + 1 for name, value in t.items()})), 1)
+    sender.breaks = 1
+    await server.update(model / "model.safetensors", 2)
+    assert workers.have(model / "model.safetensors")
+    assert fake.version == 2
+    assert len({told["group"] for told in workers.told if "master_port" in told}) == 2
+
+
+@pytest.mark.parametrize("breaks", [2, 3])
 async def test_a_sender_that_breaks_off(fake: Any, workers: Workers, model: Path, alter: Alter, breaks: int) -> None:
     sender = Breaking()
     server = await attached(fake, model, sender)
@@ -196,12 +319,12 @@ async def test_a_sender_that_breaks_off(fake: Any, workers: Workers, model: Path
     sender.breaks = breaks
     update = server.update(alter(model, lambda t: t.update({name: value + 1 for name, value in t.items()})), 2)
     with pytest.raises(
-        PolicyServerError, match="the sender was killed.*could not be put" if breaks > 1 else "1 goes on"
+        PolicyServerError, match="the sender was killed.*could not be put" if breaks > 2 else "1 goes on"
     ):
         await update
-    assert fake.paused is (breaks > 1), "nothing is sampled from what is left"
-    assert fake.version == (None if breaks > 1 else 1)
-    assert (breaks > 1) or workers.have(model / "model.safetensors")
+    assert fake.paused is (breaks > 2), "nothing is sampled from what is left"
+    assert fake.version == (None if breaks > 2 else 1)
+    assert (breaks > 2) or workers.have(model / "model.safetensors")
 
 
 async def test_nobody_comes(fake: Any, workers: Workers, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,15 +345,16 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.word = ""
-        self.held = False
+        self.held, self.busy = False, 1
 
     def check(self, backend: str) -> None:
         self.calls.append(backend)
 
     def hold(self) -> bool:
         assert not self.held
-        self.held = True
-        return True
+        self.busy -= 1
+        self.held = self.busy < 0
+        return self.held
 
     def release(self) -> None:
         assert self.held
@@ -256,10 +380,10 @@ class Recorder:
 
 
 async def test_what_vllms_own_nccl_is_told(fake: Any, model: Path) -> None:
-    workers, sender = Workers(fake, "nccl"), Recorder()
+    workers, sender = Workers(fake, "nccl", Engine()), Recorder()
     server = await attached(fake, model, sender, "nccl")
     await server.update(model / "model.safetensors", 1)
-    assert fake.calls == ["attach", "transfer", *JOIN, *ORDER[2:]]
+    assert fake.calls == ["attach", "transfer", *JOIN[:-1], "group", JOIN[-1], *ORDER[2:]]
     assert sender.calls == ["nccl", ("nccl", "127.0.0.1", 2, 30.0), [model / "model.safetensors"]]
     joined, described = workers.told
     assert joined == {
@@ -286,7 +410,7 @@ def fields(module: str, name: str) -> list[str]:
 
 async def test_this_vllm_knows_what_it_is_told(fake: Any, model: Path) -> None:
     """No GPU has run it."""
-    workers = Workers(fake, "nccl")
+    workers = Workers(fake, "nccl", Engine())
     await (await attached(fake, model, Recorder(), "nccl")).update(model / "model.safetensors", 1)
     joined, described = workers.told
     assert joined.keys() <= {*fields("nccl_common", "NCCLWeightTransferInitInfo")}
@@ -384,16 +508,6 @@ def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[Group, Grou
         list(receiver.receive(SPECS))
 
 
-class Worker(WorkerExtension):
-    """As vLLM makes it, with a transfer engine."""
-
-    def __init__(self, config: Any, engine: Any) -> None:
-        self.vllm_config = SimpleNamespace(weight_transfer_config=config)
-        self.weight_transfer_engine = engine
-
-    def execute_model(self, scheduler_output: object) -> None: ...
-
-
 def test_the_extension_tells_the_group_and_lets_only_the_owner_begin() -> None:
     left: list[bool] = []
     engine = SimpleNamespace(problem="it broke", shutdown=lambda: left.append(True))
@@ -409,3 +523,64 @@ def test_the_extension_tells_the_group_and_lets_only_the_owner_begin() -> None:
     worker.lightning_leave()
     assert (worker.lightning_transfer()["group"], left) == ("", [True])
     assert Worker(None, None).lightning_transfer()["backend"] == ""
+
+
+def test_the_receiver_raises_nothing_and_leaves_the_group_of_another_trainer_alone(
+    receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one of several workers raised would leave the others' answers to be taken for those of later calls."""
+    monkeypatch.setattr(gloo, "JOIN_SECONDS", 0.1)
+    engine = receiver.GlooReceiver()
+    worker = Worker(SimpleNamespace(backend="lightning_gloo"), engine)
+
+    def problem() -> str:
+        return str(worker.lightning_transfer()["problem"])
+
+    engine.init_transfer_engine(engine.parse_init_info({"claim": ""}))
+    assert "nobody has attached" in engine.problem
+    worker.lightning_claim("mine")
+    place = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "seconds": 1.0, "group": "ours"}
+    engine.init_transfer_engine({"claim": "mine", "colour": "red"})
+    assert "colour" in problem()
+    engine.init_transfer_engine({**place, "claim": "mine"})
+    assert "127.0.0.1:1 cannot be reached" in problem()
+    told = {"names": [], "dtype_names": [], "shapes": [], "group": "", "claim": "mine"}
+    engine.update_weights(told)
+    assert "is in no group" in problem()
+    engine.update_weights({"names": [], "claim": "mine"})
+    assert "TypeError" in problem()
+
+    left: list[bool] = []
+    engine._group, engine.lightning_state.group = SimpleNamespace(leave=lambda: left.append(True)), "ours"
+    engine.init_transfer_engine({**place, "group": "theirs", "claim": "theirs"})
+    engine.update_weights({**told, "group": "theirs", "claim": "theirs"})
+    assert (worker.lightning_transfer()["group"], left) == ("ours", [])
+    engine.update_weights({**told, "group": "ours", "claim": "theirs"})
+    assert ("another trainer's" in problem(), worker.lightning_transfer()["group"], left) == (True, "", [True])
+
+
+def test_over_nccl_what_lies_open_is_closed_before_the_next_weights_come() -> None:
+    engine = Engine()
+    worker = Worker(SimpleNamespace(backend="nccl"), engine)
+    assert worker.lightning_expect("") == {"version": None}
+    assert engine.finished == 0, "nothing was ever begun"
+    worker.start_weight_update()
+    engine.update_weights = lambda told: 1 / 0  # type: ignore[method-assign, assignment]
+    with pytest.raises(ZeroDivisionError):
+        worker.update_weights({})
+    worker.lightning_expect("")
+    assert (engine.finished, worker._weight_update_active) == (1, False), (
+        "vLLM's flag is gone, the layers are still open"
+    )
+    worker.start_weight_update()
+    engine.finish_weight_update = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    assert "ZeroDivisionError" in str(worker.lightning_expect("")["error"])
+    worker.start_weight_update()
+
+
+async def test_answers_of_another_call_are_told_from_those_that_were_asked_for(fake: Any, model: Path) -> None:
+    workers = Workers(fake, "lightning_gloo", Engine())
+    server = await attached(fake, model)
+    workers.worker.lightning_transfer = lambda: {"version": 0}  # type: ignore[method-assign]
+    with pytest.raises(PolicyServerError, match=r"without backend: .*late by one.* start it again"):
+        await server.update(model / "model.safetensors", 1)

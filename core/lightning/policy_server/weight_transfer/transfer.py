@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from lightning.errors import PolicyServerError
+from lightning.policy_server.control import NotOursError
 from lightning.policy_server.weight_transfer.layout import (
     BACKENDS,
     PACKED_BUFFERS,
@@ -71,6 +72,8 @@ class OverNetwork:
 
     def __init__(self, backend: str, sender: Sender, seconds: float) -> None:
         self._backend, self._sender, self._seconds = backend, sender, seconds
+        self._used = False
+        """Whether weights have come in the group of now: one that broke since is made anew before anything is given up."""
 
     def check(self) -> None:
         """See `Loader.check`."""
@@ -83,37 +86,71 @@ class OverNetwork:
 
     async def _ready(self, control: VLLMControl) -> None:
         states = await control.transfer_states()
-        self._check_backend(control, {str(state["backend"]) for state in states})
-        known = {str(state["group"]) for state in states}
+        self._check_backend(control, {state.backend for state in states})
+        known = {state.group for state in states}
         if known == {await asyncio.to_thread(self._sender.group)} and known != {""}:
             return
-        group = secrets.token_hex(8)
+        group, self._used = secrets.token_hex(8), False
         world = 1 + await control.world_size()
         towards = urlsplit(control.url).hostname or "127.0.0.1"
         meeting = await asyncio.to_thread(self._sender.listen, self._backend, towards, world, self._seconds)
         await self._both(
             control,
-            control.join_transfer(_told(self._backend, meeting), self._seconds + GRACE_SECONDS),
+            self._join(control, meeting, group),
             asyncio.to_thread(self._sender.join, group),
             f"vLLM could not join the trainer's {self._backend} group at {meeting.address}:{meeting.port}",
         )
-        await control.know_group(group)
         logger.info("weights go to %s over %s from %s", control.url, self._backend, meeting.address)
 
     async def load(self, control: VLLMControl, files: Sequence[Path]) -> None:
         """See `Loader.load`."""
         async with self._held():
             await self._ready(control)
-            described = _described(await asyncio.to_thread(entries, files))
-            await control.expect_weights()
-            await control.start_transfer()
-            await self._both(
-                control,
-                control.receive(described, self._seconds + GRACE_SECONDS),
-                asyncio.to_thread(self._sender.send, files),
-                f"the weights did not come over {self._backend}",
-            )
-            await control.finish_transfer()
+            try:
+                await self._send(control, files)
+            except PolicyServerError as error:
+                if not self._used or isinstance(error, NotOursError):
+                    raise
+                await control.check_ours()  # a vLLM that refuses us leaves the sender waiting for it
+                logger.warning("the group that weights went in before has broken, a new one is made: %s", error)
+                await asyncio.to_thread(self._sender.leave)
+                await self._ready(control)
+                await self._send(control, files)
+            self._used = True
+
+    async def _join(self, control: VLLMControl, meeting: Meeting, group: str) -> None:
+        told = _told(self._backend, meeting, group, control.claimed_as)
+        await control.join_transfer(told, self._seconds + GRACE_SECONDS)
+        if self._backend != "gloo":
+            await control.know_group(group)
+        await self._confirm(control, group)
+
+    async def _send(self, control: VLLMControl, files: Sequence[Path]) -> None:
+        found = await asyncio.to_thread(entries, files)
+        group = await asyncio.to_thread(self._sender.group)
+        await control.expect_weights()
+        await control.start_transfer()
+        await self._both(
+            control,
+            self._receive(control, found, group),
+            asyncio.to_thread(self._sender.send, files),
+            f"the weights did not come over {self._backend}",
+        )
+        await control.finish_transfer()
+
+    async def _receive(self, control: VLLMControl, found: Sequence[Entry], group: str) -> None:
+        told = _described(self._backend, found, group, control.claimed_as)
+        await control.receive(told, self._seconds + GRACE_SECONDS)
+        await self._confirm(control, group)
+
+    async def _confirm(self, control: VLLMControl, group: str) -> None:
+        """Our receivers do not raise: they are asked."""
+        states = await control.transfer_states()
+        problems = dict.fromkeys(state.problem for state in states if state.problem)
+        if problems:
+            raise PolicyServerError("; ".join(problems))
+        if any(state.group != group for state in states):
+            raise PolicyServerError(f"the workers of the vLLM at {control.url} are not in this trainer's group")
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
@@ -163,18 +200,20 @@ def make_loader(config: PolicyServerConfig, sender: Sender | None) -> Loader:
     return OverNetwork(config.weight_transfer, sender or LocalSender(), config.transfer_timeout)
 
 
-def _told(backend: str, meeting: Meeting) -> Mapping[str, object]:
+def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str, object]:
     """What vLLM's workers must know to join."""
     place = {"master_address": meeting.address, "master_port": meeting.port, "world_size": meeting.world}
     if backend == "gloo":
-        return {**place, "seconds": meeting.seconds}
+        return {**place, "seconds": meeting.seconds, "group": group, "claim": claim}
     packing = {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES, "packed_num_buffers": PACKED_BUFFERS}
     return {**place, **packing, "rank_offset": 1}
 
 
-def _described(found: Sequence[Entry]) -> Mapping[str, object]:
-    """What comes, as all of vLLM's backends for whole weights are told it."""
+def _described(backend: str, found: Sequence[Entry], group: str, claim: str) -> Mapping[str, object]:
+    """What comes, as all of vLLM's backends for whole weights are told it; ours is told, besides, from whom."""
+    fence = {"group": group, "claim": claim} if backend == "gloo" else {}
     return {
+        **fence,
         "names": [entry.name for entry in found],
         "dtype_names": [entry.dtype for entry in found],
         "shapes": [list(entry.shape) for entry in found],
