@@ -274,12 +274,16 @@ async def test_of_two_trainers_that_attach_at_one_moment_one_brings_weights(
     assert (fake.weights, fake.version, fake.claim) == ((str(theirs),), 3, winner.claim)
 
 
-@pytest.mark.parametrize(("after", "version"), [("lightning_in_flight", 0), ("lightning_load", None)])
+@pytest.mark.parametrize(
+    ("after", "breaks", "version"),
+    [("lightning_in_flight", 0, 0), ("lightning_load", 0, None), ("lightning_load", 1, None)],
+)
 async def test_a_server_that_is_lost_during_an_update_is_left_to_its_new_trainer(
-    fake: Any, model: Path, after: str, version: int | None
+    fake: Any, model: Path, after: str, breaks: int, version: int | None
 ) -> None:
     """Paused, where half of an update was done: the other trainer's own update resumes it."""
     server, rpc = await attached(fake, model), fake.rpc
+    fake.fail[after] = breaks
 
     def stolen(method: str, args: list[str]) -> dict[str, object]:
         answer: dict[str, object] = rpc(method, args)
