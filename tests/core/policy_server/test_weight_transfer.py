@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import importlib.util
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -201,6 +202,8 @@ async def test_the_workers_join_once_and_get_every_tensor(
     await server.update(model / "model.safetensors", 1)
     assert fake.calls == ["attach", "transfer", *JOIN, *ORDER[2:]]
     assert workers.have(model / "model.safetensors")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((workers.told[0]["master_address"], workers.told[0]["master_port"]), 5)
     fake.calls.clear()
     other = alter(model, lambda t: t.update({name: value.bfloat16() + 1 for name, value in t.items()}))
     await server.update(other, 2)

@@ -3,7 +3,8 @@
 The invariant: a receiver gets the sender's bytes or an error. Who loses a peer hears it at once, who is kept waiting after
 the seconds the group was made with; a group that a call failed on is not used again.
 
-Nothing is encrypted and nobody is asked who they are, as in every group that torch makes: use a network of your own.
+Nothing is encrypted and nobody is asked who they are, as in every group that torch makes: use a network of your own. The
+sender's store, where the group is made, is closed when all have come; gloo's own ports stay open as long as the group.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # its stubs
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]  # its stubs
 
 from lightning.errors import PolicyServerError
 from lightning.policy_server.weight_transfer.layout import Entry, Meeting, tensors
@@ -52,6 +53,31 @@ def address_towards(host: str) -> str:
         raise PolicyServerError(f"there is no way from this machine to {host!r} ({error}): look at its name") from error
 
 
+class _Closable(Store):
+    """A store as gloo is given it. gloo never gives it back, and its port would stay open to all."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self._inner: Store | None = inner
+
+    def close(self) -> None:
+        self._inner = None
+
+    def set(self, key: str, value: str) -> None:
+        self._open().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._open().get(key)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._open().wait(keys, *timeout)
+
+    def _open(self) -> Store:
+        if self._inner is None:
+            raise RuntimeError("the sender's store was closed")
+        return self._inner
+
+
 class Door:
     """The sender's place where a group is made. It listens at one address only."""
 
@@ -59,21 +85,27 @@ class Door:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family) as listening:
             port = listening.getsockname()[1]
-            self._store = TCPStore(
-                address,
-                port,
-                world,
-                is_master=True,
-                timeout=timedelta(seconds=JOIN_SECONDS),
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-                use_libuv=False,  # which takes no socket of ours
+            self._store = _Closable(
+                TCPStore(
+                    address,
+                    port,
+                    world,
+                    is_master=True,
+                    timeout=timedelta(seconds=JOIN_SECONDS),
+                    wait_for_workers=False,
+                    master_listen_fd=listening.detach(),
+                    use_libuv=False,  # which takes no socket of ours
+                )
             )
         self.meeting = Meeting(address, port, world, seconds)
 
     def enter(self) -> Group:
         """Wait until all receivers have come."""
         return Group(self._store, self.meeting, 0, self.meeting.address)
+
+    def close(self) -> None:
+        """Nobody can come any more. Receivers may find one another here after the sender has entered: wait for them first."""
+        self._store.close()
 
 
 class GlooLink:
@@ -92,11 +124,13 @@ class GlooLink:
         """See `Link.send`."""
         if self._group is None:
             raise PolicyServerError("nobody has joined the sender yet")
+        self._door.close()  # all have come: vLLM says so before anything is sent
         specs = [Spec(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in found]
         self._group.send(tensors(found, "cpu"), specs)
 
     def leave(self) -> None:
         """See `Link.leave`."""
+        self._door.close()
         if self._group is not None:
             self._group.leave()
 
@@ -116,12 +150,12 @@ def join(meeting: Meeting, rank: int) -> Group:
 class Group:
     """One process's end of a group. Raises `PolicyServerError`."""
 
-    def __init__(self, store: TCPStore, meeting: Meeting, rank: int, address: str) -> None:
+    def __init__(self, store: Store, meeting: Meeting, rank: int, address: str) -> None:
         kind: Any = ProcessGroupGloo  # torch's stubs leave most of it out
         options = kind._Options()  # noqa: SLF001 — torch's only way to choose the address
         options._timeout = timedelta(seconds=JOIN_SECONDS)  # noqa: SLF001 — as above
         options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001 — as above
-        self._store: TCPStore | None = store
+        self._store: Store | None = store
         try:
             self._gloo: Any = kind(PrefixStore("weights", store), rank, meeting.world, options)
         except RuntimeError as error:

@@ -5,6 +5,10 @@ vLLM; whoever waits for a peer that is gone is freed after the seconds the group
 
 It was written from vLLM 0.31's source and has never run, since no GPU was at hand. The order of calls, and what vLLM is told
 in them, is that of gloo, which has.
+
+vLLM's own receiver raises in a worker. Of several workers (tensor parallelism) vLLM 0.31 hands on the first one's exception
+and leaves the others' answers lying, so that every later answer is one call late: after a transfer that broke off such a
+vLLM has to be started again. Ours, over gloo, does not raise.
 """
 
 from __future__ import annotations
