@@ -51,7 +51,7 @@ class FirstWorker:
         if self._config.verl.world_size and _is_loopback(towards):
             import ray
 
-            if sum(node["Alive"] for node in ray.nodes()) > 1:
+            if sum(node["Alive"] for node in ray.nodes()) > 1:  # type: ignore[no-untyped-call]
                 towards = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         meeting: Meeting = self._answer("listen", backend, towards, world, seconds)
         return meeting
