@@ -99,6 +99,7 @@ class _Template:
         except (BrokenPipeError, ConnectionResetError):
             return
         finally:
+            signal.set_wakeup_fd(-1)  # the socket is closed before the last signals, those of the children, have come
             for pid in self._children:
                 kill_group(pid)
 
