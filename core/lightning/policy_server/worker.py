@@ -173,7 +173,9 @@ def _end_transfer(worker: object, state: State) -> None:
     would begin no other, and over NCCL its layers lie open, also after an update that vLLM has given up by itself."""
     broken = state.version is None or bool(getattr(worker, "_weight_update_active", False))
     state.version = None
-    if broken and hasattr(worker, "_weight_update_is_draft"):  # else none was ever begun
+    # Without these none was ever begun, and vLLM's `finish` raises.
+    able = getattr(worker, "weight_transfer_engine", None) is not None and hasattr(worker, "_weight_update_is_draft")
+    if broken and able:
         setattr(worker, "_weight_update_active", True)  # noqa: B010 — vLLM's worker; its `finish` wants it
         try:
             getattr(worker, "finish_weight_update")()  # noqa: B009 — as above
