@@ -32,6 +32,8 @@ from lightning.trainer.runs import describe_algorithm
 from variants import VARIANTS, Variant, build, choose
 from watch import Meter
 
+from runs import add_arguments
+
 ROOT = Path(__file__).parents[3]
 TRAIN_TASKS = 4000
 
@@ -169,15 +171,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--own", action="append", default=[], metavar="NAME=ALGORITHM[,KEY=VALUE]...",
                         help="a variant of your own; names are those of plugins")  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="optimizer steps, instead of each demonstration's own number")
-    parser.add_argument("--held-out", type=int, default=200, help="held-out tasks, before and after")
-    parser.add_argument("--eval-every", type=int, default=0, help="evaluate in between, too")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--out", type=Path, default=Path("bench/ablation"), help="where results are kept")
-    parser.add_argument("--keep", action="store_true", help="keep the runs' folders, too (database, checkpoints)")
+    add_arguments(parser, out="bench/ablation", page="docs/ablation.md", eval_every=0)
     parser.add_argument("--progress", action="store_true", help="show each run's progress")
-    parser.add_argument("--publish", action="store_true", help="write docs/ablation.md")
     return parser
 
 

@@ -15,9 +15,11 @@ from page import replace_table
 from summary import machine
 from variants import BASE, SUITES
 
+from runs import Kept, against, span, spread
+
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Kept):
     """One run. `rewards[i]` is the mean reward of the rollouts of step i, `evaluations` held-out results by step;
     `tool_events` counts the tool runs of the first step by status; times are those of the training, without vLLM's start."""
 
@@ -40,35 +42,6 @@ class Result:
     seconds: float
     cpu: float
     load: float
-
-    def write(self, file: Path) -> None:
-        """As JSON, whole or not at all."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        unfinished.replace(file)
-
-    @staticmethod
-    def read(file: Path) -> Result:
-        """A result as `write` wrote it."""
-        return Result(**json.loads(file.read_text()))
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation over seeds; the mean alone of a single one."""
-    if not values:
-        return "-"
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
-
-
-def against(mine: Mapping[int, float], base: Mapping[int, float]) -> str:
-    """Mean difference to the base's number for the same seed, with its range; both are by seed."""
-    gaps = [value - base[seed] for seed, value in mine.items() if seed in base]
-    if not gaps:
-        return "-"
-    mean = f"{statistics.fmean(gaps):+.3f}"
-    return f"{mean} ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else mean
 
 
 def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
@@ -140,14 +113,10 @@ def _note(mine: Sequence[Result]) -> str:
     gap, held_out = max(result.max_logprob_gap for result in mine), {result.held_out_tasks for result in mine}
     steps = {len(result.rewards) for result in mine}
     return (
-        f"{_range(held_out)} held-out tasks, {_range(steps)} steps. Tool runs reported in the first steps of all runs: "
+        f"{span([*held_out])} held-out tasks, {span([*steps])} steps. Tool runs reported in the first steps of all runs: "
         f"{told}. Failed rollouts: {failed}; tokens that were not exactly what was sampled: {drift}; largest logprob gap: "
         f"{gap:.1e} nats."
     )
-
-
-def _range(values: set[int]) -> str:
-    return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"
 
 
 def say(results: Sequence[Result]) -> str:

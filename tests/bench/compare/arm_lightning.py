@@ -15,7 +15,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.trainer import Trainer
 from lightning_examples.raw_python.demo import demo
 from plan import POOL, planned
-from setting import Report, Setting, Step, read_setting, versions_of
+from setting import Report, Setting, Step, versions_of
 from waiting import WaitingAgent
 
 
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of lightning's")
     given = parser.parse_args()
-    report = train(read_setting(given.setting), given.out / "run", given.set)
+    report = train(Setting.read(given.setting), given.out / "run", given.set)
     report.write(given.out / "report.json")

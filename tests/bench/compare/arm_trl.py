@@ -22,7 +22,7 @@ from datasets import Dataset
 from lightning.types import Task
 from lightning_examples.raw_python.agent import FUNCTIONS, MAX_CALLS, MAX_TOKENS, SYSTEM, TOOLS, grade, run_tool
 from safetensors.torch import save_file
-from setting import Report, Setting, Step, read_setting, versions_of
+from setting import Report, Setting, Step, versions_of
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -191,5 +191,5 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM in TRL's process")
     given = parser.parse_args()
-    report = train(read_setting(given.setting), given.out, threads=given.threads, vllm=given.vllm)
+    report = train(Setting.read(given.setting), given.out, threads=given.threads, vllm=given.vllm)
     report.write(given.out / "report.json")

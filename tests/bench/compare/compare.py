@@ -26,7 +26,7 @@ from evaluate import judging
 from lightning.demos import Demo
 from lightning_examples.raw_python.demo import demo
 from plan import POOL, planned
-from setting import Setting, read_report
+from setting import Report, Setting
 from summary import Point, Run, publish, say
 from watch import run_watched
 
@@ -114,7 +114,7 @@ def measure(name: str, setting: Setting, folder: Path, extra: Sequence[str]) -> 
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **arm.environment}
     meter, began = run_watched(arm.command(file, folder, extra), env=env, log=folder / "log.txt")
-    report = read_report(folder / "report.json")
+    report = Report.read(folder / "report.json")
     return Run(
         arm=name,
         seed=setting.seed,

@@ -24,6 +24,8 @@ from lightning.errors import ConfigError
 from setting import versions_of
 from watch import run_watched
 
+from runs import add_arguments
+
 ROOT = Path(__file__).parents[3]
 ENGINES = {
     "torch": ("--engine", "torch"),
@@ -112,16 +114,7 @@ def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="optimizer steps, instead of the demonstration's own number")
-    parser.add_argument("--held-out", type=int, default=200, help="held-out tasks of each evaluation")
-    parser.add_argument(
-        "--eval-every", type=int, default=3, help="evaluate every so many steps; 0: before and after only"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
-    parser.add_argument("--out", type=Path, default=Path("bench/engines"), help="where results are kept")
-    parser.add_argument("--keep", action="store_true", help="keep the runs' folders, too (database, checkpoints)")
-    parser.add_argument("--publish", action="store_true", help="write docs/multi-gpu.md")
+    add_arguments(parser, out="bench/engines", page="docs/multi-gpu.md", eval_every=3)
     return parser
 
 

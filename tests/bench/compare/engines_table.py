@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ablation_table import against, spread
 from lightning.errors import ConfigError
 from page import replace_table
 from summary import draw_arm, machine
+
+from runs import Kept, against, span, spread
 
 BASE = "torch"
 NAMES = {
@@ -28,7 +29,7 @@ STEP = ("rollout", "train", "checkpoint", "update")
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Kept):
     """One run. `settings` is what decides what is computed, besides engine and seed; `report` is the `report.json` that it
     wrote (`lightning.trainer.Summary`); `seconds` and `cpu` are those of its process tree from start to end, `load` the
     machine's just after it."""
@@ -56,17 +57,6 @@ class Result:
     def per_step(self, *phases: str) -> float:
         """Wall seconds of some phases in a step."""
         return float(sum(self.report["time"][phase] for phase in phases)) / max(1, self.report["steps"])
-
-    def write(self, file: Path) -> None:
-        """As JSON, whole or not at all."""
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        unfinished.replace(file)
-
-    @staticmethod
-    def read(file: Path) -> Result:
-        """A result as `write` wrote it."""
-        return Result(**json.loads(file.read_text()))
 
 
 def read_all(out: Path, settings: Mapping[str, Any]) -> list[Result]:
@@ -122,10 +112,10 @@ def note(results: Sequence[Result]) -> str:
     versions = {name: text for result in results for name, text in result.versions.items() if text != "-"}
     told = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
     return (
-        f"{_range(tasks)} held-out tasks, {_range(steps)} steps; set: {_set(results)}; {told}. "
+        f"{span(tasks)} held-out tasks, {span(steps)} steps; set: {_set(results)}; {told}. "
         f"Failed rollouts: {sum(report['failed'] for report in reports)}; tokens that were not exactly what was sampled: "
         f"{sum(report['drift_tokens'] for report in reports)}; load after each run "
-        f"{_range(sorted(round(result.load, 1) for result in results))}."
+        f"{span([round(result.load, 1) for result in results])}."
     )
 
 
@@ -167,9 +157,3 @@ def _known(results: Sequence[Result], name: str) -> dict[int, float]:
 def _set(results: Sequence[Result]) -> str:
     found = dict.fromkeys(item for result in results for item in result.settings["set"])
     return ", ".join(f"`{item}`" for item in found) or "nothing"
-
-
-def _range(values: Sequence[float]) -> str:
-    if not values:
-        return "no"
-    return f"{values[0]:g}" if values[0] == values[-1] else f"{values[0]:g} to {values[-1]:g}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from typing import Any, Self
+
+from runs import Kept
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Kept):
     """Everything that decides what is sampled and trained. `train[step]` are the tasks of a step, each `(input, expected)`;
     `group_size` rollouts are sampled for each. Rates and betas are AdamW's, ratios are clipped to [1 - low, 1 + high], and
     every tool takes `tool_seconds` longer than its own work."""
@@ -30,10 +31,11 @@ class Setting:
     tool_seconds: float
     train: Sequence[Sequence[tuple[str, int]]]
 
-    def write(self, file: Path) -> None:
-        """As JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(self)) + "\n")
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """A setting from its JSON."""
+        train = [[(question, answer) for question, answer in step] for step in values["train"]]
+        return cls(**{**values, "betas": tuple(values["betas"]), "train": train})
 
     def described(self) -> dict[str, object]:
         """The setting without its tasks and its seed: what a report says of it."""
@@ -41,14 +43,6 @@ class Setting:
         tasks = values.pop("train")
         del values["seed"], values["model"]
         return {**values, "tasks_per_step": len(tasks[0])}
-
-
-def read_setting(file: Path) -> Setting:
-    """A setting as `Setting.write` wrote it."""
-    values = json.loads(file.read_text())
-    values["betas"] = tuple(values["betas"])
-    values["train"] = [[(question, answer) for question, answer in step] for step in values["train"]]
-    return Setting(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +57,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Kept):
     """What one side says of its run: when its first rollout could begin (Unix time), its steps, and its versions."""
 
     ready: float
     steps: Sequence[Step]
     versions: Mapping[str, str]
 
-    def write(self, file: Path) -> None:
-        """As JSON, whole or not at all."""
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        unfinished.replace(file)
-
-
-def read_report(file: Path) -> Report:
-    """A report as `Report.write` wrote it."""
-    values = json.loads(file.read_text())
-    return Report(values["ready"], [Step(**step) for step in values["steps"]], values["versions"])
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
+        """A report from its JSON."""
+        return cls(values["ready"], [Step(**step) for step in values["steps"]], values["versions"])
 
 
 def versions_of(*distributions: str) -> dict[str, str]:

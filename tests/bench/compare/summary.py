@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from page import replace_table
+
+from runs import Kept
 
 LEVELS = (0.6, 0.7, 0.8)
 """Held-out rewards to reach; the untrained model has about 0.35."""
@@ -42,7 +44,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Run(Kept):
     """One training of one arm. `start_*` is what it took until the first rollout began (imports, servers, the model);
     `load` the machine's load just after it, which says whether it was alone."""
 
@@ -87,22 +89,10 @@ class Run:
         points = [{key: value for key, value in asdict(point).items() if key != "weights"} for point in self.points]
         return {**asdict(self), "points": points}
 
-    def write(self, file: Path) -> None:
-        """As JSON, whole or not at all."""
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        unfinished.replace(file)
-
-    @staticmethod
-    def read(file: Path) -> Run:
-        """A run as `write` wrote it."""
-        return Run.of(json.loads(file.read_text()))
-
-    @staticmethod
-    def of(values: dict[str, object]) -> Run:
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Self:
         """A run from its JSON."""
-        points = [Point(**point) for point in values["points"]]  # type: ignore[attr-defined]
-        return Run(**{**values, "points": points})  # type: ignore[arg-type]
+        return cls(**{**values, "points": [Point(**point) for point in values["points"]]})
 
 
 def cost_to(curve: Sequence[tuple[float, float]], level: float) -> float | None:

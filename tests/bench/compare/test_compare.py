@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engines_table
 from ablation_table import Result, against_base, tables
 from page import replace_table
-from setting import Report, Setting, Step, read_report, read_setting
+from setting import Report, Setting, Step
 from summary import Point, Run, cost_to, publish, table
 from variants import BASE, VARIANTS, Variant, build, choose, parse
 from watch import Meter, run_watched
@@ -159,11 +159,11 @@ class TestFiles:
     def test_setting_and_report_survive_their_files(self, tmp_path: Path):
         setting = Setting("m", 1, 1, 8, 1e-3, 3, (0.9, 0.95), 1e-8, 0.0, 1.0, 0.2, 0.28, 0.05, [[("a", 1), ("b", 2)]])
         setting.write(tmp_path / "setting.json")
-        assert read_setting(tmp_path / "setting.json") == setting
+        assert Setting.read(tmp_path / "setting.json") == setting
         assert setting.described()["tasks_per_step"] == 2
         report = Report(1.0, [Step(1, 2.0, 0.5, "w")], {"trl": "1"})
         report.write(tmp_path / "report.json")
-        assert read_report(tmp_path / "report.json") == report
+        assert Report.read(tmp_path / "report.json") == report
 
 
 class TestMeter:
