@@ -33,7 +33,6 @@ from lightning.engines.tokens import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.torch.critic import Critic
 from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.layout import Layout
 from lightning.engines.torch.linear import Linear
@@ -42,6 +41,7 @@ from lightning.engines.torch.passes import GradientPass, read_logprobs, read_val
 from lightning.engines.torch.reference import Reference
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
+from lightning.engines.value_head import Critic
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.policy_server.weight_transfer.sender import LocalSender

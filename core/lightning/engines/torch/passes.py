@@ -15,10 +15,10 @@ import torch
 from lightning.engines.batches import Seen, state_loss, token_batch
 from lightning.engines.tally import Tally
 from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
-from lightning.engines.torch.critic import Critic
 from lightning.engines.torch.layout import Layout, Part, failing
 from lightning.engines.torch.logprobs import token_logprobs
 from lightning.engines.torch.model import CausalLM
+from lightning.engines.value_head import Critic
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
 

@@ -1,4 +1,4 @@
-"""The critic on verl's engine: the torch engine's value head, on the hidden states of a model that is sharded.
+"""The critic on verl's engine: both engines' value head, on the hidden states of a model that is sharded.
 
 The invariant: the head and its moments are the same on all ranks, bit for bit: each begins with the same zeros and takes the
 same steps, on gradients that are averaged over all ranks as FSDP averages the policy's. So it is in no shard of the model:
@@ -17,7 +17,7 @@ from torch import nn
 from lightning.engines.critics import Trunk
 from lightning.engines.export import unwrapped
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.torch.critic import Critic
+from lightning.engines.value_head import Critic
 from lightning.engines.verl import api
 
 Wanted = Literal["none", "also", "only"]
