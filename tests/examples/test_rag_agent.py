@@ -204,7 +204,7 @@ async def test_on_a_real_vllm_it_is_right_now_and_then(tmp_path: Path, house: Ho
     )
     await gateway.start()
     try:
-        questions = val_tasks(120)  # of which a third is right, give or take 0.043: 3.5 deviations to the lower bound
+        questions = val_tasks(200)
         rollouts = [Rollout(id=task.id, run="run", task=task, group=task.id) for task in questions]
         await house.store.create_rollouts(rollouts)
         leases = await house.store.lease("run", "worker", limit=len(rollouts))
@@ -218,4 +218,4 @@ async def test_on_a_real_vllm_it_is_right_now_and_then(tmp_path: Path, house: Ho
     finally:
         await gateway.close()
         await server.close()
-    assert 0.18 <= sum(rewards) / len(rewards) <= 0.55
+    assert 0.2 <= sum(rewards) / len(rewards) <= 0.55

@@ -19,8 +19,9 @@ from lightning.testing.contract_policy import BAD, HANG, REFUSE
 from lightning.testing.vllm_replies import Reply
 from lightning.types import CallStatus, ToolEvent
 
-CANCELLED = 5
-"""How often a run is cancelled before it counts as one that cannot be: a framework may lose one that comes at a bad moment."""
+SETTLED = 0.2
+"""Seconds that a call hangs before its run is cancelled. In Python 3.11 `asyncio.wait_for`, with which LangChain waits for each
+part of a stream, loses a cancellation that comes together with the part (python/cpython#86296)."""
 
 
 class FaultChecks(ContractHarness):
@@ -124,12 +125,9 @@ class FaultChecks(ContractHarness):
             context = contextvars.copy_context()
             running = asyncio.create_task(self.run(self.solver(llm), HANG, stream=stream), context=context)
             await self.house.until(lambda: len(fake.requests) > before or running.done(), "the first model call")
-            done: set[asyncio.Task[object]] = set()
-            for _ in range(CANCELLED):
-                running.cancel()
-                done, _ = await asyncio.wait({running}, timeout=3.0)
-                if done:
-                    break
+            await asyncio.sleep(SETTLED)
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=10.0)
             check(done, "the run was cancelled and goes on: something swallows asyncio.CancelledError")
             context.run(self.nobody, "after the run was cancelled, in the same task")
             await self.house.until(lambda: len(fake.aborted) > gone, "the policy server to be told that the call ended")
