@@ -29,10 +29,9 @@ from lightning.policy_server import make_policy_server
 from lightning.trainer import Trainer
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import describe_algorithm
+from repeats import add_arguments
 from variants import VARIANTS, Variant, build, choose
 from watch import Meter
-
-from runs import add_arguments
 
 ROOT = Path(__file__).parents[3]
 TRAIN_TASKS = 4000

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from page import replace_table
+from repeats import Kept, against, span, spread
 from summary import machine
 from variants import BASE, SUITES
-
-from runs import Kept, against, span, spread
 
 
 @dataclass(frozen=True, slots=True)

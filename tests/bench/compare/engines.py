@@ -21,10 +21,9 @@ from pathlib import Path
 from ablate import tell
 from engines_table import NAMES, Result, note, publish, read_all, table
 from lightning.errors import ConfigError
+from repeats import add_arguments
 from setting import versions_of
 from watch import run_watched
-
-from runs import add_arguments
 
 ROOT = Path(__file__).parents[3]
 ENGINES = {

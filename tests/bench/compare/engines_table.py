@@ -14,9 +14,8 @@ from typing import Any
 
 from lightning.errors import ConfigError
 from page import replace_table
+from repeats import Kept, against, span, spread
 from summary import draw_arm, machine
-
-from runs import Kept, against, span, spread
 
 BASE = "torch"
 NAMES = {

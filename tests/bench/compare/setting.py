@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
-from runs import Kept
+from repeats import Kept
 
 
 @dataclass(frozen=True, slots=True)

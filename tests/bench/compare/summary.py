@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from page import replace_table
-
-from runs import Kept
+from repeats import Kept
 
 LEVELS = (0.6, 0.7, 0.8)
 """Held-out rewards to reach; the untrained model has about 0.35."""
