@@ -92,14 +92,18 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
     What JSON cannot say, or what is too long, is left out: tool arguments first, then every report; never the reward.
     """
-    bare = tuple(replace(event, arguments=None) for event in outcome.tool_events)
     silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
-    for candidate in (outcome, replace(outcome, tool_events=bare), replace(silent, rewards=outcome.rewards)):
+    for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
         data = _try_dump(candidate)
         if data is not None and len(data) <= MAX_FRAME:
             return data
         logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
     return _dump(asdict(silent))
+
+
+def without_arguments(outcome: Outcome) -> Outcome:
+    """The outcome without the arguments of its tool events, which may be of any length."""
+    return replace(outcome, tool_events=tuple(replace(event, arguments=None) for event in outcome.tool_events))
 
 
 def sanitized(outcome: Outcome) -> Outcome:
