@@ -26,6 +26,7 @@ from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerEr
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking import Trackers
+from lightning.trainer.agents import ENDED
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.paths import inside
 from lightning.trainer.plan import VAL
@@ -33,7 +34,7 @@ from lightning.trainer.progress import Reporter
 from lightning.trainer.sampling import last_line
 from lightning.trainer.stack import Stack
 from lightning.trainer.transcripts import Transcripts
-from lightning.types import Fault, Json, Resource, Rollout, Status, Task
+from lightning.types import Fault, Json, Resource, Rollout, Task
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ async def tune(
     await stack.prompts.load(stack.store)
     await stack.tell_how_to_call()
     made = len(await all_rollouts(stack.store, stack.run.id))
-    bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made)
+    told = {point.step: point.values for point in await stack.store.metrics(stack.run.id)}
+    bench = PromptBench(stack, algorithm, component, start, train, val, reporter, trackers, made, told)
     await stack.store.log_metrics(stack.run.id, 0, {"seconds/start": time.monotonic() - began})
     try:
         best = await algorithm.tune(bench)
@@ -165,7 +167,10 @@ def _write(folder: Path, component: str, text: str) -> Path:
 
 
 class PromptBench:
-    """The bench of one run. `made` counts the rollouts that the run has in the store."""
+    """The bench of one run. `made` counts the rollouts that the run has in the store, `told` are the metrics there by step.
+
+    Until it runs or asks something new it goes over what the run has done before, which has been timed and told.
+    """
 
     def __init__(
         self,
@@ -178,6 +183,7 @@ class PromptBench:
         reporter: Reporter,
         trackers: Trackers,
         made: int,
+        told: Mapping[int, Mapping[str, float]],
     ) -> None:
         self._stack, self._algorithm, self._component = stack, algorithm, component
         self._start, self._train, self._val = start, train, val
@@ -185,6 +191,8 @@ class PromptBench:
         policy = OptimizerModel(stack.policy.model, f"{stack.policy.url}/v1", api_key_env="")
         self._client = OptimizerClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
         self._transcripts = Transcripts(stack.store, stack.policy)
+        self._told = dict(told)
+        self._again = True
         self._seconds: dict[str, float] = {}
         self._last_step = 0
 
@@ -217,17 +225,20 @@ class PromptBench:
     async def _run(self, trials: Sequence[Trial], *, reserved: int) -> list[list[Rollout]]:
         planned = [await self._planned(trial) for trial in trials]
         wanted = [rollout for rollouts in planned for rollout in rollouts]
-        new = [rollout for rollout in wanted if await self._stack.store.get_rollout(rollout.id) is None]
+        known = [await self._stack.store.get_rollout(rollout.id) for rollout in wanted]
+        new = [rollout for rollout, kept in zip(wanted, known, strict=True) if kept is None]
         limit = self._algorithm.max_rollouts
         if limit is not None and new and self._made + len(new) + reserved > limit:
             raise BudgetSpentError(f"{len(new)} more rollouts do not fit into max_rollouts={limit}")
         what = "held-out tasks" if trials[0].tasks == self._val else "rollouts"
         self._reporter.phase(f"{what} of {len(trials)} prompts", len(wanted))
+        self._again = self._again and all(kept is not None and kept.status in ENDED for kept in known)
         began = time.monotonic()
         await self._stack.execute(wanted, self._finished)
         self._made += len(new)
-        phase = "eval" if what == "held-out tasks" else "rollout"
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
+        if not self._again:
+            phase = "eval" if what == "held-out tasks" else "rollout"
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - began
         found = [[await self._ended(rollout) for rollout in rollouts] for rollouts in planned]
         ended = [rollout for rollouts in found for rollout in rollouts]
         if ended and all(rollout.fault is Fault.INFRASTRUCTURE for rollout in ended):
@@ -267,7 +278,7 @@ class PromptBench:
     async def _ended(self, rollout: Rollout) -> Rollout:
         found = await self._stack.store.get_rollout(rollout.id)
         assert found is not None, "it was created before it was run"
-        assert found.status in (Status.SUCCEEDED, Status.FAILED), "execute returns when every rollout has ended"
+        assert found.status in ENDED, "execute returns when every rollout has ended"
         return found
 
     def _finished(self, rollout: Rollout) -> None:
@@ -279,6 +290,7 @@ class PromptBench:
         known = await self.recall(f"ask/{key}")
         if isinstance(known, str):
             return known
+        self._again = False
         answer = await self._client.ask(messages)
         await self.remember(f"ask/{key}", answer)
         return answer
@@ -306,10 +318,15 @@ class PromptBench:
 
     async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
         """See `Bench.report`."""
-        values = {**metrics, **{f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}}
-        self._seconds, self._last_step = {}, max(self._last_step, step)
-        await self._stack.store.log_metrics(self._stack.run.id, step, values)
-        self._trackers.log(step, values)
+        self._last_step = max(self._last_step, step)
+        told = self._told.get(step, {})
+        if not self._again or not metrics.keys() <= told.keys():  # or killed between the work and its report
+            spent = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+            # A step is reported more than once: when the winner is measured, and when it goes on with a larger budget.
+            values = {**metrics, **{name: told.get(name, 0.0) + seconds for name, seconds in spent.items()}}
+            self._seconds, self._told[step] = {}, {**told, **values}
+            await self._stack.store.log_metrics(self._stack.run.id, step, values)
+            self._trackers.log(step, values)
         self._reporter.say(line)
 
     async def measure(self, best: Resource) -> None:

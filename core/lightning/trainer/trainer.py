@@ -188,6 +188,7 @@ class Trainer:
                 ),
             )
             trackers = await self._begin(resources, stack)
+            await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
@@ -228,17 +229,32 @@ class Trainer:
         def nobody(task: object, llm: object) -> float:
             raise DataError("there is no agent in this process")
 
-        runner = self._make_runner(agent or nobody, self.config)
+        runner = self._make_runner(agent or nobody, self._for_runner())
         if agent is None and runner.concurrency:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
 
+    def _for_runner(self) -> Config:
+        """The settings, where agents in a sandbox see neither this run's folder nor that of its SQLite store."""
+        runner = self.config.runner
+        if runner.sandbox == "none":
+            return self.config
+        secret = [self.out.resolve()]
+        where = parse(self._url())
+        if where.scheme == "sqlite":
+            secret.append(Path(where.path).resolve().parent)
+        hidden = tuple(dict.fromkeys((*runner.sandbox_hidden, *map(str, secret))))
+        return self.config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
+
     async def _begin(self, resources: AsyncExitStack, stack: Stack) -> Trackers:
-        """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over."""
+        """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.
+
+        Servers are not told yet how its agents call: a search for prompts knows its component later, and clients may lease
+        what waits of a resumed run already, by what they were told before.
+        """
         name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
         await stack.prompts.keep(stack.store, stack.run.id)
-        await stack.tell_how_to_call()
         trackers = Trackers(
             self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store
         )

@@ -256,8 +256,9 @@ def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
     assert asked["restores"] is restores
 
 
-def test_clients_of_a_dry_run_are_told_how_to_call(
-    make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dry", [True, False], ids=["dev", "fit"])
+def test_clients_are_told_how_to_call_before_a_rollout_is_made(
+    dry: bool, make_trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[HowToCall] = []
     fake = FakeVLLM()
@@ -276,10 +277,24 @@ def test_clients_of_a_dry_run_are_told_how_to_call(
     async def dry_run(stack: Stack, *_: object) -> None:
         told.append(await HowToCall.of_run(stack.store, stack.run.id))
 
+    class Training:
+        def __init__(self, stack: Stack, *_: object) -> None:
+            self.stack = stack
+
+        async def run(self, started: object) -> None:
+            await dry_run(self.stack)
+            raise OpenedError
+
     monkeypatch.setattr(trainer_stack, "make_policy_server", lambda *_, **__: Own())
     monkeypatch.setattr(trainer_module, "dry_run", dry_run)
+    monkeypatch.setattr(trainer_module, "Loop", Training)
     settings: dict[str, Any] = {"trainer__eval_temperature": 0.25, "runner__prompts": {"greeter": "hello {name}"}}
-    make_trainer("remote", **settings).dev(None, [{"q": 1}])
+    made = make_trainer("remote", **settings)
+    if dry:
+        made.dev(None, [{"q": 1}])
+    else:
+        with pytest.raises(OpenedError):
+            made.fit(None, [{"q": 1}])
     (how,) = told
     assert how.eval_temperature == 0.25
     assert how.own == {"greeter": "hello {name}"}

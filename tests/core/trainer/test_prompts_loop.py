@@ -7,8 +7,11 @@ import json
 import logging
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -19,11 +22,13 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
 from lightning.plugins import plugins
+from lightning.server.agents import Agents
 from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.trainer import Trainer, stack
+from lightning.trainer import Trainer, prompts_loop, stack
+from lightning.trainer import trainer as trainer_module
 from lightning.trainer.prompts_loop import PromptBench, component_of
 from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
 
@@ -248,6 +253,52 @@ def test_killed_at_any_moment_a_resume_ends_where_an_undisturbed_run_does(
     versions, aliases, rollouts = everything(tmp_path / "run")
     assert ([item.content for item in versions], aliases["production"]) == ([START, BETTER, BEST], 3)
     assert [(rollout.id, rollout.reward) for rollout in rollouts] == undisturbed
+
+
+def test_what_waits_of_a_killed_run_is_leased_with_its_prompt_before_the_resumed_search_begins(
+    tmp_path: Path, writer: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        lethal("_run", 1, patch, after=False)
+        with pytest.raises(Killed):
+            trainer(tmp_path, small(writer)).fit(agent, TRAIN, VAL)
+
+    async def wait_for_an_agent(store: Store) -> None:
+        await store.create_rollouts([Rollout("run/val/v1/0", "run", VAL[0], "g", resources={"greeter": 1})])
+
+    look(tmp_path / "run", wait_for_an_agent)
+    prompts: list[dict[str, str]] = []
+
+    async def client(opened: stack.Stack, *_: object) -> None:
+        (lease,) = await opened.store.lease("run", "client")
+        prompts.append(dict((await Agents(opened.gateway, "").llm_for(lease, opened.store)).prompts))
+        raise Killed
+
+    monkeypatch.setattr(trainer_module, "tune", client)
+    with pytest.raises(Killed):
+        trainer(tmp_path, small(writer), resume=True).fit(agent, TRAIN, VAL)
+    assert prompts == [{"greeter": START}]
+
+
+def test_seconds_are_those_of_all_work_of_a_round_and_a_resume_tells_nothing_twice(
+    tmp_path: Path, writer: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, ran = count(), Counter[str]()
+    execute = stack.Stack.execute
+
+    async def executes(self: stack.Stack, rollouts: list[Rollout], told: Callable[[Rollout], None]) -> None:
+        ran["eval" if rollouts[0].task in VAL else "rollout"] += 1
+        await execute(self, rollouts, told)
+
+    monkeypatch.setattr(prompts_loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(stack.Stack, "execute", executes)
+    first = trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
+    assert ran["eval"] == 3, "the start; the beam and the winner, in one round"
+    assert (first.time["rollout"], first.time["eval"]) == (ran["rollout"], ran["eval"])
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    again = trainer(tmp_path, apo(writer, rounds=1), resume=True).fit(agent, TRAIN, VAL)
+    assert (again.time["rollout"], again.time["eval"]) == (first.time["rollout"], first.time["eval"])
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
 @pytest.mark.slow
