@@ -16,8 +16,11 @@ PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out result with the policy after `step` optimizer steps. `reward` is the mean over scored rollouts (the success
-    rate where rewards are 0 or 1), None when none was scored; `failed` rollouts have no reward and are not in it."""
+    """Held-out result with the policy after `step` optimizer steps, or with a version of a prompt after `step` rounds.
+
+    `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None when none was scored; `failed`
+    rollouts have no reward and are not in it.
+    """
 
     step: int
     reward: float | None
@@ -27,7 +30,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase.
+    """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are
+    in the order in which they were begun; `before` is the reward of the first and `after` that of the last.
 
     `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since; None when
     there is no other step.
@@ -98,13 +102,17 @@ async def summarize(store: Store, run: str) -> Summary:
 
 
 def _evaluations(rollouts: Sequence[Rollout]) -> tuple[Evaluation, ...]:
-    by_step: dict[int, list[Rollout]] = {}
+    """Those that have ended. `rollouts` are in the order of their creation.
+
+    A search that had ended and is given more measures another version of its prompt, maybe in the same round.
+    """
+    evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.split == VAL:
-            by_step.setdefault(rollout.step, []).append(rollout)
-    tries = {step: of_generation(members, newest_generation(members)) for step, members in by_step.items()}
+            evaluated.setdefault((rollout.step, tuple(sorted(rollout.resources.items()))), []).append(rollout)
+    tries = [(step, of_generation(made, newest_generation(made))) for (step, _), made in evaluated.items()]
     return tuple(
         evaluate_rollouts(step, members)
-        for step, members in sorted(tries.items())
+        for step, members in tries
         if all(member.status in (Status.SUCCEEDED, Status.FAILED) for member in members)
     )

@@ -1,0 +1,58 @@
+"""A run's summary says what was measured first and last, whatever was measured between."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from lightning.store.memory import MemoryStore
+from lightning.trainer.summary import summarize
+from lightning.types import Fault, Outcome, Rollout, Run, Task
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    yield store
+    await store.close()
+
+
+async def begin(store: MemoryStore, name: str, step: int, version: int) -> None:
+    """What a search asks for: two held-out tasks with a version of a prompt."""
+    names = [f"run/{name}/{place}" for place in range(2)]
+    made: dict[str, Any] = {"split": "val", "step": step, "max_attempts": 1, "resources": {"writer": version}}
+    await store.create_rollouts([Rollout(one, "run", Task(one), one, **made) for one in names])
+
+
+async def evaluate(store: MemoryStore, name: str, step: int, version: int, reward: float | None) -> None:
+    await begin(store, name, step, version)
+    outcome = Outcome(reward=reward) if reward is not None else Outcome(fault=Fault.INFRASTRUCTURE, error="lost")
+    for lease in await store.lease("run", "worker", limit=2):
+        await store.complete(lease.rollout.id, lease.attempt, outcome)
+
+
+async def test_the_last_winner_of_a_search_is_what_came_after(store: MemoryStore) -> None:
+    """It ended for want of budget, and was resumed with more: both winners were measured in the same round."""
+    await evaluate(store, "val/v1", 0, 1, 0.25)
+    await evaluate(store, "final/v3", 2, 3, None)
+    await evaluate(store, "final/v3~1", 2, 3, 0.5)
+    await begin(store, "final/v9", 2, 9)
+    assert (await summarize(store, "run")).after == 0.5, "the other has not ended"
+    await evaluate(store, "final/v9", 2, 9, 0.75)
+    found = await summarize(store, "run")
+    assert (found.before, found.after) == (0.25, 0.75)
+    assert [(one.step, one.reward, one.rollouts) for one in found.evaluations] == [
+        (0, 0.25, 2),
+        (2, 0.5, 2),
+        (2, 0.75, 2),
+    ]
+
+
+async def test_a_search_that_is_resumed_with_fewer_rounds_has_the_winner_of_those(store: MemoryStore) -> None:
+    await evaluate(store, "val/v1", 0, 1, 0.25)
+    await evaluate(store, "final/v5", 3, 5, 0.75)
+    await evaluate(store, "final/v2", 1, 2, 0.5)
+    assert (await summarize(store, "run")).after == 0.5
