@@ -48,7 +48,8 @@ class AttachedVLLM(VLLMServer):
         """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
 
         A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
-        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`.
+        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused:
+        it may be in the middle of an update.
         """
         await self._attach()
 
@@ -69,8 +70,20 @@ class AttachedVLLM(VLLMServer):
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
         self._version, self._weights = -1 if version is None else version, ()
         if version is not None and await control.is_paused():
-            await control.resume()
+            await self._wake(control)
         self._control, self._serving = control, True
+
+    async def _wake(self, control: VLLMControl) -> None:
+        """Resume what was left paused, where it is nobody else's."""
+        if not self._claims and (owner := await control.claimed()):
+            logger.warning(
+                "the vLLM at %s was paused by its trainer (its claim is %s), and calls wait until that has updated it; "
+                "if the trainer was killed, resume its run, or start the vLLM again",
+                self._root,
+                owner,
+            )
+            return
+        await control.resume()
 
     async def _claim_it(self, control: VLLMControl, *over: str) -> int | None:
         """Own its weights from now on; their version."""

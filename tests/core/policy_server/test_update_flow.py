@@ -60,6 +60,24 @@ async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> No
     assert not fake.paused
 
 
+async def test_one_that_only_serves_resumes_what_is_nobodys(
+    fake: Any, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer's may be between its pause and its load, where the version is still the old one's."""
+    fake.paused, fake.claim = True, "theirs"
+    config = PolicyServerConfig(attach=fake.url)
+    serves = make_policy_server(model, config, log=Path("unused"), claims=False)
+    await serves.start()
+    assert fake.paused
+    assert f"{fake.url} was paused by its trainer (its claim is theirs)" in caplog.text
+    fake.claim = ""
+    await serves.start()
+    assert not fake.paused
+    fake.paused, fake.claim = True, "a killed trainer's"
+    await attached(fake, model)
+    assert not fake.paused
+
+
 async def test_attach_does_not_resume_unknown_weights(fake: Any, model: Path) -> None:
     fake.paused, fake.version = True, None
     server = await attached(fake, model)
