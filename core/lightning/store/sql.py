@@ -98,7 +98,6 @@ INSERT_TRANSITION: Final = (
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
-SELECT_TRANSITION_KEY: Final = "SELECT n FROM transitions WHERE n = ?"
 SELECT_TRANSITIONS: Final = (
     f"SELECT {TRANSITION_COLUMNS} FROM transitions t JOIN rollouts r ON r.n = t.rollout "  # noqa: S608
     "WHERE r.id = ? AND t.attempt = ? ORDER BY t.seq"
@@ -114,6 +113,11 @@ SELECT_GROUP_ROOTS: Final = (
     "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
     "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n LIMIT ?"
 )
+SELECT_ROOT: Final = (
+    "SELECT n FROM transitions WHERE n = ? AND substr(tokens, 1, ?) = ? "
+    "AND rollout IN (SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
+)
+"""A call by its number, if it has this content and is of this group: whatever is removed together is stored together."""
 SELECT_NEXT_SEQ: Final = (
     "SELECT coalesce(max(t.seq) + 1, 0) FROM transitions t JOIN rollouts r ON r.n = t.rollout "
     "WHERE r.id = ? AND t.attempt = ?"

@@ -256,7 +256,7 @@ async def test_parents_are_found_after_a_restart(tmp_path: Path, rollout: Rollou
 
 
 def known(n: int, ids: object) -> Known:
-    return Known(n, token_ids(list(ids)).tobytes())  # type: ignore[call-overload]
+    return Known(n, b"head", token_ids(list(ids)).tobytes())  # type: ignore[call-overload]
 
 
 def test_the_longest_prefix_is_chosen_if_it_is_worth_it() -> None:

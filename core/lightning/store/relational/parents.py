@@ -23,9 +23,11 @@ were a few template tokens enough, the first call of a second agent would hang f
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The full tokens (prompt + response, packed) of transition `n`."""
+    """The full tokens (prompt + response, packed) of transition `n`, and the first `codec.HEAD_BYTES` of its blob: they tell it
+    from another one that was given its number after it was pruned."""
 
     n: int
+    head: bytes
     full: bytes
 
 

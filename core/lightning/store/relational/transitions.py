@@ -53,7 +53,7 @@ async def _append_one(transaction: Transaction, where: Standing, transition: Tra
     if n is None:
         assert await _is_repeated(transaction, key, transition), "what is in the way of a call has its key"
         return False
-    known = Known(n, prompt + codec.pack(transition.response_ids))
+    known = Known(n, blob[: codec.HEAD_BYTES], prompt + codec.pack(transition.response_ids))
     transaction.parents.add((where.n, transition.attempt), known)
     if parent is None:
         transaction.parents.add((where.run, where.group), known)
@@ -86,7 +86,7 @@ async def _parent(transaction: Transaction, where: Standing, attempt: int, promp
     """The best of the calls of this attempt, newest first, and of the roots of its group.
 
     The calls of an attempt are as safe as its rollout, which this transaction holds. A root may have been pruned since it was
-    remembered, and its whole group with it.
+    remembered, and its whole group with it; SQLite may have given its number to another call since.
     """
     own = await transaction.parents.get(
         (where.n, attempt), lambda: _load(transaction, sql.SELECT_BLOBS, (where.n, attempt))
@@ -97,9 +97,9 @@ async def _parent(transaction: Transaction, where: Standing, attempt: int, promp
             group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, GROUP_ROOTS))
         )
         parent = choose(prompt, chain(reversed(own), roots[:GROUP_ROOTS]))
-        if parent is None or any(parent.n == known.n for known in own):
+        if parent is None or parent in own:
             return parent
-        if await transaction.kept(sql.SELECT_TRANSITION_KEY, (parent.n,)):
+        if await transaction.kept(sql.SELECT_ROOT, (parent.n, codec.HEAD_BYTES, parent.head, *group)):
             return parent
         transaction.parents.drop(group)
 
@@ -111,7 +111,7 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
             await decoder.decode(n, parent, blob)
         except StoreError:  # a damaged row is no parent for a new call; whoever reads the row itself gets the error
             continue
-        found.append(Known(n, decoder.full(n)))
+        found.append(Known(n, blob[: codec.HEAD_BYTES], decoder.full(n)))
     return found
 
 
