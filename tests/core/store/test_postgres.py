@@ -685,6 +685,22 @@ async def test_a_fork_is_told_to_open_its_own(store: PostgresStore, monkeypatch:
             await store.list_runs()
 
 
+async def test_a_fork_that_opens_the_store_has_one_of_its_own(
+    store: PostgresStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the process that it was forked from is not there: nobody would ever answer."""
+    theirs = store._session
+    assert theirs is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -7)
+        patch.setattr(theirs.thread, "submit", lambda _: asyncio.get_running_loop().create_future())
+        await asyncio.wait_for(store.open(), 30)
+        assert [run.id for run in await store.list_runs()] == ["run"]
+        await store.close()
+    store._session = theirs
+    assert [run.id for run in await store.list_runs()] == ["run"]
+
+
 async def test_the_tables_are_those_of_sqlite(store: PostgresStore, tmp_path: Path) -> None:
     sqlite = SqliteStore(tmp_path / "store.db")
     await sqlite.open()

@@ -54,6 +54,11 @@ class _Session:
         await self.connections.close()
 
 
+_inherited: Final[list[_Session]] = []
+"""Those of the process that this one was forked from. Their threads are not here, and a connection that nobody held any more
+would close itself and with it what the other process waits on."""
+
+
 class PostgresStore(RelationalStore):
     """A store in a schema of a PostgreSQL database, see `Settings`. The schema is created if it is missing."""
 
@@ -74,6 +79,9 @@ class PostgresStore(RelationalStore):
     async def open(self) -> None:
         """See `Store.open`."""
         with self._lock:
+            if self._session is not None and self._session.process != os.getpid():
+                _inherited.append(self._session)
+                self._session, self._bell = None, Bell()
             if self._session is None:
                 self._session = _Session(self._settings, self._bell)
             session = self._session
@@ -95,6 +103,8 @@ class PostgresStore(RelationalStore):
             self._session = None
         if session.process == os.getpid():
             await asyncio.to_thread(session.thread.close, session.close)
+        else:
+            _inherited.append(session)
 
     @asynccontextmanager
     async def watch(self, run: str) -> AsyncIterator[EventWatch]:
