@@ -1,7 +1,8 @@
 """`RedisKeeper`: looks after the keys of one prefix.
 
-The invariant: a group loses its calls, and a rollout all that is its own, in one transaction; what is broken off in between can
-be asked for again. Whoever appends has Redis look for the parent of a call, so that one which was removed is not taken.
+The invariant: a group loses its calls in one script, which looks whether all of its rollouts have ended, and a rollout all that
+is its own in one transaction; what is broken off in between can be asked for again. Whoever appends has Redis look for the
+parent of a call, so that one which was removed is not taken.
 
 Redis makes copies of itself by its own means, and of all its prefixes: `backup` and `restore` name them.
 """
@@ -22,9 +23,10 @@ from lightning.errors import ConfigError, StoreError
 from lightning.store.maintenance import queries
 from lightning.store.maintenance.keeper import Status, Weight, count_tokens
 from lightning.store.protocol import Store
-from lightning.store.redis import RedisStore
+from lightning.store.redis import RedisStore, scripts
 from lightning.store.redis.keys import Keys, encoded
-from lightning.store.redis.opening import SCHEMA
+from lightning.store.redis.lane import Lane
+from lightning.store.redis.opening import SCHEMA, Ask, check_server
 from lightning.store.redis.settings import from_url
 from lightning.store.redis.standing import home_of, stand
 from lightning.store.redis.wire import Command, Wire, translate
@@ -33,19 +35,18 @@ from lightning.types import Status as RolloutStatus
 
 BATCH: Final = 500
 """Commands on their way at once."""
-ENDED: Final = (RolloutStatus.SUCCEEDED, RolloutStatus.FAILED)
 OWN_OF_RUN: Final = ("all", *RolloutStatus, "leases", "steps", "proofs", "metrics", "state", "changes")
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A rollout of a run: its group and step, its attempts so far, and whether it has ended. `worker` holds it, if any does."""
+    """A rollout of a run: its number, group and step, and its attempts so far. `worker` holds it, if any does."""
 
     rollout: str
+    number: int
     group: str
     step: int
     attempts: int
-    ended: bool
     worker: str
 
 
@@ -158,12 +159,12 @@ class RedisKeeper:
 
     async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
         """See `Keeper.forget_calls`."""
-        async with self._connected() as wire:
-            members = await self._members(wire, run)
+        async with self._connected() as wire, self._lane() as lane:
+            members: dict[str, list[_Member]] = {}
+            newest = await self._sort(wire, run, members, 0)
             for group in groups:
-                mine = [member for member in members if member.group == group]
-                if mine and all(member.ended for member in mine):
-                    await self._forget(wire, run, group, mine)
+                while not await self._forget(lane, run, group, members.get(group, ()), newest):
+                    newest = await self._sort(wire, run, members, newest)
 
     async def forget_run(self, run: str) -> None:
         """See `Keeper.forget_run`. Rollout by rollout, the run itself last."""
@@ -202,19 +203,30 @@ class RedisKeeper:
             await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
 
     # keys -------------------------------------------------------------------------------------------------------
-    async def _members(self, wire: Wire, run: str) -> list[_Member]:
-        (names,) = await self._ask(wire, [(b"ZRANGE", self._keys("all", run), b"0", b"-1")])
+    async def _members(self, wire: Wire, run: str, after: int = 0) -> list[_Member]:
+        """The rollouts of a run, in the order of their creation; those with numbers beyond `after`."""
+        (found,) = await self._ask(
+            wire, [(b"ZRANGEBYSCORE", self._keys("all", run), b"(%d" % after, b"+inf", b"WITHSCORES")]
+        )
+        names, numbers = found[::2], found[1::2]
         columns = await self._ask(wire, [(b"HGET", self._keys("columns"), name) for name in names])
         standings = await self._ask(wire, [(b"HGET", self._keys("standing"), name) for name in names])
-        found = []
-        for name, text, standing in zip(names, columns, standings, strict=True):
+        members = []
+        for name, number, text, standing in zip(names, numbers, columns, standings, strict=True):
             rollout = name.decode()
             position = stand(standing, rollout)
             _, group = home_of(text, rollout)
             step = int(json.loads(text)[4])
-            ended = position["status"] in ENDED
-            found.append(_Member(rollout, group, step, position["attempt"], ended, position.get("worker", "")))
-        return found
+            worker = position.get("worker", "")
+            members.append(_Member(rollout, int(number), group, step, position["attempt"], worker))
+        return members
+
+    async def _sort(self, wire: Wire, run: str, members: dict[str, list[_Member]], newest: int) -> int:
+        """Put rollouts with numbers beyond `newest` to those of their groups; return the number of the newest there is now."""
+        for member in await self._members(wire, run, newest):
+            members.setdefault(member.group, []).append(member)
+            newest = member.number
+        return newest
 
     def _of_attempts(self, member: _Member) -> tuple[list[bytes], list[bytes]]:
         """The keys of its calls and of its spans."""
@@ -222,20 +234,16 @@ class RedisKeeper:
         calls = [self._keys("calls", attempt, member.rollout) for attempt in attempts]
         return calls, [self._keys("spans", attempt, member.rollout) for attempt in attempts]
 
-    async def _forget(self, wire: Wire, run: str, group: str, members: Sequence[_Member]) -> None:
-        places = [
-            encoded(f"{member.rollout}:{attempt}") for member in members for attempt in range(1, member.attempts + 1)
-        ]
-        records = await self._ask(wire, [(b"HGET", self._keys("attempts"), place) for place in places])
-        commands: list[Command] = [(b"DEL", self._keys("roots", _name(run, group)))]
+    async def _forget(self, lane: Lane, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
+        """Remove the calls of a group with these rollouts, if they have ended. False when there may be more of them by now."""
+        keys = [self._keys(name) for name in ("standing", "attempts", "labels")]
+        keys += [self._keys("all", run), self._keys("roots", _name(run, group))]
+        arguments: list[int | str] = [newest, len(members)]
         for member in members:
-            commands += [(b"DEL", key) for keys in self._of_attempts(member) for key in keys]
-        for place, text in zip(places, records, strict=True):
-            commands.append((b"HDEL", self._keys("labels"), place))
-            if text is not None:  # an attempt that has ended is never written again
-                emptied = {**json.loads(text), "tool_events": "[]", "step_rewards": "[]"}
-                commands.append((b"HSET", self._keys("attempts"), place, json.dumps(emptied).encode()))
-        await self._transact(wire, commands)
+            keys += [key for each in self._of_attempts(member) for key in each]
+            arguments += [member.rollout, member.attempts]
+        (word, *_) = await lane.run(scripts.FORGET, keys, [encoded(argument) for argument in arguments])
+        return bool(word != b"grown")
 
     def _removal(self, run: str, member: _Member) -> list[Command]:
         """What takes a rollout out of everything but the counts of resources."""
@@ -295,6 +303,19 @@ class RedisKeeper:
                 return
 
     # the connection ---------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def _lane(self) -> AsyncIterator[Lane]:
+        """Runs scripts, as the store does it."""
+
+        async def greet(ask: Ask) -> None:
+            await check_server(ask, self._settings)
+
+        lane = Lane(self._settings, self._keys, greet)
+        try:
+            yield lane
+        finally:
+            await lane.close()
+
     async def _ask(self, wire: Wire, commands: Sequence[Command]) -> list[Any]:
         """The replies, asked for in batches. Raises the error that one of them is."""
         replies: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.store.maintenance import Weight, keeper_of
 from lightning.store.maintenance.prune import Choice, carry_out, plan
+from lightning.store.maintenance.redis import RedisKeeper
 from lightning.store.redis import RedisStore
-from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token
+from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
 
 from tests.core.store.maintenance.gateways import check_state_of_gateways
 from tests.servers.redis import RedisServer
@@ -89,6 +91,30 @@ async def test_a_group_in_which_something_still_runs_keeps_its_calls(store: Redi
     await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
     await keeper_of(url).forget_calls("run", ["run/0/1"])
     assert len(await store.transitions("run/0/1/0")) == 2
+
+
+@pytest.mark.parametrize("group", ["run/0/1", "another"])
+async def test_a_rollout_that_comes_while_calls_are_removed_keeps_those_of_its_group(
+    store: RedisStore, url: str, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is created, leased, and its call stored against a sibling's, after the keeper has looked at the rollouts."""
+    siblings = await store.transitions("run/0/1/0")
+    stored: list[Transition] = []
+    look = RedisKeeper._members
+
+    async def look_too_early(self: RedisKeeper, *about: Any) -> Any:
+        found = await look(self, *about)
+        if not stored:
+            stored.append(replace(siblings[0], rollout="late", attempt=1))
+            await store.create_rollouts([Rollout("late", "run", Task("q"), group)])
+            assert len(await store.lease("run", "w", ttl=3600)) == 1
+            assert await store.append(stored) == 1
+        return found
+
+    monkeypatch.setattr(RedisKeeper, "_members", look_too_early)
+    await keeper_of(url).forget_calls("run", ["run/0/1"])
+    assert await store.transitions("late") == stored
+    assert await store.transitions("run/0/1/0") == (siblings if group == "run/0/1" else [])
 
 
 async def test_a_new_call_is_not_stored_against_one_that_was_removed(store: RedisStore, url: str) -> None:
