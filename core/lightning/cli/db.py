@@ -196,8 +196,8 @@ async def _prune(url: str, choice: Choice, *, apply: bool) -> list[RunPlan]:
             await carry_out(store, keeper, plans)
     finally:
         await store.close()
-    if apply:
-        await keeper.vacuum()
+    if apply and (left := await keeper.vacuum()):
+        sys.stderr.write(f"{left}\n")
     return plans
 
 

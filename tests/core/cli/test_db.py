@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_prune_says_first_and_does_when_told(lightning: Command, runs: Path) -> 
     assert "the whole run" in lightning(*chosen, "--apply").out
     assert json.loads(lightning("runs", "--runs", place, "--json").out) == []
     assert "no run was chosen" in lightning("db", "prune", place).out
+
+
+def test_prune_under_a_server_leaves_the_size_of_the_file(lightning: Command, runs: Path) -> None:
+    place = runs / "small" / "lightning.db"
+    with closing(sqlite3.connect(place)) as server:
+        server.execute("INSERT INTO state VALUES ('small', 'large', hex(zeroblob(100000)))")
+        server.execute("DELETE FROM state WHERE name = 'large'")
+        server.commit()
+        ran = lightning("db", "prune", str(place), "--apply", "--json")
+        assert (ran.code, json.loads(ran.out)["applied"], "lightning.db keeps its size" in ran.err) == (0, True, True)
+    assert lightning("db", "prune", str(place), "--apply").err == ""
 
 
 @pytest.mark.slow

@@ -87,10 +87,10 @@ class Keeper(Protocol):
     async def forget_run(self, run: str) -> None:
         """Remove a run with everything that is its own. Raises `StoreError` while somebody works on it."""
 
-    async def vacuum(self) -> None:
+    async def vacuum(self) -> str:
         """Remove what gateways keep of traces whose keys have expired and of runs that are gone, seats that no gateway can have
         any more, and answers that nobody asks for again; and give the space of what was removed back to the file system, where
-        the database does not do so by itself."""
+        the database does not do so by itself and nobody has to wait for it. Returns why it was not given back, or nothing."""
 
 
 async def look(store: Store, url: str) -> Status:

@@ -181,7 +181,7 @@ class PostgresKeeper:
 
         await self._writing(remove)
 
-    async def vacuum(self) -> None:
+    async def vacuum(self) -> str:
         """See `Keeper.vacuum`. The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
 
         async def clear(connection: Any, transaction: PostgresTransaction) -> None:
@@ -201,6 +201,7 @@ class PostgresKeeper:
         async with self._connected() as connection:
             for table in await self._tables(connection):
                 await connection.execute(f"VACUUM (ANALYZE) {table}")
+        return ""
 
     # connections ------------------------------------------------------------------------------------------------
     async def _tables(self, connection: Any) -> list[str]:

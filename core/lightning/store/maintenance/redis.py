@@ -184,7 +184,7 @@ class RedisKeeper:
             await self._ask(wire, [(b"DEL", key) for key in own])
             await self._ask(wire, [(b"HDEL", self._keys("runs"), encoded(run))])
 
-    async def vacuum(self) -> None:
+    async def vacuum(self) -> str:
         """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
         and removes old answers by itself."""
         async with self._connected() as wire:
@@ -201,6 +201,7 @@ class RedisKeeper:
             state = dict(await self._state(wire, ""))
             (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
             await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
+        return ""
 
     # keys -------------------------------------------------------------------------------------------------------
     async def _members(self, wire: Wire, run: str, after: int = 0) -> list[_Member]:

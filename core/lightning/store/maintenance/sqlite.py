@@ -84,11 +84,15 @@ class SqliteKeeper:
     async def forget_run(self, run: str) -> None:
         """See `Keeper.forget_run`. Nobody else may have the file open.
 
-        SQLite gives the number of a removed row to a new one, and a process that appends remembers rows by their numbers.
+        SQLite gives the number of a removed row to a new one, and a process that appends remembers attempts by the numbers of
+        their rollouts.
         """
 
         def remove(connection: sqlite3.Connection) -> None:
-            self._take_alone(connection)
+            if not _take_alone(connection):
+                raise StoreError(
+                    f"{self._path} is open in another process: end the trainers, servers and commands that use it first"
+                )
             with _transaction(connection):
                 if run in _busy(connection):
                     raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
@@ -103,10 +107,11 @@ class SqliteKeeper:
 
         await self._write(remove)
 
-    async def vacuum(self) -> None:
-        """See `Keeper.vacuum`."""
+    async def vacuum(self) -> str:
+        """See `Keeper.vacuum`. `VACUUM` keeps everybody else from writing for as long as it takes, minutes for a large file: so
+        the file shrinks only while nobody else has it open."""
 
-        def rewrite(connection: sqlite3.Connection) -> None:
+        def rewrite(connection: sqlite3.Connection) -> str:
             with _transaction(connection):
                 (now,) = connection.execute(_CLOCK).fetchone()
                 for name, value in connection.execute(queries.TRACES).fetchall():
@@ -118,10 +123,17 @@ class SqliteKeeper:
                 left = [("", name) for name in queries.empty_seats(state, runs)]
                 connection.executemany(queries.FORGET_STATE, left)
                 connection.execute(queries.FORGET_OLD_ANSWERS, (now,))
+            if not connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                return ""
+            if not _take_alone(connection):
+                return (
+                    f"{self._path} keeps its size, since it is open in another process: what is written next uses the space. "
+                    "The same command makes it smaller once nobody else has it open"
+                )
             connection.execute("VACUUM")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return ""
 
-        await self._write(rewrite)
+        return await self._write(rewrite)
 
     # the file ---------------------------------------------------------------------------------------------------
     def _status(self, connection: sqlite3.Connection) -> Status:
@@ -148,16 +160,6 @@ class SqliteKeeper:
             oldest=connection.execute(queries.FIRST_RUN).fetchone()[0],
             newest=max((at for _, at in connection.execute(queries.ACTIVITY)), default=None),
         )
-
-    def _take_alone(self, connection: sqlite3.Connection) -> None:
-        """Make sure that no other process has the file open: the log can be given up only by the last who uses it."""
-        try:
-            connection.execute("PRAGMA journal_mode = DELETE")
-        except sqlite3.OperationalError as error:
-            raise StoreError(
-                f"{self._path} is open in another process: end the trainers, servers and commands that use it first"
-            ) from error
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
 
     async def _read(self, operation: Callable[[sqlite3.Connection], T]) -> T:
         """Run an operation in one reading transaction."""
@@ -213,6 +215,20 @@ def _schema(connection: sqlite3.Connection) -> int:
     if connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'schema_version'").fetchone()[0] == 0:
         return 0
     return int(connection.execute("SELECT version FROM schema_version").fetchone()[0])
+
+
+def _take_alone(connection: sqlite3.Connection) -> bool:
+    """Have the file for this connection alone from its next transaction on. False while another process has it open: the log
+    can be given up only by the last who uses it."""
+    try:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            raise
+        return False
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA synchronous = FULL")  # less is safe with the log alone
+    return True
 
 
 def _busy(connection: sqlite3.Connection) -> list[str]:
