@@ -118,6 +118,10 @@ class LightningCallback(BaseCallbackHandler):
         _open(run, run.get("name") or "")
         _model_call.set(run["run_id"])
 
+    def on_retriever_start(self, serialized: Any, query: str, **run: Any) -> None:
+        """A retriever begins; models that it asks belong to what is around it. Its name is mostly its class's."""
+        _open(run, "")
+
     def on_tool_start(self, serialized: Any, input_str: str, **run: Any) -> None:
         """A tool begins; what it calls belongs to it."""
         name = (serialized or {}).get("name") or run.get("name") or "tool"
@@ -141,4 +145,5 @@ class LightningCallback(BaseCallbackHandler):
         _close(run["run_id"])
 
     on_chain_error = on_llm_end = on_llm_error = on_chain_end  # type: ignore[assignment]  # what came out is not looked at
+    on_retriever_end = on_retriever_error = on_chain_end  # type: ignore[assignment]
     on_llm_start = on_chat_model_start  # type: ignore[assignment]  # nor what went in

@@ -15,11 +15,13 @@ import lightning
 import lightning_langchain
 import pytest
 from langchain.agents import create_agent
-from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
 from langchain_core.tools import BaseTool, ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
@@ -147,6 +149,23 @@ def in_component(name: str, agent: Any) -> Runnable[Any, Any]:
     return RunnableLambda(call)
 
 
+class Rephrasing(BaseRetriever):
+    """Asks a model for a better query, in the way LangChain's own retrievers do."""
+
+    asks: Any
+    fails: bool = False
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        found = self.asks.invoke(query, config={"callbacks": run_manager.get_child()})
+        if self.fails:
+            raise KeyError(query)
+        return [Document(str(found.content))]
+
+
+def retrieving(model: Model) -> Callable[[MessagesState], MessagesState]:
+    return lambda state: {"messages": [page.page_content for page in Rephrasing(asks=model).invoke("hi")]}
+
+
 NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
     "nodes": (lambda model: graph_of(write=node_of(model), check=node_of(model)), ["write", "check"]),
     "nodes of a named graph": (lambda model: graph_of("sql", write=node_of(model)), ["sql/write"]),
@@ -171,6 +190,11 @@ NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
     "branches": (
         lambda model: RunnableParallel(a=chain(model, "a"), b=chain(model, "b")).with_config(run_name="both"),
         ["both/a", "both/b"],
+    ),
+    "a retriever in a node": (lambda model: graph_of("sql", retrieve=retrieving(model)), ["sql/retrieve"]),
+    "a retriever alone in a component": (
+        lambda model: in_component("search", RunnableLambda(lambda _: "hi") | Rephrasing(asks=model)),
+        ["call/search"],
     ),
     "a component around": (lambda model: in_component("sql", graph_of(write=node_of(model))), ["call/sql/write"]),
     "a component inside": (lambda model: graph_of(write=in_component("draft", chain(model))), ["write/call/draft"]),
@@ -361,6 +385,18 @@ async def test_nothing_is_left_after_failures(session: Session) -> None:
         await boss_of(Model(tools=("shout",)), shout).ainvoke({"messages": [("user", "bad")]})
     assert callback._runs == {}
     assert statuses(session) == [("shout", "error")]
+
+
+async def test_a_retriever_that_fails_is_forgotten(session: Session) -> None:
+    model = Model()
+    retriever = Rephrasing(asks=model, fails=True)
+    with lightning.component("search"):
+        with pytest.raises(KeyError):
+            retriever.invoke("hi")
+        with pytest.raises(KeyError):
+            await retriever.ainvoke("hi")
+    assert callback._runs == {}
+    assert model.paths() == ["search"] * 2
 
 
 async def test_a_cancelled_tool_is_reported_as_unknown_and_forgotten(session: Session) -> None:
