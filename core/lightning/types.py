@@ -179,7 +179,11 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class ToolEvent:
-    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds."""
+    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds.
+
+    `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
+    that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
+    """
 
     name: str
     status: str
@@ -189,11 +193,15 @@ class ToolEvent:
     error: str = ""
     caller: Caller | None = None
     at: float = 0.0
+    response_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReward:
-    """A reward given inside a rollout by `lightning.reward`: for the call `response_id`, or the last one before it."""
+    """A reward given inside a rollout by `lightning.reward`, for the call `response_id`.
+
+    Empty where nobody knew which call came last; then `at`, Unix time in seconds by the agent's clock, has to tell.
+    """
 
     value: float
     name: str = "reward"

@@ -1,8 +1,9 @@
 """Rewards inside a rollout: what a tool's status is worth, and which call each reward belongs to.
 
 The invariant: everything here is a pure function of what was recorded, so an audit derives the same rewards again. A tool
-run belongs to the call (and, with n > 1, to the choice) whose response asked for it, by the id of the tool call; only where
-nobody knows an id does time decide: among the calls of the agent that ran the tool, if it made any.
+run belongs to the call (and, with n > 1, to the choice) whose response asked for it, by the id of the tool call, else to the
+call that came last before it, by the id of the response. Only where nobody knows an id does time decide, the agent's clock
+against the gateway's: among the calls of the agent that ran the tool, if it made any.
 """
 
 from __future__ import annotations
@@ -78,13 +79,23 @@ def _call_behind(event: ToolEvent, calls: Iterable[Transition]) -> Transition | 
     """The call that a tool ran for; None when there is no call.
 
     Some policy servers count their ids anew in each conversation, so that agents side by side use the same ones: then the
-    last call that had ended by the time of the event is meant.
+    last call that asked is meant, up to the one before the event or, where that is not known, to the time of the event.
     """
     known = list(calls)
+    before = next((call for call in known if event.response_id and call.id == event.response_id), None)
     if event.call_id and (asked := [call for call in known if event.call_id in call.tool_calls]):
-        return _last_before(event.at, asked)
+        if before is None:
+            return _last_before(event.at, asked)
+        same = [call for call in asked if call.id == before.id]
+        return same[0] if same else max((call for call in asked if call.seq < before.seq), key=_seq, default=asked[0])
+    if before is not None:
+        return before
     agent = event.caller.agent if event.caller else ""
     return _last_before(event.at, [call for call in known if call.caller.agent == agent] or known)
+
+
+def _seq(call: Transition) -> int:
+    return call.seq
 
 
 def _last_before(at: float, calls: list[Transition]) -> Transition | None:
@@ -97,8 +108,8 @@ def call_rewards(trajectory: Trajectory) -> npt.NDArray[np.float64]:
     """The step rewards of each call, shape (calls,).
 
     A reward belongs to the call with its response id (the first choice, where there are several; a tool's, to the choice
-    that asked for it); one without an id, or whose call was not kept, to the last call that had ended by then, and to the
-    first call when none had.
+    that asked for it). Time serves one without an id, or whose call was not kept: the last call that had ended by then gets
+    it, and the first call when none had.
     """
     calls = list(trajectory.transitions)
     rewards = np.zeros(len(calls))

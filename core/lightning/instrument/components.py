@@ -16,7 +16,7 @@ from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
 from lightning.instrument.callers import current_caller
-from lightning.instrument.context import current_session
+from lightning.instrument.context import calling_session, current_session
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent
 
@@ -72,7 +72,7 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
         return self._prompt if session is None else session.prompt(self.name, self._prompt)
 
     def __enter__(self) -> Self:
-        _path.set((*_path.get(), self.name))
+        _path.set(_path_in(self.name))
         return self
 
     def __exit__(
@@ -88,7 +88,15 @@ class component:  # noqa: N801 — used as a verb: `with component("writer"):` a
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Run every call of `function` in this component."""
-        return _wrap(function, lambda _: _Scope((*_path.get(), self.name)))
+        return _wrap(function, lambda _: _Scope(_path_in(self.name)))
+
+
+def _path_in(name: str) -> tuple[str, ...]:
+    """The path inside a component that begins here. Its calls are told from those of components beside it from now on."""
+    session = calling_session()
+    if session is not None:
+        session.calls.open()
+    return (*_path.get(), name)
 
 
 class _Scope:
@@ -117,6 +125,9 @@ class _ToolScope(_Scope):
         super().__init__((*path, name) if path else path)
         self.name, self.caller, self.arguments = name, caller, arguments
         self._session = current_session()
+        # Now, not at its end: the calls that it makes itself are not what it runs for.
+        agent = caller.agent if caller else ""
+        self._asked_by = self._session.calls.last(agent) if self._session else ""
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         if self._session is None:
@@ -130,6 +141,7 @@ class _ToolScope(_Scope):
                 output="" if error is not None else text_of(output),
                 error="" if error is None or abandoned else error_text(error),
                 caller=self.caller,
+                response_id=self._asked_by,
             )
         )
 

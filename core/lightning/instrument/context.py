@@ -22,8 +22,10 @@ from types import FrameType
 from typing import TypeVar
 
 from lightning.errors import DataError
+from lightning.instrument.address import Address, Url, place_of
 from lightning.instrument.parent import parent_of_spans
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
+from lightning.instrument.trail import Trail
 from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 
@@ -49,8 +51,9 @@ class Session:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.gateway = llm.base_url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"
-        """Every URL of the gateway begins with this; it ends with a slash so that port 80 is not a prefix of port 8000."""
+        self.gateway = Address(llm.base_url)
+        self.calls = Trail()
+        """The model calls that the tap has seen answered."""
         self.traceparent = traceparent_of(llm.api_key) if llm.api_key else ""
         """The W3C header that lets another service's spans join this attempt; empty without a key."""
         self._tool_events: list[ToolEvent] = []
@@ -76,8 +79,13 @@ class Session:
         """Who made which calls, by response id."""
         return dict(self._labels)
 
+    def serves(self, url: Url) -> bool:
+        """Whether a URL belongs to the gateway of this rollout."""
+        return self.gateway.covers(type(url), place_of(url))
+
     def add_tool_event(self, event: ToolEvent) -> None:
-        """Keep a tool event, its texts and arguments clipped, stamped with the time unless it has one."""
+        """Keep a tool event, its texts and arguments clipped, with its agent's last call and the time if it has none."""
+        agent = event.caller.agent if event.caller else ""
         kept = ToolEvent(
             name=text_of(event.name),
             status=text_of(event.status),
@@ -87,15 +95,16 @@ class Session:
             error=text_of(event.error),
             caller=None if event.caller is None else caller_of(event.caller),
             at=event.at or time.time(),
+            response_id=text_of(event.response_id or self.calls.last(agent)),
         )
         self._add(self._tool_events, kept, "tool events")
 
     def add_step_reward(self, reward: StepReward) -> None:
-        """Keep a step reward, stamped with the time unless it has one. Raises `DataError` when it is no finite number."""
+        """Keep a step reward, with the last call and the time if it has none. Raises `DataError` when it is no number."""
         kept = StepReward(
             value=number(reward.value, "a step reward"),
             name=text_of(reward.name),
-            response_id=text_of(reward.response_id),
+            response_id=text_of(reward.response_id or self.calls.last()),
             at=reward.at or time.time(),
         )
         self._add(self._step_rewards, kept, "step rewards")
@@ -220,19 +229,31 @@ def current_session() -> Session | None:
 
     None in such a thread when it was busy before that rollout began: what it reports belongs to an earlier one.
     """
+    session, stranger = _find()
+    if stranger:
+        log_once(
+            "stranger",
+            "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
+            "start it in the rollout, or run its work in contextvars.copy_context()",
+        )
+    return session
+
+
+def calling_session() -> Session | None:
+    """The same for a model call, which a thread that may belong to another rollout makes without losing anything."""
+    return _find()[0]
+
+
+def _find() -> tuple[Session | None, bool]:
+    """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
     session = _current.get()
     if session is not None:
-        return session
+        return session, False
     with _lock:
         only = _active[0] if len(_active) == 1 else None
         if only is None or only.knows(threading.get_ident()):
-            return only
-    log_once(
-        "stranger",
-        "a thread that was busy before this rollout began reports to nobody, since it may belong to an earlier one: "
-        "start it in the rollout, or run its work in contextvars.copy_context()",
-    )
-    return None
+            return only, False
+    return None, True
 
 
 def context_session() -> Session | None:
@@ -245,9 +266,13 @@ def active() -> bool:
     return bool(_active)
 
 
-def is_gateway(url: str) -> bool:
+def is_gateway(url: Url) -> bool:
     """Whether a URL belongs to the gateway of a rollout that is active in this process."""
-    return any(url.startswith(session.gateway) for session in tuple(_active))
+    sessions = tuple(_active)
+    if not sessions:
+        return False
+    kind, place = type(url), place_of(url)
+    return any(session.gateway.covers(kind, place) for session in sessions)
 
 
 def emit(event: ToolEvent) -> None:
@@ -259,6 +284,9 @@ def emit(event: ToolEvent) -> None:
 
 def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
+
+    The last call is that of this thread or asyncio task and of what it started; while these have made none, of what started
+    it. Calls of clients other than httpx are not seen: where an agent uses both, give the id of the reply.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
     `value` is not a finite number between -1e12 and 1e12.

@@ -10,6 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from lightning.instrument.address import Url
 from lightning.instrument.context import Session, active, current_session, log_once
 
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
@@ -18,9 +19,9 @@ VERSION = "/v1/"
 
 
 class Request(Protocol):
-    """What httpx's and httpx2's requests have in common. `url` can be built again from a string."""
+    """What httpx's and httpx2's requests have in common."""
 
-    url: object
+    url: Url
 
     @property
     def headers(self) -> MutableMapping[str, str]:
@@ -68,8 +69,8 @@ def reroute(request: Request, hosts: Sequence[str]) -> bool:
 
 def _redirect(request: Request, session: Session, rest: str) -> None:
     target = f"{session.llm.base_url.rstrip('/')}/{rest}"
-    request.url = type(request.url)(target)  # type: ignore[call-arg]  # httpx.URL takes a string
-    request.headers["host"] = urlsplit(target).netloc
+    request.url = type(request.url)(target)
+    request.headers["host"] = request.url.netloc.decode()
     if "x-api-key" in request.headers:
         request.headers["x-api-key"] = session.llm.api_key
     request.headers["authorization"] = f"Bearer {session.llm.api_key}"

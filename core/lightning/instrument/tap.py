@@ -1,4 +1,5 @@
-"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from.
+"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is reported
+after a reply knows which call it follows.
 
 The invariant: only requests to the gateway of an active rollout are touched, and those that are to be rerouted to it; a tap
 can never make a request fail, and after the last undo the libraries are exactly as they were. Neither library is imported
@@ -12,17 +13,33 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Protocol, TypeAlias, cast
 
+from lightning.instrument.address import Url
 from lightning.instrument.callers import current_caller
-from lightning.instrument.context import context_session, is_gateway, log_once
+from lightning.instrument.context import Session, calling_session, context_session, is_gateway, log_once
 from lightning.instrument.reroute import Request, host_of, reroute
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
 CALLER_HEADER = "x-lightning-caller"
 TRACE_HEADER = "traceparent"
+ID_HEADER = "x-request-id"
 LIBRARIES = ("httpx", "httpx2")
+FAILED = 400
+"""From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
+UNNAMED = "agent"
+"""What the gateway calls an agent that nobody named."""
+
+
+class Reply(Protocol):
+    """What httpx's and httpx2's responses have in common."""
+
+    status_code: int
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Case-insensitive."""
 
 
 def encode_caller(caller: Caller) -> str:
@@ -36,30 +53,51 @@ def encode_caller(caller: Caller) -> str:
     return json.dumps(fields, separators=(",", ":"))
 
 
-def headers_for(url: str) -> Mapping[str, str]:
-    """What a request to `url`, sent from here and now, has to carry; empty unless it goes to an active rollout's gateway."""
-    if not is_gateway(url):
-        return {}
+def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
+    """What a request of `caller` to a gateway at `url`, sent from here and now, has to carry."""
     headers = {}
     session = context_session()
-    if session is not None and url.startswith(session.gateway):
+    if session is not None and session.serves(url):
         headers[ROLLOUT_HEADER] = session.llm.api_key
         if session.traceparent:
             headers[TRACE_HEADER] = session.traceparent
-    caller = current_caller()
     if caller is not None:
         headers[CALLER_HEADER] = encode_caller(caller)
     return headers
 
 
-def _mark(request: Request) -> None:
+_Sent: TypeAlias = tuple[Session, str]
+"""The rollout that a call is made in, and the agent that makes it."""
+
+
+def _mark(request: Request) -> _Sent | None:
+    """Write on a request whose it is; None unless it is a call of a rollout's that is known here."""
     try:
         reroute(request, _tap.hosts)
-        if headers := headers_for(str(request.url)):
-            said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
-            request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
+        if not is_gateway(request.url):
+            return None
+        caller = current_caller()
+        headers = headers_for(request.url, caller)
+        said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
+        request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
+        session = calling_session()
+        if session is None or not session.serves(request.url):
+            return None
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
+        return None
+    return session, caller.agent if caller is not None else UNNAMED
+
+
+def _answered(sent: _Sent, reply: Reply) -> None:
+    """Keep which call was answered, or has begun to be, if it is a stream."""
+    try:
+        response_id = reply.headers.get(ID_HEADER)
+        if response_id and reply.status_code < FAILED:
+            session, agent = sent
+            session.calls.add(response_id, agent)
+    except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
+        log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
 
 
 class _Tap:
@@ -110,16 +148,22 @@ class _Tap:
 
 def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
     def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
-        _mark(request)
-        return original(self, request, *args, **kwargs)
+        sent = _mark(request)
+        reply = original(self, request, *args, **kwargs)
+        if sent is not None:
+            _answered(sent, cast("Reply", reply))
+        return reply
 
     return send
 
 
 def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
     async def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
-        _mark(request)
-        return await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+        sent = _mark(request)
+        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+        if sent is not None:
+            _answered(sent, cast("Reply", reply))
+        return reply
 
     return send
 

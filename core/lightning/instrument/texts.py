@@ -98,7 +98,7 @@ def size_of(report: ToolEvent | StepReward | Caller) -> int:
     """About how many characters a report takes up in a message."""
     match report:
         case ToolEvent():
-            texts = (report.name, report.status, report.call_id, report.output, report.error)
+            texts = (report.name, report.status, report.call_id, report.output, report.error, report.response_id)
             caller = 0 if report.caller is None else size_of(report.caller)
             return sum(map(len, texts)) + len(json.dumps(report.arguments)) + caller
         case StepReward():

@@ -154,6 +154,7 @@ def _tool_event(fields: dict[str, Any]) -> ToolEvent:
         error=str(fields["error"]),
         caller=None if caller is None else _caller(caller),
         at=float(fields["at"]),
+        response_id=str(fields["response_id"]),
     )
 
 

@@ -96,7 +96,7 @@ def _caller_from_json(parts: Sequence[Any]) -> Caller:
 
 
 def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
-    """All tool events of an attempt."""
+    """All tool events of an attempt. One without a response id reads as it did before events had any."""
     rows: list[Json] = [
         [
             event.name,
@@ -107,6 +107,7 @@ def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
             event.error,
             None if event.caller is None else caller_to_json(event.caller),
             event.at,
+            *([event.response_id] if event.response_id else []),
         ]
         for event in events
     ]
@@ -117,9 +118,19 @@ def tool_events_from_text(text: str) -> list[ToolEvent]:
     """What `tool_events_to_text` wrote."""
     return [
         ToolEvent(
-            name, status, call_id, arguments, output, error, None if caller is None else _caller_from_json(caller), at
+            name,
+            status,
+            call_id,
+            arguments,
+            output,
+            error,
+            None if caller is None else _caller_from_json(caller),
+            at,
+            response[0] if response else "",
         )
-        for name, status, call_id, arguments, output, error, caller, at in _rows(text, "the tool events of an attempt")
+        for name, status, call_id, arguments, output, error, caller, at, *response in _rows(
+            text, "the tool events of an attempt"
+        )
     ]
 
 

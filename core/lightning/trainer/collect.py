@@ -102,6 +102,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
             digest.update(np.asarray(values, dtype=kind).tobytes())
     for event in trajectory.tool_events:
         _text(digest, event.name, event.status, event.call_id)
+        if event.response_id:  # nothing for an empty one: proofs from before there were any still hold
+            _text(digest, event.response_id)
     for step_reward in trajectory.step_rewards:
         _text(digest, step_reward.name, step_reward.response_id)
         digest.update(struct.pack("<d", step_reward.value))

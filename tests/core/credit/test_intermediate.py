@@ -103,6 +103,38 @@ def test_every_reward_belongs_to_exactly_one_call(given_rewards: list[tuple[floa
     np.testing.assert_allclose(found.sum(), sum(value for value, _, _ in given_rewards), atol=1e-9)
 
 
+SKEW = st.floats(-1e6, 1e6)
+
+
+@given(SKEW, st.lists(st.integers(0, 2), min_size=1, max_size=6), st.booleans())
+def test_the_agents_clock_does_not_matter_where_the_call_is_known(
+    skew: float, behind: list[int], by_tool: bool
+) -> None:
+    calls = three_calls().transitions
+    at = [calls[seq].ended_at + 0.1 + skew for seq in behind]
+    events = tuple(
+        ToolEvent("search", "error", call_id="nobody's", at=when, response_id=calls[seq].id, caller=Caller("else"))
+        for seq, when in zip(behind, at, strict=True)
+    )
+    rewards = tuple(StepReward(-1.0, "r", calls[seq].id, when) for seq, when in zip(behind, at, strict=True))
+    made = three_calls(*events) if by_tool else three_calls(rewards=rewards)
+    found = call_rewards(with_tool_rewards(made, {"error": -1.0}))
+    assert found.tolist() == [-float(behind.count(seq)) for seq in range(3)]
+
+
+@given(SKEW)
+def test_an_id_that_comes_again_means_the_last_call_that_asked_before_the_event(skew: float) -> None:
+    made = three_calls(
+        ToolEvent("search", "error", call_id="functions.search:0", at=12.0 + skew, response_id="rollout-0/0"),
+        ToolEvent("search", "ok", call_id="functions.search:0", at=35.0 + skew, response_id="rollout-0/2"),
+    )
+    first, second, last = made.transitions
+    again = ("functions.search:0",)
+    calls = (replace(first, tool_calls=again), replace(second, tool_calls=again), last)
+    rewarded = with_tool_rewards(replace(made, transitions=calls), {"error": -1.0, "ok": 0.5})
+    assert call_rewards(rewarded).tolist() == [-1.0, 0.5, 0.0]
+
+
 def test_a_rollout_without_calls_has_no_call_rewards() -> None:
     assert call_rewards(replace(make_trajectory([]), step_rewards=(StepReward(1.0),))).shape == (0,)
 

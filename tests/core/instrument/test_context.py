@@ -10,7 +10,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import ModuleType
 
+import httpx
+import httpx2
 import pytest
 from lightning.errors import DataError
 from lightning.instrument import activate, context, current_session, emit, label, reward
@@ -258,18 +261,37 @@ def test_an_endless_loop_does_not_fill_the_memory(
     assert len(caplog.records) == 1
 
 
+LOCAL = "http://127.0.0.1:8000/v1"
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
 @pytest.mark.parametrize(
-    ("url", "ours"),
+    ("base", "asked", "ours"),
     [
-        ("http://127.0.0.1:8000/v1/chat/completions", True),
-        ("http://127.0.0.1:8000/r/token/v1/chat/completions", True),
-        ("http://127.0.0.1:80001/v1/chat/completions", False),
-        ("http://127.0.0.1:8001/v1", False),
-        ("https://api.openai.com/v1/chat/completions", False),
+        (LOCAL, "http://127.0.0.1:8000/v1/chat/completions", True),
+        (LOCAL, "http://127.0.0.1:8000/r/token/v1/chat/completions", True),
+        (LOCAL, "http://127.0.0.1:8001/v1", False),
+        (LOCAL, "http://127.0.0.1/v1/chat/completions", False),
+        (LOCAL, "https://127.0.0.1:8000/v1/chat/completions", False),
+        (LOCAL, "https://api.openai.com/v1/chat/completions", False),
+        ("http://GPU1:8123/v1", "http://GPU1:8123/v1/chat/completions", True),
+        ("http://GPU1:8123/v1", "http://gpu1:8123/v1/chat/completions", True),
+        ("http://GPU1:8123/v1", "http://gpu10:8123/v1/chat/completions", False),
+        ("HTTPS://Host:443/v1/", "https://host/v1/chat/completions", True),
+        ("https://host:443", "https://host:443/v1/chat/completions", True),
+        ("http://host:80/v1", "http://host/v1/chat/completions", True),
+        ("http://host/v1", "http://host:80/v1/chat/completions", True),
+        ("https://host:80/v1", "https://host/v1/chat/completions", False),
+        ("http://Bücher.example:8000/v1", "http://bücher.example:8000/v1/chat/completions", True),
+        ("http://bücher.example:8000/v1", "http://xn--bcher-kva.example:8000/v1/chat/completions", True),
+        ("http://[::1]:8000/v1", "http://[::1]:8000/v1/chat/completions", True),
+        ("https://host/lightning ü/v1", "https://host/lightning ü/v1/chat/completions", True),
+        ("https://host/lightning/v1", "https://host/lightning2/v1/chat/completions", False),
     ],
 )
-def test_which_urls_are_the_gateway(url: str, ours: bool) -> None:
+def test_which_urls_are_the_gateway(library: ModuleType, base: str, asked: str, ours: bool) -> None:
+    url = library.URL(asked)
     assert not context.is_gateway(url)
-    with activate(ONE):
-        assert context.is_gateway(url) is ours
+    with activate(LLM(base, "key", "policy")) as session:
+        assert context.is_gateway(url) is session.serves(url) is ours
     assert not context.is_gateway(url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import httpx
@@ -13,6 +14,7 @@ import openai
 import pytest
 from lightning.instrument import activate, context, install_tap
 from lightning.testing.chat_server import ChatServer
+from lightning.types import LLM
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 HOST = "api.openai.com"
@@ -57,6 +59,22 @@ def test_hard_coded_anthropic_clients_reach_the_policy(server: ChatServer, rerou
     assert (new.path, new.key) == (old.path, old.key) == ("/v1/messages", "key-1")
     assert old.headers["x-api-key"] == "key-1"
     assert new.headers["host"] in server.llm().base_url
+
+
+@pytest.mark.parametrize("library", [httpx, httpx2])
+def test_a_gateway_beyond_ascii_is_reached_with_a_host_header_that_can_be_sent(library: Any, rerouted: None) -> None:
+    seen: list[Any] = []
+
+    def answer(request: Any) -> Any:
+        seen.append((request.url.host, request.headers["host"], request.headers["x-lightning-rollout"]))
+        return library.Response(200)
+
+    with (
+        activate(LLM("http://Bücher.example:8000/v1", "key-1", "policy")),
+        library.Client(transport=library.MockTransport(answer)) as client,
+    ):
+        client.post(f"https://{HOST}/v1/chat/completions", json=BODY)
+    assert seen == [("bücher.example", "xn--bcher-kva.example:8000", "key-1")]
 
 
 @pytest.mark.parametrize("library", [httpx, httpx2])

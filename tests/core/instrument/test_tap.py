@@ -9,14 +9,15 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import httpx2
 import pytest
-from lightning.instrument import activate, context, emit, install_tap, tap
+from lightning.instrument import activate, component, context, emit, install_tap, reward, tap
 from lightning.plugins import Plugins, plugins
 from lightning.testing.chat_server import ChatServer
-from lightning.types import Caller
+from lightning.types import LLM, Caller
 
 LIBRARIES = [httpx, httpx2]
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -90,6 +91,41 @@ def test_other_servers_and_other_times_see_nothing(server: ChatServer, tapped: N
         assert "x-lightning-caller" not in other.calls[0].headers
         assert "x-lightning-rollout" not in other.calls[0].headers
     assert "x-lightning-caller" not in server.calls[0].headers
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    "base", ["http://GPU1:8123/v1", "https://host:443/v1", "http://host:80", "http://Bücher.de/v1"]
+)
+async def test_the_gateway_is_known_however_its_url_is_written(library: Any, base: str, tapped: None) -> None:
+    seen: list[Any] = []
+
+    def answer(request: Any) -> Any:
+        seen.append(request.headers)
+        return library.Response(200, headers={"x-request-id": f"call-{len(seen)}"})
+
+    transport = library.MockTransport(answer)
+    with activate(LLM(base, "key-1", "policy")) as session:
+        with component("writer"), library.Client(base_url=base, transport=transport) as client:
+            client.post("/chat/completions", json=BODY)
+        async with library.AsyncClient(transport=transport) as other:
+            await other.post(f"{base}/chat/completions", json=BODY)
+        assert session.calls.last() == "call-2"
+    assert [headers.get("x-lightning-rollout") for headers in seen] == ["key-1", "key-1"]
+
+
+@pytest.mark.parametrize("status", [400, 409, 500, 502])
+def test_a_refused_call_is_none_to_give_a_reward_to(status: int, tapped: None) -> None:
+    replies = iter(
+        [httpx.Response(200, headers={"x-request-id": "good"}), httpx.Response(status, headers={"x-request-id": "bad"})]
+    )
+    base = "http://gateway/v1"
+    with activate(LLM(base, "key-1", "policy")) as session:
+        with httpx.Client(transport=httpx.MockTransport(lambda _: next(replies))) as client:
+            for _ in range(2):
+                client.post(f"{base}/chat/completions", json=BODY)
+        reward(1.0)
+    assert [given.response_id for given in session.step_rewards] == ["good"]
 
 
 async def test_eight_rollouts_at_once(server: ChatServer, tapped: None) -> None:

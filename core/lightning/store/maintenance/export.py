@@ -139,6 +139,7 @@ def _tool_event(event: ToolEvent) -> Record:
         "error": event.error,
         **_caller(event.caller or Caller("")),
         "at": event.at,
+        "response_id": event.response_id,
     }
 
 
@@ -298,6 +299,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 error=_T,
                 **_CALLER,
                 at=_N,
+                response_id=_T,
             ),
             _tool_events,
         ),
