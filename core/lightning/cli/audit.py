@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning.audit import AuditReport
 from lightning.cli.locate import locate
-from lightning.plugins import plugins
+from lightning.cli.runs import with_store
 
 
 def audit(
@@ -45,9 +45,4 @@ def audit(
 async def _audit(url: str, run: str) -> AuditReport:
     from lightning.audit import audit as audit_run
 
-    store = plugins().store(url)
-    await store.open()
-    try:
-        return await audit_run(store, run)
-    finally:
-        await store.close()
+    return await with_store(url, lambda store: audit_run(store, run))

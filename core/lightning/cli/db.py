@@ -25,7 +25,7 @@ from lightning.store.maintenance.files import Format, write_lines, write_table
 from lightning.store.maintenance.prune import Choice, RunPlan, carry_out, plan
 from lightning.store.protocol import Store
 from lightning.store.reference import existing_store
-from lightning.store.url import parse, sqlite_url
+from lightning.store.url import parse, redacted, sqlite_url
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -68,6 +68,11 @@ def upgrade(
                 "choice (or the database's own tool), then `lightning db upgrade --no-backup`"
             )
         copy = Path(f"{parse(url).path}.schema-{before.schema}")
+        if copy.exists():
+            raise StoreError(
+                f"{copy} exists already, as an upgrade that broke off leaves it: go on with `lightning db upgrade {place} "
+                "--no-backup` if it is a copy of this database, else move it away"
+            )
         asyncio.run(keeper_of(url).backup(copy))
         say(f"backup of schema {before.schema}: {escape(str(copy))}")
     asyncio.run(_open_and_close(url))
@@ -233,7 +238,7 @@ def seconds_of(age: str) -> float:
 def _lines(found: Status, place: str) -> list[tuple[str, str]]:
     older = found.schema is not None and found.newest_schema is not None and found.schema < found.newest_schema
     schema = f"{found.schema}" + (
-        f" (this release: {found.newest_schema}; `lightning db upgrade {place}`)" if older else ""
+        f" (this release: {found.newest_schema}; `lightning db upgrade {redacted(place)}`)" if older else ""
     )
     return [
         ("schema", "-" if found.schema is None else schema),

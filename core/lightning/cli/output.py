@@ -7,6 +7,7 @@ standard error.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def print_json(value: object) -> None:
-    """Print plain values and dataclasses as indented JSON."""
-    text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-    sys.stdout.write(text.decode())
+    """Print plain values and dataclasses as indented JSON. A number that JSON does not have (NaN, infinity) is null."""
+    try:
+        text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
+    except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
+        from lightning.store.maintenance.files import plain
+
+        text = json.dumps(plain(value), default=lambda item: plain(_plain(item)), indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> None:
@@ -70,7 +76,7 @@ def escape(text: str) -> str:
 
 def _plain(value: object) -> object:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(value)

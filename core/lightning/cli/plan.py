@@ -15,6 +15,7 @@ import typer
 
 from lightning.cli.locate import locate
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.cli.runs import with_store
 from lightning.config import load_config
 from lightning.errors import ConfigError
 from lightning.planning.cluster import Assumptions, Cluster, assume, find_gpu
@@ -32,7 +33,6 @@ from lightning.planning.planner import (
 from lightning.planning.recorded import Recorded, read_run
 from lightning.planning.shape import Shape, read_shape
 from lightning.planning.work import Changes
-from lightning.plugins import plugins
 
 
 def plan(
@@ -76,7 +76,7 @@ def plan(
     shape = read_shape(model) if model else None
     cluster = Cluster(find_gpu(gpu), gpus, serve_on, tensor_parallel, assumptions) if gpus else None
     url, run_id = locate(run, runs)
-    recorded = asyncio.run(_read(url, run_id))
+    recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
     calibration, played = calibrated(recorded, servers=recorded_servers)
     config = load_config(overrides=set_ or (), env={}, base=recorded_config(recorded))
     schedule = schedule_of(recorded, config, group_size=group_size or recorded.schedule.group_size, steps=steps)
@@ -105,15 +105,6 @@ def _check(model: str, gpus: int, bounds: Sequence[int], factors: Sequence[float
         raise ConfigError(
             "a plan for other machines needs both --model and --gpus; without them it is for the recorded one"
         )
-
-
-async def _read(url: str, run: str) -> Recorded:
-    store = plugins().store(url)
-    await store.open()
-    try:
-        return await read_run(store, run)
-    finally:
-        await store.close()
 
 
 def _document(

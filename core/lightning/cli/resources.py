@@ -12,17 +12,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.cli.runs import databases, with_store
+from lightning.cli.runs import answers, with_store
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.reference import Reference, existing_store, find, parse_reference
+from lightning.store.url import redacted
 from lightning.trainer.weights import weights_content
 from lightning.types import Json, Resource, ResourceKind
 
@@ -56,7 +56,7 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """List resources: how many versions each has, and where its aliases point."""
-    rows = [row for url in databases(place) for row in asyncio.run(with_store(url, partial(_list, url)))]
+    rows = [row for _, found in answers(place, _list) for row in found]
     if as_json:
         print_json(rows)
     elif rows:
@@ -75,7 +75,7 @@ def ls(
             ],
         )
     else:
-        say(f"no resources in {escape(place)}: prompt optimisation makes them, and `lightning resources put`")
+        say(f"no resources in {escape(redacted(place))}: prompt optimisation makes them, and `lightning resources put`")
 
 
 @app.command("show")
@@ -197,7 +197,8 @@ def put(
         )
     if reference.which != LATEST:
         raise ConfigError(
-            f"{name!r} names a version that is there, and versions never change: leave @{reference.which} out"
+            f"'{reference.name}@{reference.which}' names a version that is there, and versions never change: leave "
+            f"@{reference.which} out"
         )
     resource = Resource(reference.name, read_content(source, kind), kind, {"made_by": "hand", "source": str(source)})
     stored = asyncio.run(with_store(existing_store(reference.place), lambda store: store.put_resource(resource)))
@@ -223,7 +224,7 @@ async def _list(url: str, store: Store) -> list[Listed]:
     aliases = await store.list_aliases()
     return [
         Listed(
-            url,
+            redacted(url),
             name,
             found[-1].kind.value,
             len(found),
@@ -239,16 +240,18 @@ def _locate(text: str, where: str) -> tuple[str, Reference]:
     reference = parse_reference(text)
     if reference.place:
         return existing_store(reference.place), reference
-    urls = databases(where)
-    having = [url for url in urls if asyncio.run(with_store(url, lambda store: store.list_resources(reference.name)))]
+    asked = answers(where, lambda _, store: store.list_resources(reference.name))
+    having = [url for url, found in asked if found]
     if len(having) == 1:
         return having[0], reference
     if having:
         raise ConfigError(
             f"{len(having)} stores in {where} have a resource {reference.name!r}: write PLACE#{text} with one of "
-            f"{', '.join(having)}"
+            f"{', '.join(redacted(url) for url in having)}"
         )
-    raise ConfigError(f"no store in {where} has a resource {reference.name!r}: `lightning resources ls` lists them")
+    raise ConfigError(
+        f"no store in {redacted(where)} has a resource {reference.name!r}: `lightning resources ls` lists them"
+    )
 
 
 def _show_uses(uses: Sequence[ResourceUse]) -> None:

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
-from lightning.errors import ConfigError, StoreError
+from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
+from lightning.store.maintenance import check_there
 from lightning.store.protocol import Store
-from lightning.store.reference import DATABASE, store_in
+from lightning.store.reference import DATABASE, existing_store, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import run_id_of
@@ -59,19 +61,14 @@ def runs(context: typer.Context, where: Location = "runs", as_json: AsJson = Fal
     if context.invoked_subcommand is not None:
         context.obj = where
         return
-    rows: list[RunRow] = []
-    for url in databases(where):
-        try:
-            rows += asyncio.run(with_store(url, _rows(url)))
-        except StoreError as error:
-            fail(f"{redacted(url)}: {error}")
+    rows = [row for _, found in answers(where, _rows) for row in found]
     rows.sort(key=lambda row: row.created_at, reverse=True)
     if as_json:
         print_json(rows)
     elif rows:
         _show_rows(rows)
     else:
-        say(f"no runs in {escape(where)} yet; `lightning demo` makes one")
+        say(f"no runs in {escape(redacted(where))} yet; `lightning demo` makes one")
 
 
 @app.command("show")
@@ -90,8 +87,7 @@ def show(
     place = where or str(context.obj or "runs")
     if store_in(Path(run)):
         place, run = run, run_id_of(Path(run))
-    for url in databases(place):
-        found = asyncio.run(with_store(url, _details(run, step)))
+    for _, found in answers(place, lambda _, store: _details(store, run, step)):
         if found is not None:
             stored, steps, rollouts, summary = found
             chosen = [item for item in rollouts if not failed or item.status is Status.FAILED][:limit]
@@ -100,7 +96,8 @@ def show(
             else:
                 _show_run(stored, steps, rollouts, chosen, summary)
             return
-    raise ConfigError(f"there is no run {run!r} in {place}: `lightning runs --runs {place}` lists those that are")
+    shown = redacted(place)
+    raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
 
 
 def databases(where: str) -> list[str]:
@@ -118,21 +115,37 @@ def databases(where: str) -> list[str]:
     return list(dict.fromkeys(url for folder in folders if (url := store_in(folder))))
 
 
-async def with_store(url: str, read: Callable[[Store], Awaitable[T]]) -> T:
-    """Open a store, read, and close it."""
+def answers(where: str, ask: Callable[[str, Store], Awaitable[T]]) -> Iterator[tuple[str, T]]:
+    """The URL of each store at a place, and what it answers. One that cannot be read is named on standard error and left out;
+    where none can, the last one's error is raised."""
+    urls, readable = databases(where), False
+    for count, url in enumerate(urls, 1):
+        try:
+            found = asyncio.run(with_store(url, partial(ask, url)))
+        except LightningError as error:
+            if count == len(urls) and not readable:
+                raise
+            fail(f"{redacted(url)}: {error}")
+        else:
+            readable = True
+            yield url, found
+
+
+async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
+    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when there is none at the URL, unless it is to
+    be made then."""
     store = plugins().store(url)
+    if not make:
+        await check_there(existing_store(url))
     await store.open()
     try:
-        return await read(store)
+        return await use(store)
     finally:
         await store.close()
 
 
-def _rows(url: str) -> Callable[[Store], Awaitable[list[RunRow]]]:
-    async def read(store: Store) -> list[RunRow]:
-        return [await _row(store, run, url) for run in await store.list_runs()]
-
-    return read
+async def _rows(url: str, store: Store) -> list[RunRow]:
+    return [await _row(store, run, url) for run in await store.list_runs()]
 
 
 async def _row(store: Store, run: Run, url: str) -> RunRow:
@@ -155,15 +168,12 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
 Details = tuple[Run, list[StepRecord], list[Rollout], Summary]
 
 
-def _details(run: str, step: int | None) -> Callable[[Store], Awaitable[Details | None]]:
-    async def read(store: Store) -> Details | None:
-        stored = await store.get_run(run)
-        if stored is None:
-            return None
-        rollouts = await all_rollouts(store, run, step=step)
-        return stored, await store.list_steps(run), rollouts, await summarize(store, run)
-
-    return read
+async def _details(store: Store, run: str, step: int | None) -> Details | None:
+    stored = await store.get_run(run)
+    if stored is None:
+        return None
+    rollouts = await all_rollouts(store, run, step=step)
+    return stored, await store.list_steps(run), rollouts, await summarize(store, run)
 
 
 def _show_rows(rows: Sequence[RunRow]) -> None:

@@ -54,7 +54,7 @@ def create(
     async def put(store: Store) -> Token:
         return await store.put_token(token)
 
-    stored = asyncio.run(with_store(url, put))
+    stored = asyncio.run(with_store(url, put, make=True))
     if as_json:
         print_json({**_described(stored), "token": plain})
         return

@@ -6,12 +6,12 @@ The invariant: a reference names one resource, and one that leads nowhere is an 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.errors import ConfigError, StoreError
 from lightning.store.protocol import LATEST, Store
-from lightning.store.url import parse, sqlite_url
+from lightning.store.url import parse, redacted, sqlite_url
 from lightning.types import Resource
 
 PREFIX = "resource:"
@@ -38,9 +38,11 @@ def parse_reference(text: str) -> Reference:
     """Take a reference apart, with or without its `resource:`. Raises `ConfigError` when it has no name or an empty part."""
     place, hash_sign, rest = text.removeprefix(PREFIX).rpartition("#")
     name, at_sign, which = rest.partition("@")
-    if not name or "@" in which or bool(hash_sign) != bool(place) or bool(at_sign) != bool(which):
+    malformed = "@" in which or bool(hash_sign) != bool(place) or bool(at_sign) != bool(which)
+    if not name or malformed or "://" in rest:
+        shown = f"{redacted(place)}{hash_sign}{redacted(rest)}"
         raise ConfigError(
-            f"{text!r} names no resource: write NAME, NAME@ALIAS or NAME@VERSION, for one of another store PLACE#NAME@ALIAS"
+            f"{shown!r} names no resource: write NAME, NAME@ALIAS or NAME@VERSION, for one of another store PLACE#NAME@ALIAS"
         )
     return Reference(name, int(which) if which.isdecimal() else which or LATEST, place)
 
@@ -53,7 +55,8 @@ async def find(store: Store, reference: Reference) -> Resource:
     there = [f"{alias.name}@{alias.alias}" for alias in await store.list_aliases()]
     versions = [str(resource.version) for resource in await store.list_resources(reference.name)]
     known = f"versions {', '.join(versions)}; " if versions else ""
-    raise StoreError(f"there is no resource {reference}; there are: {known}{', '.join(there) or 'none'}")
+    shown = replace(reference, place=redacted(reference.place))
+    raise StoreError(f"there is no resource {shown}; there are: {known}{', '.join(there) or 'none'}")
 
 
 def store_in(folder: Path) -> str:

@@ -43,6 +43,20 @@ def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_
     assert not (tmp_path / "again.db.schema-2").exists()
 
 
+def test_an_upgrade_that_broke_off_can_be_gone_on_with(lightning: Command, tmp_path: Path) -> None:
+    path, copy = tmp_path / "old.db", tmp_path / "old.db.schema-2"
+    connection = sqlite3.connect(path)
+    connection.executescript((FROZEN / "version-2.sql").read_text())
+    connection.close()
+    lightning("db", "backup", str(path), str(copy))
+    ran = lightning("db", "upgrade", str(path))
+    assert (ran.code, f"{copy} exists already" in ran.err) == (2, True)
+    cure = ran.err.partition("`lightning ")[2].partition("`")[0].split()
+    assert cure == ["db", "upgrade", str(path), "--no-backup"]
+    assert "has schema 6 (it was 2)" in lightning(*cure).out
+    assert json.loads(lightning("db", "status", str(copy), "--json").out)["schema"] == 2
+
+
 def test_backup_and_restore(lightning: Command, runs: Path, tmp_path: Path) -> None:
     backup, new = str(tmp_path / "b.db"), str(tmp_path / "new.db")
     assert "b.db: " in lightning("db", "backup", str(runs / "small"), backup).out

@@ -120,6 +120,14 @@ def test_put(lightning: Command, tuned: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_a_corrupt_database_does_not_hide_the_others(lightning: Command, tuned: Path) -> None:
+    (tuned / "bad").mkdir()
+    (tuned / "bad" / "lightning.db").write_bytes(b"not a database" * 100)
+    for command, said in ((("ls", str(tuned)), "writer"), (("show", "writer", "--runs", str(tuned)), "Rhyme.")):
+        ran = lightning("resources", *command)
+        assert (ran.code, "bad/lightning.db" in ran.err, said in ran.out) == (0, True, True)
+
+
 def test_a_name_that_several_stores_have_needs_its_place(lightning: Command, tuned: Path) -> None:
     (tuned / "other").mkdir()
     on(tuned / "other", lambda store: store.put_resource(Resource("writer", "Other.")))

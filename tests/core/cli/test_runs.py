@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.cli import runs as runs_module
+from lightning.plugins import plugins
+from lightning.store.protocol import Store
+from lightning.store.url import sqlite_url
+from lightning.types import Rollout, Task
 
 
 def test_list(lightning, runs: Path) -> None:
@@ -70,3 +77,81 @@ def test_a_corrupt_database_does_not_hide_the_others(lightning, runs: Path) -> N
     ran = lightning("runs", "--runs", str(runs), "--json")
     assert [row["id"] for row in json.loads(ran.out)] == ["small"]
     assert "bad/lightning.db" in ran.err
+    ran = lightning("runs", "show", "small", "--runs", str(runs), "--json")
+    assert (ran.code, json.loads(ran.out)["run"]["id"]) == (0, "small")
+    assert "bad/lightning.db" in ran.err
+    ran = lightning("runs", "show", "smal", "--runs", str(runs))
+    assert (ran.code, "bad/lightning.db" in ran.err, "there is no run 'smal'" in ran.err) == (2, True, True)
+
+
+def test_a_run_whose_store_no_plugin_knows_does_not_hide_the_others(lightning, runs: Path) -> None:
+    (runs / "bad").mkdir()
+    (runs / "bad" / "run.json").write_text('{"id": "bad", "store": "gone://host/db"}')
+    ran = lightning("runs", "--runs", str(runs), "--json")
+    assert [row["id"] for row in json.loads(ran.out)] == ["small"]
+    assert "there is no store 'gone'" in ran.err
+
+
+def test_where_no_database_can_be_read_that_is_the_error(lightning, runs: Path) -> None:
+    (runs / "small" / "lightning.db").write_bytes(b"not a database" * 100)
+    ran = lightning("runs", "--runs", str(runs))
+    assert (ran.code, ran.out) == (2, "")
+    assert "small/lightning.db" in ran.err
+
+
+def test_looking_makes_no_database(lightning, runs: Path, tmp_path: Path) -> None:
+    missing = sqlite_url(tmp_path / "typo.db")
+    ran = lightning("runs", "--runs", missing)
+    assert (ran.code, "there is no database at" in ran.err) == (2, True)
+    (runs / "moved").mkdir()
+    (runs / "moved" / "run.json").write_text(json.dumps({"id": "moved", "store": missing}))
+    ran = lightning("runs", "--runs", str(runs), "--json")
+    assert [row["id"] for row in json.loads(ran.out)] == ["small"]
+    for command in (("runs", "show"), ("audit",), ("plan",)):
+        ran = lightning(*command, str(runs / "moved"))
+        assert (ran.code, "there is no database at" in ran.err) == (2, True), command
+    assert not (tmp_path / "typo.db").exists()
+
+
+def test_what_a_task_may_hold_is_printed_as_json(lightning, runs: Path) -> None:
+    url = sqlite_url(runs / "small" / "lightning.db")
+    odd = Task("lone \ud800", expected=2**70)
+
+    async def add(store: Store) -> None:
+        await store.create_rollouts([Rollout("odd", "small", odd, "g")])
+
+    asyncio.run(runs_module.with_store(url, add))
+    ran = lightning("runs", "show", "small", "--runs", str(runs), "--json")
+    assert ran.code == 0
+    shown = json.loads(ran.out)
+    (found,) = [item for item in shown["rollouts"] if item["id"] == "odd"]
+    assert found["task"] == {"input": "lone \ud800", "expected": 2**70, "metadata": {}, "id": odd.id}
+
+
+def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        def store(self, url: str) -> Any:
+            return plugins().store(sqlite_url(runs / "small" / "lightning.db"))
+
+    async def there(url: str) -> None: ...
+
+    monkeypatch.setattr(runs_module, "plugins", Known)
+    monkeypatch.setattr(runs_module, "check_there", there)
+    url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
+    prompt = runs.parent / "prompt.txt"
+    prompt.write_text("Write.")
+    for command, named in (
+        (("resources", "ls", url), True),
+        (("resources", "put", f"{url}#writer", str(prompt)), False),
+        (("resources", "put", f"{url}#writer@1", str(prompt)), False),
+        (("resources", "ls", url), True),
+        (("resources", "ls", url, "--json"), True),
+        (("resources", "show", "nobody", "--runs", url), True),
+        (("resources", "show", f"{url}#writer@9"), True),
+        (("resources", "show", url), True),
+        (("runs", "--runs", url, "--json"), True),
+        (("runs", "show", "nobody", "--runs", url), True),
+    ):
+        ran = lightning(*command)
+        assert "hunter2" not in ran.out + ran.err, command
+        assert (shown in ran.out + ran.err) is named, (command, ran)

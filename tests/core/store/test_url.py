@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning import hooks
 from lightning.errors import ConfigError
+from lightning.plugins import plugins
 from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
+from lightning.store.maintenance import keeper_of
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import redacted, split_userinfo
@@ -90,13 +92,42 @@ def test_urls_that_cannot_be_meant_are_refused(url: str, words: str) -> None:
         ("postgresql://host/db", "", "postgresql://host/db"),
         ("postgresql://me:p%40ss@host/db", "me:p%40ss", "postgresql://***@host/db"),
         ("redis://:p@ss@host", ":p@ss", "redis://***@host"),
-        ("redis://host/0?prefix=a@b", "", "redis://host/0?prefix=a@b"),
+        ("redis://host/0?prefix=a@b", "", "redis://***@b"),
         ("sqlite:///runs@home/x.db", "", "sqlite:///runs@home/x.db"),
+        ("runs@home/x.db", "", "runs@home/x.db"),
+        ("postgresql://me:hun/ter2@db:5432/l", "", "postgresql://***@db:5432/l"),
+        ("postgresql://me:hun?ter2@db:5432/l", "", "postgresql://***@db:5432/l"),
+        ("postgresql://me:h@n/ter2@db/l", "me:h", "postgresql://***@db/l"),
+        ("postgresql://host/db?password=hun@ter2", "", "postgresql://***"),
+        ("postgresql:/me:hunter2@db/l", "", "***@db/l"),
     ],
 )
 def test_what_a_url_shows_has_no_password(url: str, userinfo: str, shown: str) -> None:
     assert split_userinfo(url)[0] == userinfo
     assert redacted(url) == shown
+
+
+@given(st.lists(st.sampled_from(["hunter2", *"/?#@:&=%", "?password=", "&token=", "://"]), min_size=1))
+def test_whatever_a_password_has_in_it_is_not_shown(pieces: list[str]) -> None:
+    assert "hunter2" not in redacted(f"postgresql://me:{''.join(pieces)}@db/l")
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "redis", "http"])
+@pytest.mark.parametrize(
+    "password", ["hun/ter2", "12/ter2", "hun?ter2", "hun?ter2=x", "/ter2", "h@n/ter2", "h?schema=ter2"]
+)
+def test_a_password_that_is_not_quoted_is_refused_and_not_shown(scheme: str, password: str) -> None:
+    url = f"{scheme}://me:{password}@db:5432/0"
+    for make in (parse, keeper_of, plugins().store):
+        with pytest.raises(ConfigError) as caught:
+            make(url)
+        assert "ter2" not in str(caught.value)
+        assert "%2F for a / of the password, %3F for a ?" in str(caught.value) or scheme == "http"
+
+
+def test_a_server_is_named_without_its_password() -> None:
+    with pytest.raises(ConfigError, match=r"http://\*\*\*@h/x is a server, not a database"):
+        keeper_of("http://me:hunter2@h/x")
 
 
 def test_errors_about_urls_hold_no_password() -> None:

@@ -10,7 +10,7 @@ import pytest
 from lightning.errors import ConfigError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.reference import Reference, parse_reference
+from lightning.store.reference import Reference, find, parse_reference
 from lightning.store.sqlite import SqliteStore
 from lightning.trainer.prompts import resolve_prompts
 from lightning.types import Resource, Rollout, Run, Task
@@ -51,6 +51,18 @@ def test_references(text: str, reference: Reference) -> None:
 def test_what_is_no_reference(text: str) -> None:
     with pytest.raises(ConfigError, match="names no resource"):
         parse_reference(text)
+
+
+@pytest.mark.parametrize("text", ["postgresql://me:hunter2@db/l", "redis://me:hunter2@db/0#writer@"])
+def test_a_reference_that_is_refused_shows_no_password(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"//\*\*\*@db/\S* names no resource") as caught:
+        parse_reference(text)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_resource_that_is_not_there_is_named_without_the_password_of_its_store(store: Store) -> None:
+    with pytest.raises(StoreError, match=r"no resource redis://\*\*\*@db/0#writer@9;"):
+        await find(store, parse_reference("redis://me:hunter2@db/0#writer@9"))
 
 
 async def test_texts_and_references_side_by_side(store: Store) -> None:

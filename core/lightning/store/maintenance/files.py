@@ -117,7 +117,20 @@ def json_line(record: Record) -> bytes:
     except (
         TypeError
     ):  # a lone surrogate, or an integer of more than 64 bits: both are JSON, which orjson does not write
-        return json.dumps(_plain(record), separators=(",", ":")).encode() + b"\n"
+        return json.dumps(plain(record), separators=(",", ":")).encode() + b"\n"
+
+
+def plain(value: object) -> object:
+    """A value as the standard library writes it where orjson refuses: a number that JSON does not have is null here, too."""
+    if isinstance(value, array):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
 
 
 class Parquet:
@@ -180,7 +193,7 @@ def _arrow_value(value: Cell, kind: Kind) -> Any:
 
         return np.array(value, dtype=np.int32 if value.typecode == "i" else np.float32)
     if kind is Kind.JSON:
-        return None if value is None else json.dumps(_plain(value), separators=(",", ":"))
+        return None if value is None else json.dumps(plain(value), separators=(",", ":"))
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if kind is Kind.TEXTS and isinstance(value, Sequence):
@@ -199,16 +212,3 @@ def _listed(value: object) -> object:
     if isinstance(value, array):
         return value.tolist()
     raise TypeError(f"{type(value).__qualname__} is not JSON")
-
-
-def _plain(value: object) -> object:
-    """A value in what the standard library's JSON has."""
-    if isinstance(value, array):
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -144,11 +144,17 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
 
 
 async def check_there(url: str) -> None:
-    """Raise `SchemaError` for the URL of a PostgreSQL schema that holds no store, which opening it would fill."""
-    if parse(url).scheme in ("postgresql", "postgres"):
+    """Raise when a URL names a PostgreSQL schema (`SchemaError`) or a Redis prefix (`ConfigError`) that holds no store: opening
+    it would make one."""
+    scheme = parse(url).scheme
+    if scheme in ("postgresql", "postgres"):
         from lightning.store.maintenance.postgres import PostgresKeeper
 
         await PostgresKeeper(url).check()
+    elif scheme in ("redis", "rediss"):
+        from lightning.store.maintenance.redis import RedisKeeper
+
+        await RedisKeeper(url).check()
 
 
 def keeper_of(url: str) -> Keeper:
@@ -168,6 +174,7 @@ def keeper_of(url: str) -> Keeper:
         return RedisKeeper(url)
     if scheme in ("http", "https"):
         raise ConfigError(
-            f"{url} is a server, not a database: give this command the URL of the database that the server was started with"
+            f"{redacted(url)} is a server, not a database: give this command the URL of the database that the server was "
+            "started with"
         )
     raise ConfigError(f"a {scheme} store keeps nothing that this command could look after: give a database's URL")

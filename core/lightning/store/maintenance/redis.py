@@ -61,12 +61,7 @@ class RedisKeeper:
     async def status(self) -> Status:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
-        async with self._connected() as wire:  # opening a store would make it
-            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
-        if not mark:
-            raise ConfigError(
-                f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
-            )
+        await self.check()
         store: Store = RedisStore.from_url(self._url)
         await store.open()
         try:
@@ -95,6 +90,15 @@ class RedisKeeper:
             oldest=min((run.created_at for run in runs), default=None),
             newest=max(activity.values(), default=None),
         )
+
+    async def check(self) -> None:
+        """Raise `ConfigError` when there is no store under the prefix: opening it would make one."""
+        async with self._connected() as wire:
+            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
+        if not mark:
+            raise ConfigError(
+                f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
+            )
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import db
+from lightning.cli import db, resources, runs
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.store import sql
 from lightning.store.maintenance import Weight, keeper_of
@@ -22,6 +22,7 @@ from lightning.store.postgres.migrations import MIGRATIONS
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Task, Token
+from typer import Typer
 from typer.testing import CliRunner
 
 from tests.core.store.maintenance.gateways import check_state_of_gateways
@@ -236,10 +237,20 @@ async def test_a_file_that_is_no_store_is_refused_before_anything_is_made(
     assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{schema}'") == "0"
 
 
-@pytest.mark.parametrize("command", [("export", "-", "--table", "runs"), ("prune",), ("upgrade", "--no-backup")])
-def test_a_mistyped_schema_is_not_made(command: tuple[str, ...], postgres_server: PostgresServer) -> None:
+@pytest.mark.parametrize(
+    ("app", "command"),
+    [
+        (db.app, ("export", "URL", "-", "--table", "runs")),
+        (db.app, ("prune", "URL")),
+        (db.app, ("upgrade", "URL", "--no-backup")),
+        (runs.app, ("--runs", "URL")),
+        (resources.app, ("ls", "URL")),
+    ],
+)
+def test_a_mistyped_schema_is_not_made(app: Typer, command: tuple[str, ...], postgres_server: PostgresServer) -> None:
     name = f"typo_{uuid.uuid4().hex[:12]}"
-    done = CliRunner().invoke(db.app, [command[0], postgres_server.url_of(name), *command[1:]])
+    url = postgres_server.url_of(name)
+    done = CliRunner().invoke(app, [url if part == "URL" else part for part in command])
     assert isinstance(done.exception, SchemaError)
     assert "holds no store: check ?schema=" in str(done.exception)
     assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{name}'") == "0"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.cli.runs import with_store
 from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.store.maintenance import Weight, keeper_of
 from lightning.store.maintenance.prune import Choice, carry_out, plan
@@ -165,6 +166,7 @@ async def test_a_redis_that_is_away_is_named() -> None:
 
 
 async def test_looking_makes_no_store(url: str, redis_server: RedisServer) -> None:
-    with pytest.raises(ConfigError, match=r"there is no store at .*prefix=kept-"):
-        await keeper_of(url).status()
+    for look in (keeper_of(url).status(), with_store(url, lambda store: store.list_runs())):
+        with pytest.raises(ConfigError, match=r"there is no store at .*prefix=kept-"):
+            await look
     assert redis_server.command("KEYS", f"{url.partition('prefix=')[2]}:*") == b"*0\r\n"
