@@ -1,7 +1,7 @@
 """The parent's side of the fork server: start it, have workers forked and killed, talk to them.
 
 The invariant: every worker is a process group of its own that dies when this object is closed, when the fork server
-dies, or when this process dies; what a worker sends is bytes, never code.
+dies, or when this process dies; what a worker sends is bytes, never code. No command is lost because the fork server is busy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from lightning.runner.sandbox import PARENT
 
 GRACE = 5.0
 """Seconds for a process that has been told to go, or for news of one that is gone."""
+
+FORKS = 32
+"""Forks under way at once. They happen one after the other, and each on its way takes a place in the socket and descriptors."""
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
@@ -109,6 +112,8 @@ class ForkServer:
         self._requests = itertools.count()
         self._forks: dict[int, asyncio.Future[tuple[int, asyncio.Future[int | None]]]] = {}
         self._exits: dict[int, asyncio.Future[int | None]] = {}
+        self._room, self._sending = asyncio.Semaphore(FORKS), asyncio.Lock()
+        self._kills: set[asyncio.Task[None]] = set()
 
     @property
     def alive(self) -> bool:
@@ -154,17 +159,20 @@ class ForkServer:
         self._listener = asyncio.create_task(self._listen(incoming))
 
     async def fork(self) -> Worker:
-        """A new worker process. Raises `WorkerDiedError` when there can be none now."""
-        if self._control is None or not self.alive:
+        """A new worker process, in its turn (`FORKS`). Raises `WorkerDiedError` when there can be none now."""
+        async with self._room:
+            return await self._fork()
+
+    async def _fork(self) -> Worker:
+        if not self.alive:
             raise WorkerDiedError("the fork server of the agents' processes is gone")
         ours, theirs = socket.socketpair()
         request = next(self._requests)
         forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
-        self._forks[request] = forked
         try:
             with theirs:
-                message = frames.pack(json.dumps({"fork": request}).encode())
-                socket.send_fds(self._control, [message], [theirs.fileno()])
+                await self._send({"fork": request}, theirs)
+            self._forks[request] = forked  # before anything can be heard of it
             pid, exited = await forked  # it may have exited by now, so the future comes with the news
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException as error:
@@ -177,11 +185,32 @@ class ForkServer:
         return Worker(pid, exited, reader, writer)
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker's process group now."""
+        """Kill a worker's process group, as soon as the fork server hears of it."""
         worker.hang_up()
-        if self._control is not None and self.alive and not worker.exited.done():
-            with contextlib.suppress(OSError):  # then the fork server is gone, and its workers with it
-                self._control.send(frames.pack(json.dumps({"kill": worker.pid}).encode()))
+        if self.alive and not worker.exited.done():
+            killing = asyncio.create_task(self._kill(worker.pid))
+            self._kills.add(killing)
+            killing.add_done_callback(self._kills.discard)
+
+    async def _kill(self, pid: int) -> None:
+        with contextlib.suppress(OSError):  # then the fork server is gone, and its workers with it
+            await self._send({"kill": pid})
+
+    async def _send(self, command: dict[str, int], passed: socket.socket | None = None) -> None:
+        """Send a command, and a socket with it, when the fork server has room for them. Raises `OSError` when it is gone."""
+        message = frames.pack(json.dumps(command).encode())
+        async with self._sending:
+            while self._control is not None and self._listener is not None and not self._listener.done():
+                try:
+                    if passed is None:
+                        self._control.send(message)  # whole or not at all: it is short
+                    else:
+                        socket.send_fds(self._control, [message], [passed.fileno()])
+                except BlockingIOError:
+                    await _writable(self._control, self._listener)
+                else:
+                    return
+        raise BrokenPipeError("the fork server of the agents' processes is gone")
 
     async def close(self) -> None:
         """Kill every worker and end the fork server. Idempotent."""
@@ -189,7 +218,8 @@ class ForkServer:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
         if self._control is not None:
-            self._control.close()
+            async with self._sending:  # whoever waited for room has seen the end, and left
+                self._control.close()
         if self._process is not None:
             try:
                 await asyncio.to_thread(self._process.wait, GRACE)
@@ -242,6 +272,19 @@ class ForkServer:
             forked.set_exception(answer)
         else:
             forked.set_result(answer)
+
+
+async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> None:
+    """Return when there is room in a socket, or its other end is gone, or `listener` has ended."""
+    loop = asyncio.get_running_loop()
+    room = asyncio.Event()
+    waiting = asyncio.create_task(room.wait())
+    loop.add_writer(control, room.set)
+    try:
+        await asyncio.wait({waiting, listener}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        loop.remove_writer(control)
+        waiting.cancel()
 
 
 def _environment() -> dict[str, str]:
