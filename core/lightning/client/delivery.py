@@ -1,7 +1,7 @@
 """Leases over HTTP: what the worker's loop gets from servers that may go away at any moment.
 
 The invariant: a server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has
-taken it or says that the attempt was given to another.
+taken it or says that the attempt was given to another. What a server refuses about one attempt costs that attempt alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
-from lightning.errors import StaleAttemptError, StoreError, UnavailableError
+from lightning.errors import LightningError, StaleAttemptError, StoreError, UnavailableError
+from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError
 from lightning.store.protocol import Watch
@@ -29,7 +30,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 
 @dataclass(slots=True)
 class Tally:
-    """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile)."""
+    """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile, or
+    no server took their outcome)."""
 
     leased: int = 0
     succeeded: int = 0
@@ -88,7 +90,7 @@ class ServerDelivery:
         return found
 
     async def renew(self, lease: Lease) -> None:
-        """See `Delivery.renew`. While no server answers the agent goes on: the lease may outlive that."""
+        """See `Delivery.renew`. While no server answers, or one refuses, the agent goes on: its report says how it stands."""
         try:
             await self.store.renew(lease, ttl=self.ttl)
         except UnavailableError as error:
@@ -96,30 +98,27 @@ class ServerDelivery:
         except StaleAttemptError:
             self._used.pop((lease.rollout.id, lease.attempt), None)
             raise
+        except TokenRefusedError:
+            raise
+        except LightningError as error:
+            logger.warning("%s: its lease was not prolonged, and its agent goes on: %s", _named(lease), error)
         else:
             self._back()
 
-    async def report(self, lease: Lease, outcome: Outcome) -> Rollout:
-        """See `Delivery.report`. Waits as long as it takes."""
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """See `Delivery.report`. Waits as long as it takes; what is refused is told with less in it, at last as a fault."""
         outcome = await self._fair(lease, outcome)
-        pause = FIRST_PAUSE
         try:
-            while True:
-                try:
-                    rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
-                except UnavailableError as error:
-                    self._away(error)
-                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 — so that clients do not come back as one
-                    pause = min(2 * pause, LONGEST_PAUSE)
-                else:
-                    break
+            rollout = await self._tell(lease, outcome)
         except StaleAttemptError:
-            self._used.pop((lease.rollout.id, lease.attempt), None)
             self.tally.lost += 1
             raise
-        self._used.pop((lease.rollout.id, lease.attempt), None)
-        self._back()
+        finally:
+            self._used.pop((lease.rollout.id, lease.attempt), None)
         self._busy_at = time.monotonic()
+        if rollout is None:
+            self.tally.lost += 1
+            return None
         self.tally.succeeded += rollout.status is Status.SUCCEEDED
         self.tally.failed += rollout.status is Status.FAILED
         self.tally.retried += rollout.status is Status.PENDING
@@ -149,6 +148,47 @@ class ServerDelivery:
             self._used[lease.rollout.id, lease.attempt] = (url, process)
         return [(lease, replace(llm, base_url=f"{url}/v1")) for lease, llm in leased]
 
+    async def _tell(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """The rollout as an outcome left it, or as little of that outcome as servers take; None when they take nothing."""
+        said = ""
+        for told in _less_and_less(outcome):
+            taken = await self._try_to_tell(lease, told)
+            if isinstance(taken, Rollout):
+                return taken
+            said = str(taken)
+            logger.warning("%s: its outcome was refused, less of it is told now: %s", _named(lease), said)
+        fault = failed(
+            Fault.INFRASTRUCTURE,
+            f"servers refused the outcome, of {len(encode_outcome(outcome))} bytes, also without what its tools did: {said}. "
+            "If it is too long, raise gateway.max_body_bytes where servers run, and the limit of a proxy before them "
+            "(client_max_body_size in nginx), or let the agent report less",
+            seconds=outcome.seconds,
+        )
+        taken = await self._try_to_tell(lease, fault)
+        if isinstance(taken, Rollout):
+            return taken
+        logger.error("%s is lost, its lease runs out: servers take no word of how it ended: %s", _named(lease), taken)
+        return None
+
+    async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
+        """What a server made of an outcome: the rollout, or what it refused it with. Asks until one answers."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
+            except UnavailableError as error:
+                self._away(error)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 — so that clients do not come back as one
+                pause = min(2 * pause, LONGEST_PAUSE)
+            except (StaleAttemptError, TokenRefusedError):
+                raise
+            except LightningError as error:
+                self._back()
+                return error
+            else:
+                self._back()
+                return rollout
+
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
         """No agent is at fault whose server is gone: the attempt may be made again."""
         url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
@@ -168,3 +208,16 @@ class ServerDelivery:
         if self._away_since is not None:
             logger.warning("a server answers again after %.0f s", time.monotonic() - self._away_since)
             self._away_since = None
+
+
+def _less_and_less(outcome: Outcome) -> list[Outcome]:
+    """An outcome, and what is left of it when it is refused: its reward or fault, step rewards and labels always."""
+    told = [outcome]
+    for less in (without_arguments(outcome), replace(outcome, tool_events=())):
+        if less != told[-1]:
+            told.append(less)
+    return told
+
+
+def _named(lease: Lease) -> str:
+    return f"rollout {lease.rollout.id}, attempt {lease.attempt}"

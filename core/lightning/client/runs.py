@@ -2,7 +2,7 @@
 
 The invariant: every run that begins to have work is found: one of the newest within `FIND_SECONDS`, an older one when its turn
 comes. One that gave work lately is watched, so that its next rollouts are leased as soon as they are there. No task of finding
-or watching ends unheard.
+or watching ends unheard. A run that is not there yet is waited for.
 """
 
 from __future__ import annotations
@@ -143,15 +143,33 @@ class Runs:
             self._watches.pop(run).cancel()
 
     async def _watch(self, run: str) -> None:
+        told = False
         while True:
             try:
-                async with self._store.watch(run) as watch:
-                    self._news.set()
-                    while True:
-                        if await watch.wait(ROUND):
-                            self._news.set()
+                await self._heed(run)
             except UnavailableError:
                 await asyncio.sleep(AWAY_SECONDS)
+            else:
+                if not told:
+                    logger.warning(
+                        "there is no run %r: waiting for it. If it has another name, start again with that", run
+                    )
+                    told = True
+                await asyncio.sleep(FIND_SECONDS)
+
+    async def _heed(self, run: str) -> None:
+        """Tell of changes in a run. Returns when there is no such run, which may begin yet."""
+        try:
+            async with self._store.watch(run) as watch:
+                self._news.set()
+                while True:
+                    if await watch.wait(ROUND):
+                        self._news.set()
+        except UnavailableError:
+            raise
+        except StoreError:
+            if await self._store.get_run(run) is not None:
+                raise
 
     async def _has_work(self, run: str) -> bool:
         for status in (Status.PENDING, Status.RUNNING):

@@ -52,8 +52,11 @@ class Delivery(Protocol):
     async def renew(self, lease: Lease) -> None:
         """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
 
-    async def report(self, lease: Lease, outcome: Outcome) -> Rollout:
-        """End an attempt. Raises `StaleAttemptError` when it was superseded or has ended otherwise."""
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """End an attempt; None when no outcome of it was taken, which is said where it happens: its lease runs out then.
+
+        Raises `StaleAttemptError` when it was superseded or has ended otherwise.
+        """
 
     async def release(self) -> None:
         """Give back whatever this worker holds, or held before it was started again."""
@@ -235,6 +238,8 @@ class _Worker:
             rollout = await self._delivery.report(lease, outcome)
         except StaleAttemptError as error:
             self._too_late(lease, error)
+            return
+        if rollout is None:
             return
         if rollout.status is Status.PENDING:
             logger.info(

@@ -8,12 +8,15 @@ from typing import Any
 import lightning
 import pytest
 from lightning.client import runs as finding
+from lightning.config import with_settings
 from lightning.errors import ConfigError, StoreError, UnavailableError
 from lightning.gateway import Upstream
 from lightning.gateway.owner import Owner
+from lightning.instrument import emit
 from lightning.runner.report import NEVER_CALLED
 from lightning.server.how_to_call import HowToCall
-from lightning.types import LLM, Fault, Resource, Rollout, Run, Scope, Status, Task
+from lightning.store.http.transport import TokenRefusedError
+from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
 
 from tests.core.client.conftest import RUN, Site, calling
 
@@ -286,3 +289,135 @@ async def test_told_to_end_it_waits_for_no_lease(site: Site, monkeypatch: pytest
 
     monkeypatch.setattr(client._store, "lease_for_agents", frozen)
     assert (await asyncio.wait_for(client.work(stop), 30)).leased == 0
+
+
+async def test_an_outcome_that_is_too_long_is_told_with_less_in_it(site: Site) -> None:
+    """Rollout 0 has long arguments, 1 long outputs, 2 too much of what is never left out, 3 nothing special."""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        value = await calling(task, llm)
+        lightning.reward(0.5)
+        for _ in range(3 if value < 2 else 0):
+            emit(ToolEvent("search", "ok", arguments="x" * 4000, output="x" * (0 if value == 0 else 4000)))
+        for _ in range(500 if value == 2 else 0):
+            lightning.reward(0.5)
+        return value
+
+    site.config = with_settings(site.config, {"gateway.max_body_bytes": 8192})
+    server = await site.start()
+    await site.begin(count=4, max_attempts=1)
+    tally = await asyncio.wait_for(site.client(server, agent=agent, rollouts=4).work(), 60)
+    assert (tally.succeeded, tally.failed, tally.lost) == (3, 1, 0)
+    found = await site.rollouts()
+    assert [one.reward for one in found.values()] == [0.0, 1.0, None, 3.0]
+    told = [await site.store.tool_events(f"{RUN}/{n}") for n in range(2)]
+    assert [[event.arguments for event in events] for events in told] == [[None] * 3, []]
+    assert [len(await site.store.step_rewards(f"{RUN}/{n}")) for n in range(2)] == [1, 1]
+    lost = found[f"{RUN}/2"]
+    assert lost.fault is Fault.INFRASTRUCTURE
+    for word in ("bytes or more, the limit is 8192", "gateway.max_body_bytes", "client_max_body_size"):
+        assert word in lost.error
+
+
+async def test_what_is_refused_of_one_attempt_ends_neither_the_client_nor_other_agents(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, refused = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        if task.input == 1:
+            begun.set()
+            await refused.wait()
+            await asyncio.sleep(0.1)
+        await begun.wait()
+        return await calling(task, llm)
+
+    server = await site.start()
+    await site.begin(count=2)
+    client = site.client(server, agent=agent, rollouts=2)
+    complete = client._store.complete
+
+    async def like_nginx(rollout: str, attempt: int, outcome: Outcome, **how: Any) -> Rollout:
+        if rollout != f"{RUN}/0":
+            return await complete(rollout, attempt, outcome, **how)
+        if outcome.fault is not None:
+            refused.set()
+        raise StoreError("answered 413, and not as a Lightning Server does")
+
+    monkeypatch.setattr(client._store, "complete", like_nginx)
+    tally = await asyncio.wait_for(client.work(), 60)
+    assert (tally.leased, tally.succeeded, tally.lost) == (2, 1, 1)
+    assert f"rollout {RUN}/0, attempt 1 is lost, its lease runs out" in caplog.text
+
+
+async def test_an_agent_whose_lease_is_not_prolonged_goes_on(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asyncio.Event()
+
+    async def agent(task: Task, llm: LLM) -> float:
+        await asked.wait()
+        await asyncio.sleep(0.1)
+        return await calling(task, llm)
+
+    server = await site.start()
+    await site.begin(count=1)
+    client = site.client(server, agent=agent, rollouts=1, runner__concurrency=1, runner__lease_ttl=0.3)
+
+    async def broken(*_: object, **__: object) -> Any:
+        asked.set()
+        raise StoreError("answered 500")
+
+    monkeypatch.setattr(client._store, "renew", broken)
+    assert (await asyncio.wait_for(client.work(), 60)).succeeded == 1
+
+
+@pytest.mark.parametrize("where", ["complete", "renew"])
+async def test_a_token_that_is_refused_in_the_middle_of_a_rollout_ends_the_client(
+    site: Site, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        value = await calling(task, llm)
+        await asyncio.sleep(0 if where == "complete" else 60)
+        return value
+
+    server = await site.start()
+    await site.begin(count=1)
+    client = site.client(server, agent=agent, runner__lease_ttl=0.3)
+
+    async def refusing(*_: object, **__: object) -> Any:
+        raise TokenRefusedError("the token was revoked")
+
+    monkeypatch.setattr(client._store, where, refusing)
+    with pytest.raises(TokenRefusedError, match="revoked"):
+        await asyncio.wait_for(client.work(), 30)
+
+
+async def test_a_run_that_is_named_may_begin_later(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    server = await site.start()
+    working = asyncio.create_task(site.client(server, runs=[RUN], rollouts=1).work())
+    while "there is no run 'run-1'" not in caplog.text:
+        assert not working.done(), await working
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    assert not working.done()
+    await site.begin(count=1)
+    assert (await asyncio.wait_for(working, 60)).succeeded == 1
+    assert caplog.text.count("there is no run") == 1
+
+
+async def test_a_watch_that_fails_for_another_reason_ends_the_client(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    server = await site.start()
+    await site.begin()
+
+    def broken(run: str) -> Any:
+        raise StoreError(f"{run} cannot be watched")
+
+    monkeypatch.setattr(site.store, "watch", broken)
+    with pytest.raises(StoreError, match="cannot be watched"):
+        await asyncio.wait_for(site.client(server, runs=[RUN]).work(), 60)
