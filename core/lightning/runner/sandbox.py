@@ -32,7 +32,7 @@ def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """The beginning of a command line that runs the rest of it in a sandbox.
 
     `files` may be read besides, `hidden` are folders that may not, below what may. Raises `RunnerError` when bubblewrap is not
-    installed, a file is not there, or your home would be shown as a whole.
+    installed, a file is not there, your home would be shown as a whole, or what agents need would be hidden.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -49,6 +49,13 @@ def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
     for path in _readable(files):
         command += ["--ro-bind", path, path]
     for path in _unreadable(hidden):
+        for needed in (os.getcwd(), *files):  # noqa: PTH109 — as it is bound
+            if Path(os.path.realpath(Path(needed).expanduser())).is_relative_to(path):
+                raise RunnerError(
+                    f"runner.sandbox is 'bwrap' and {path} is hidden from agents, which need {needed} in it: a run and its "
+                    "SQLite store must lie in folders of their own (--out, --store), and apart from what "
+                    "runner.sandbox_files names; runner.sandbox_hidden has the other folders"
+                )
         command += ["--tmpfs", path] if Path(path).is_dir() else ["--ro-bind", "/dev/null", path]
     return [*command, "--setenv", "HOME", "/tmp", "--chdir", os.getcwd(), "--"]  # noqa: PTH109, S108
 

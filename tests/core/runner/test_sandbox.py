@@ -173,6 +173,18 @@ def test_no_folder_that_holds_everything_is_shown(monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path.resolve()) in shown
 
 
+@pytest.mark.parametrize(("files", "hidden"), [([], "."), (["data/words.txt"], "data")])
+def test_what_agents_need_is_not_hidden_in_silence(
+    files: list[str], hidden: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "words.txt").write_text("x")
+    with pytest.raises(RunnerError, match=r"hidden from agents.*--out, --store"):
+        sandbox.bubblewrap(files, [hidden])
+
+
 @pytest.mark.parametrize("below", ["", "..", "project"])
 def test_no_sandbox_shows_the_whole_home(below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "people" / "alice"
