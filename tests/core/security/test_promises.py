@@ -76,6 +76,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/core/runner/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
     ),
 }
+        "tests/core/trainer/test_runs.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
 
 
 def test_every_promise_names_its_tests() -> None:
