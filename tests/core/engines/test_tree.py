@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning.engines.torch.flex import FlexAttention
 from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.model import CausalLM
+from lightning.engines.torch.path_attention import Attending
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
@@ -210,6 +212,32 @@ def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_eng
         assert TreeWalk(engine._opened(), one_path, [True], 100, visit).run() == 300
     kept, light, last, again = (50, True), (50, False), (50, True), (50, True)
     assert passes == [kept, *[light] * 4, last, *[again] * 4]
+
+
+def test_without_gradients_the_keys_and_values_of_one_path_are_held(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the tree: a pack lets its own go when all that goes on behind it is done."""
+    samples = group(8, turns=5)
+    engine = open_engine(step="tree")
+    layout = engine._step_layout(samples)
+    expected = passes.read_logprobs(layout, engine._opened(), 10_000)
+    original = CausalLM.hidden_attending
+    kept: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    held = []
+
+    def noting(self: CausalLM, ids: torch.Tensor, positions: torch.Tensor, attending: Attending) -> torch.Tensor:
+        hidden = original(self, ids, positions, attending)
+        kept.extend((ids.shape[1], weakref.ref(keys)) for keys, _ in list(attending.own.values())[:1])
+        held.append(sum(size for size, keys in kept if keys() is not None))
+        return hidden
+
+    monkeypatch.setattr(CausalLM, "hidden_attending", noting)
+    found = passes.read_logprobs(layout, engine._opened(), 20)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert 0 < max(held) <= max(layout.lengths)
+    assert sum(size for size, _ in kept) > 4 * max(held)
+    assert not any(keys() is not None for _, keys in kept)
 
 
 def test_a_bfloat16_tree_computes_in_bfloat16_as_the_linear_step_does(open_engine: OpenEngine) -> None:

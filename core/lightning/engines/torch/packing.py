@@ -106,7 +106,7 @@ class Retract:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Backward through a pack with branches."""
+    """Done with a pack with branches: backward through it, where there are gradients."""
 
     pack: Pack
 

@@ -123,8 +123,10 @@ class TreeWalk:
                         self._extend(pack, branch)
                     case Retract(pack, branch) if torch.is_grad_enabled():
                         self._retract(pack, branch)
-                    case Leave(pack) if torch.is_grad_enabled():
-                        self._leave(pack)
+                    case Leave(pack):
+                        opened = self._open.pop(id(pack))
+                        if torch.is_grad_enabled():
+                            self._leave(pack, opened)
         return computed
 
     def _enter(self, pack: Pack, budget: int) -> None:
@@ -169,9 +171,8 @@ class TreeWalk:
             key.index_add_(2, chosen, path.key_gradients[:, :, place])
             value.index_add_(2, chosen, path.value_gradients[:, :, place])
 
-    def _leave(self, pack: Pack) -> None:
+    def _leave(self, pack: Pack, opened: _Open) -> None:
         """Backward through a pack, with what those behind it said about its keys and values."""
-        opened = self._open.pop(id(pack))
         if not opened.held:
             hidden, opened.own = self._forward(pack, keep=True)
             opened.loss = self.visit(hidden, pack.pieces)
