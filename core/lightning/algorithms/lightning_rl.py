@@ -98,7 +98,7 @@ class LightningRL:
         _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:
             check_tool_reward(self.tool_reward)
-        self._overlong()
+        self._check_overlong()
         self._check_numbers()
         if self.low_level == "ppo" and self.credit != "critic" and not self.critic:
             raise ConfigError("low_level 'ppo' needs a credit function that uses a critic, such as 'critic'")
@@ -106,6 +106,19 @@ class LightningRL:
             raise ConfigError(f"group_size={self.group_size} must be positive")
         if self.group_size == 1 and self._least() > 1:
             raise ConfigError("group_size=1: a rollout is compared with the others of its task, so use 2+")
+
+    def _check_overlong(self) -> None:
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name, default in (("overlong_buffer", 0), ("overlong_penalty", 1.0))
+            if getattr(self, name) != default
+        ]
+        if given and self.overlong_tokens is None:
+            raise ConfigError(
+                f"{' and '.join(given)} without overlong_tokens punishes nothing: give overlong_tokens, the tokens that a "
+                "rollout may generate, too"
+            )
+        self._overlong()
 
     def _check_numbers(self) -> None:
         if self.constant_tokens < 1:

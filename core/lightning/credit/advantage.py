@@ -12,9 +12,10 @@ from lightning.credit.protocol import Returns
 
 
 def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
-    """(r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as TRL and verl take it."""
+    """(r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as TRL and verl take it. Equal
+    returns give 0, also without `eps`."""
     centred = centre(returns)
-    if len(centred) < 2:
+    if len(centred) < 2 or not centred.any():
         return centred
     deviation = float(np.sqrt(np.square(centred).sum() / (len(centred) - 1)))
     return centred / (deviation + eps)

@@ -64,6 +64,11 @@ def test_it_goes_with_every_low_level(low_level: str) -> None:
         ({"overlong_tokens": 10, "overlong_buffer": 11}, "overlong_buffer=11"),
         ({"overlong_tokens": 10, "overlong_penalty": -1.0}, "overlong_penalty=-1"),
         ({"overlong_tokens": 10, "overlong_penalty": float("nan")}, "overlong_penalty=nan"),
+        ({"overlong_buffer": 4}, r"overlong_buffer=4 without overlong_tokens .*: give overlong_tokens"),
+        (
+            {"overlong_buffer": 4, "overlong_penalty": 0.5},
+            r"overlong_buffer=4 and overlong_penalty=0\.5 without overlong_tokens",
+        ),
     ],
 )
 def test_impossible_fields_are_refused(fields: dict[str, float], message: str) -> None:

@@ -38,6 +38,11 @@ def test_equal_returns_teach_nothing(estimator, returns) -> None:  # type: ignor
     assert estimator(np.array(returns)).tolist() == [0.0] * len(returns)
 
 
+@pytest.mark.parametrize("returns", [[0.3] * 4, [0.0, 0.0], [0.7]])
+def test_equal_returns_teach_nothing_without_an_epsilon_either(returns: list[float]) -> None:
+    assert grpo(np.array(returns), eps=0.0).tolist() == [0.0] * len(returns)
+
+
 @given(groups)
 def test_rloo_is_each_return_minus_the_mean_of_the_others(returns: np.ndarray) -> None:
     others = [returns[i] - np.delete(returns, i).mean() for i in range(len(returns))]
