@@ -52,6 +52,24 @@ def test_cuda_where_there_is_none(model: Path) -> None:
         TorchEngine(device="cuda:1").open(model, OptimizerConfig(), seed=0)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+    ids=["torch", "driver"],
+)
+def test_a_model_that_memory_has_no_room_for_names_the_cures(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(
+        EngineError, match=r"out of memory while loading .* onto cpu: .*gpu_memory_utilization.*engine\.lora"
+    ):
+        open_engine()
+
+
 @pytest.mark.parametrize(("device", "message"), [("gpu", "is not a device"), ("meta", "trains on cpu or cuda")])
 def test_an_impossible_device(model: Path, device: str, message: str) -> None:
     with pytest.raises(EngineError, match=message):

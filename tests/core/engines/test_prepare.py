@@ -216,6 +216,21 @@ def test_adapters_cost_no_second_model_and_go_on_learning(open_engine: Open, mak
     assert not np.array_equal(before, engine.logprobs(rows)[0], equal_nan=True)
 
 
+def test_a_reference_that_memory_has_no_room_for_names_the_cures(
+    open_engine: Open, make_row: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(
+        EngineError, match=r"out of memory while loading the reference model, .*second copy.*engine\.lora"
+    ):
+        engine.step(two_rows(make_row), ToReference())
+
+
 def test_a_reference_whose_folder_is_gone_is_named(
     open_engine: Open, make_row: Make, model: Path, tmp_path: Path
 ) -> None:

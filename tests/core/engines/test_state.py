@@ -63,6 +63,40 @@ def test_the_microbatch_size_that_memory_allowed_is_kept(open_engine: Open, tmp_
     assert second._budget == 77
 
 
+def test_a_smaller_microbatch_than_the_states_is_taken_and_is_the_same_but_for_rounding(
+    open_engine: Open, make_row: Make, tmp_path: Path
+) -> None:
+    first, second = open_engine(), open_engine(tokens_per_microbatch=16, step="tree", gradient_checkpointing=True)
+    train(first, make_row, range(2))
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    (expected,), (found,) = train(first, make_row, range(2, 3)), train(second, make_row, range(2, 3))
+    assert second._budget == 16
+    assert found["microbatches"] > expected["microbatches"]
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_a_state_that_the_device_has_no_room_for_changes_nothing(
+    open_engine: Open, make_row: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    train(engine, make_row, range(1))
+    engine.save(tmp_path / "state")
+    train(engine, make_row, range(1, 2))
+    before = {name: value.detach().clone() for name, value in engine._parameters.items()}
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", full)  # the moments'; weights are copied to where they are
+        with pytest.raises(EngineError, match=r"out of memory .*loading .*state.*engine\.lora"):
+            engine.load(tmp_path / "state")
+    assert all(torch.equal(value, before[name]) for name, value in engine._parameters.items())
+    engine.load(tmp_path / "state")
+    assert engine._steps == 1
+
+
 def test_there_is_no_pickle_in_it(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
     engine = open_engine()
     train(engine, make_row, range(1))

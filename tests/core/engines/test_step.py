@@ -261,6 +261,22 @@ def test_out_of_memory_in_the_backward_pass_of_one_row_names_the_cures(open_engi
     assert_unchanged(engine, before)
 
 
+def test_out_of_memory_where_the_moments_are_made_names_the_cures_and_leaves_no_gradient(
+    open_engine: Open, make_row: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, row = open_engine(), make_row(16, [(4, 16, 1.0, 0.1)])
+    before = snapshot(engine)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(torch, "zeros_like", full)
+    cures = r"resume the run; .*gpu_memory_utilization.*engine\.lora"
+    with pytest.raises(EngineError, match=rf"out of memory while taking step 0: .*{cures}"):
+        engine.step([row], LOSS)
+    assert_unchanged(engine, before)
+
+
 def test_a_backward_pass_that_fails_is_an_engine_error_and_nothing_is_trained(
     open_engine: Open, make_row: Make
 ) -> None:

@@ -20,6 +20,7 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_file, write_folder
+from lightning.engines.memory import MORE_ROOM, needing_room
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.tally import Tally
@@ -87,13 +88,14 @@ class TorchEngine:
         if device.type == "cpu" and self._threads:
             torch.set_num_threads(self._threads)
         torch.manual_seed(seed)
-        self._lm = load_model(
-            model,
-            dtype=self._dtype,
-            device=device,
-            lora=self._lora,
-            gradient_checkpointing=self._gradient_checkpointing,
-        )
+        with needing_room(f"loading {model} onto {device}"):
+            self._lm = load_model(
+                model,
+                dtype=self._dtype,
+                device=device,
+                lora=self._lora,
+                gradient_checkpointing=self._gradient_checkpointing,
+            )
         self._reference = Reference(self._lm, lora=self._lora is not None)
         self._critic = Critic(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
@@ -139,8 +141,12 @@ class TorchEngine:
         optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
             group["lr"] = group["full_lr"] * warm
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        try:
+            cures = f"it may have been taken in part, so resume the run; {MORE_ROOM}"
+            with needing_room(f"taking step {self._steps}", cures):
+                optimizer.step()  # the first one makes the moments
+        finally:
+            optimizer.zero_grad(set_to_none=True)
         self._steps += 1
         return StepResult({**tally.metrics(), **norms, "lr": self._config.lr * warm, "stepped": 1.0}, tally.seen)
 
@@ -155,22 +161,26 @@ class TorchEngine:
 
         The next step is then bit for bit the one that would have followed on a CPU; on CUDA the attention kernels' own
         order of summation may differ between any two runs. For that the micro-batch size comes back too, as small as a
-        shortage of memory had made it, whatever `tokens_per_microbatch` says now. The reference model is not part of it.
+        shortage of memory had made it, unless `tokens_per_microbatch` is smaller now: sums are then rounded otherwise. The
+        reference model is not part of it.
         """
         lm, optimizer = self._opened(), self._opened_optimizer()
         critic = self._critic.trunk if self._critic else ""
-        progress = load_state(folder, self._learning(), optimizer, lm.device, critic=critic)
-        self._steps, self._budget = progress.steps, progress.tokens_per_microbatch
+        with needing_room(f"loading the training state in {folder}"):
+            progress = load_state(folder, self._learning(), optimizer, lm.device, critic=critic)
+        saved = progress.tokens_per_microbatch
+        if saved < self._budget:
+            logger.warning("going on with the %d tokens per micro-batch that the training state was saved with", saved)
+        self._steps, self._budget = progress.steps, min(saved, self._budget)
 
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
         lm = self._opened()
-        return write_folder(lm.folder, whole_weights(lm.model, lm.dtype), str(lm.dtype).removeprefix("torch."), folder)
+        return write_folder(lm.folder, self._whole(), str(lm.dtype).removeprefix("torch."), folder)
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
-        lm = self._opened()
-        return write_file(whole_weights(lm.model, lm.dtype), file)
+        return write_file(self._whole(), file)
 
     def sender(self) -> LocalSender:
         """This process; over NCCL from the GPU it trains on."""
@@ -181,6 +191,11 @@ class TorchEngine:
         self._lm, self._reference, self._critic, self._optimizer, self._parameters = None, None, None, None, {}
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        lm = self._opened()
+        with needing_room("gathering the weights"):
+            return whole_weights(lm.model, lm.dtype)
 
     def _opened(self) -> CausalLM:
         if self._lm is None:
@@ -286,8 +301,8 @@ class TorchEngine:
             except torch.OutOfMemoryError as error:
                 if self._budget <= least:
                     raise EngineError(
-                        f"out of memory on {layout.least_text}: set engine.gradient_checkpointing = true, "
-                        "train LoRA adapters (engine.lora), or shorten the agent's calls (policy_server.max_model_len)"
+                        f"out of memory on {layout.least_text}: set engine.gradient_checkpointing = true and resume; or begin "
+                        "a new run with LoRA adapters (engine.lora) or shorter calls (policy_server.max_model_len)"
                     ) from error
             self._budget = max(least, self._budget // 2)
             logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)

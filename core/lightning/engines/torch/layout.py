@@ -14,12 +14,10 @@ from typing import Protocol
 import torch
 
 from lightning.batch.sample import Sample
+from lightning.engines.memory import ran_out
 from lightning.engines.tokens import Ints, States, Tokens
 from lightning.engines.torch.model import CausalLM
 from lightning.errors import EngineError
-
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors say when memory runs out outside torch's CUDA allocator: in the driver, in a library, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,6 @@ def failing(doing: str, what: str) -> Iterator[None]:
     except (torch.OutOfMemoryError, EngineError):
         raise
     except (RuntimeError, IndexError) as error:
-        if any(sign in str(error) for sign in OUT_OF_MEMORY):
+        if ran_out(error):
             raise torch.OutOfMemoryError(str(error)) from error
         raise EngineError(f"the {doing} failed on {what}: {error}") from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lightning.engines.dropout import silence_dropout
 from lightning.errors import EngineError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -176,16 +177,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
-
-
-def silence_dropout(model: nn.Module) -> None:
-    """A policy is trained as it was sampled from: without noise."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
 
 
 def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:

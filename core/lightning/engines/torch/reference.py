@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning.engines.memory import needing_room
 from lightning.engines.torch.model import CausalLM, load_model
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Reference:
         if self._copy is None:
             folder, device = self._trained.folder, self._trained.device
             logger.info("loading the reference model from %s", folder)
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            doing = "loading the reference model, which without adapters is a second copy beside the trained one"
+            with needing_room(doing), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 self._copy = load_model(
                     folder,
                     dtype=str(self._trained.dtype).removeprefix("torch."),

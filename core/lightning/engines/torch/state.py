@@ -79,8 +79,9 @@ def load_state(
 ) -> Progress:
     """Restore what `save_state` wrote into the model and the optimizer.
 
-    Raises `EngineError`, before anything is changed, when the folder is missing, broken, of another model, or was not saved
-    with this kind of `critic`.
+    Everything is read on the CPU: weights are then copied to where they are, so that the device needs room for the moments
+    alone. Raises `EngineError`, before anything is changed, when the folder is missing, broken, of another model, or was not
+    saved with this kind of `critic`.
     """
     recover(folder)
     try:
@@ -88,8 +89,8 @@ def load_state(
         if state.get("format") not in READABLE:
             known = " and ".join(map(str, READABLE))
             raise EngineError(f"{folder} was written in format {state.get('format')}; this release reads {known}")
-        weights = load_file(folder / _WEIGHTS, device=str(device))
-        moments = load_file(folder / _OPTIMIZER, device=str(device))
+        weights = load_file(folder / _WEIGHTS)
+        moments = load_file(folder / _OPTIMIZER)
         random = load_file(folder / _RANDOM)
         progress = Progress(
             steps=int(state["steps"]),
@@ -103,14 +104,15 @@ def load_state(
         raise EngineError(f"{folder} is not a whole training state: {error}") from error
     same_critic(folder, progress.critic, critic)
     _refuse_other_model(folder, parameters, weights)
+    restored = {
+        parameter: {key: moments[f"{name}|{key}"].to(device) for key in _MOMENTS if f"{name}|{key}" in moments}
+        for name, parameter in parameters.items()
+    }
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
     optimizer.state.clear()
-    for name, parameter in parameters.items():
-        found = {moment: moments[f"{name}|{moment}"] for moment in _MOMENTS if f"{name}|{moment}" in moments}
-        if found:
-            optimizer.state[parameter] = found
+    optimizer.state.update({parameter: found for parameter, found in restored.items() if found})
     torch.set_rng_state(random["cpu"])
     if device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"], device)

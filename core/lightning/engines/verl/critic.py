@@ -39,6 +39,11 @@ class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has 
         getattr(model, model.base_model_prefix).register_forward_hook(self._note)
         self._critic, self._keeps_logits = critic, "logits_to_keep" in signature(model.forward).parameters
 
+    def read_again(self) -> nn.Module:
+        """The model of the folder, sharded as the trained one and beside it. All ranks must call it."""
+        module: nn.Module = self._build_fsdp_module(self._build_module())
+        return module
+
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """See verl. Where values alone are wanted the output layer is spared but for one token."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)

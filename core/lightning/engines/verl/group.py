@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from lightning.config.verl import VerlConfig
-from lightning.engines.torch.layout import OUT_OF_MEMORY
+from lightning.engines.memory import ran_out
 from lightning.engines.verl import api
 from lightning.engines.verl.device import environment
 from lightning.engines.verl.worker import PolicyWorker
@@ -128,7 +128,7 @@ class OnRay:
             raise WorkersLostError(f"a worker of the verl engine died in {method}: {error}") from error
         except errors.RayTaskError as error:
             self.close()
-            if any(sign in str(error) for sign in OUT_OF_MEMORY):
+            if ran_out(error):
                 raise WorkersLostError(f"out of memory in {method} of the verl engine") from error
             raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines.critics import Trunk
+from lightning.engines.dropout import silence_dropout
 from lightning.engines.export import whole_weights, write_file, write_folder
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.torch.model import silence_dropout
 from lightning.engines.verl import api
 from lightning.engines.verl.critic import WANTED, Learner, PolicyEngine, Wanted
 from lightning.engines.verl.passes import LossPass, Report
@@ -58,8 +58,9 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         self._module.register_forward_hook(_in_float32)
         _spare_vectors(self.engine.optimizer)
         self._sender = LocalSender()
-        # Before a training state is loaded: the reference is the model of the folder, also in a run that is resumed.
-        self._reference = ReferenceWeights.of(self._module)
+        self._moved = False
+        # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
+        self._reference = ReferenceWeights.of(self._module) if config.model_config.lora_rank else None
         self._learner = None if trunk is None else Learner(self._module, trunk, optimizer)
         if self._learner is not None:
             self.engine.attach(self._learner.critic)
@@ -101,6 +102,7 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
                 for group in self.engine.optimizer.param_groups:
                     group["lr"] = lr
                 norms["grad_norm"] = float(self.engine.optimizer_step())
+                self._moved = True
         if self._learner is not None and critic_lr is not None and all(map(math.isfinite, norms.values())):
             self._learner.update(critic_lr)
         return norms
@@ -108,10 +110,11 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
         """Logprobs (T,) of this rank's rows, by the model or by the one that training began with; index 0 is NaN."""
         data = self._data(samples, budget, calculate_entropy=False, values="none")
+        first = self._first_weights() if reference else None
         with self.engine.eval_mode(), torch.no_grad():
-            if not reference:
+            if first is None:
                 return _rows(self._infer(data, "log_probs"))
-            with self._reference.in_place(self._module):
+            with first.in_place(self._module):
                 return _rows(self._infer(data, "log_probs"))
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
@@ -155,6 +158,14 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def load(self, folder: Path, steps: int, critic_steps: int) -> None:
         """Read weights and moments, written by however many ranks; the policy took so many steps, and the critic so many."""
         load_shards(self.engine, self._learner, folder, steps, critic_steps)
+        self._moved = steps > 0
+
+    def _first_weights(self) -> ReferenceWeights:
+        """What training began with, kept from when it is first asked for, which all ranks do together. Where the weights have
+        moved by then, as in a run that was resumed, the folder's are read again."""
+        if self._reference is None:
+            self._reference = ReferenceWeights.of(self.engine.read_again() if self._moved else self._module)
+        return self._reference
 
     def _infer(self, data: Any, name: str) -> torch.Tensor:
         output = self.engine.forward_backward_batch(data, loss_function=None, forward_only=True)

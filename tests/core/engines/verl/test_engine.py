@@ -231,6 +231,48 @@ def test_a_wrong_loss_changes_nothing(
     assert "RANK" not in os.environ
 
 
+def test_first_weights_are_kept_when_a_loss_wants_them_and_are_the_folders(open_verl: OpenVerl, tmp_path: Path) -> None:
+    """Wanted before the first step, after some, and in a run that was resumed."""
+    batch, seen = rows(0, 2), list[float]()
+
+    def to_reference(batch: TokenBatch) -> LossOutput:
+        assert batch.reference is not None
+        seen.extend(batch.reference.tolist())
+        return LossOutput((batch.weights * (batch.reference - batch.logprobs).square()).sum())
+
+    to_reference.needs_reference = True  # type: ignore[attr-defined]
+
+    def reference(engine: Engine) -> list[float]:
+        seen.clear()
+        engine.step(batch, to_reference)
+        return sorted(seen)
+
+    def keeps(engine: Engine) -> bool:
+        return engine._group._worker._reference is not None  # type: ignore[attr-defined]
+
+    engine = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2))
+    first = engine.logprobs(batch)
+    expected = sorted(float(value) for row, own in zip(batch, first, strict=True) for value in own[row.weights != 0])
+    engine.step(batch, LOSS)
+    engine.save(tmp_path / "state")
+    assert not keeps(engine)
+    np.testing.assert_allclose(reference(engine), expected, atol=1e-5)
+    assert keeps(engine)
+    engine.load(tmp_path / "state")
+    np.testing.assert_allclose(reference(engine), expected, atol=1e-5)
+    moved = engine.logprobs(batch)
+    assert max(float(np.nanmax(np.abs(now - then))) for now, then in zip(moved, first, strict=True)) > 1e-3
+    engine.close()
+    fresh = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2))
+    np.testing.assert_allclose(reference(fresh), expected, atol=1e-5)
+    fresh.load(tmp_path / "state")
+    np.testing.assert_allclose(reference(fresh), expected, atol=1e-5)
+    fresh.close()
+    resumed = open_verl(ALONE, optimizer=OptimizerConfig(lr=1e-2))
+    resumed.load(tmp_path / "state")
+    np.testing.assert_allclose(reference(resumed), expected, atol=1e-5)
+
+
 def test_bfloat16_rounds_no_logprob(open_verl: OpenVerl, model: Path) -> None:
     """The softmax is float32, whatever the model computes in."""
     found = np.concatenate([row[1:] for row in open_verl(ALONE, dtype="bfloat16").logprobs(rows(0))])
