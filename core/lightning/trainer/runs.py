@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
 from lightning.types import Json, Run
 
+logger = logging.getLogger(__name__)
+
 MAY_CHANGE = (
     "trainer.steps",
     "trainer.eval_every",
@@ -26,6 +29,16 @@ MAY_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.checkpoint_every",
     "trainer.max_logprob_gap",
+    "engine.device",
+    "engine.threads",
+    "engine.tokens_per_microbatch",
+    "engine.step",
+    "engine.gradient_checkpointing",
+    "engine.verl.world_size",
+    "engine.verl.nodes",
+    "engine.verl.address",
+    "engine.verl.restarts",
+    "engine.verl.start_timeout",
     "policy_server.attach",
     "policy_server.host",
     "policy_server.port",
@@ -59,6 +72,15 @@ MAY_CHANGE = (
 )
 """Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained."""
 
+ROUNDED_BY = (
+    "engine.device",
+    "engine.threads",
+    "engine.tokens_per_microbatch",
+    "engine.step",
+    "engine.verl.world_size",
+    "engine.verl.nodes",
+)
+"""Those of them by which sums are taken in another order: a step that is replayed is then the same but for rounding."""
 
 RUN_FILE = "run.json"
 
@@ -152,11 +174,18 @@ async def check_run(store: Store, run: str, described: Mapping[str, Json], *, re
         raise ConfigError(
             f"run {run!r} exists already: pass resume=True (--resume) to go on with it, or give another `out`"
         )
-    different = sorted(_differences(known.config, described))
+    changed = sorted(_differences(known.config, described))
+    different = [name for name in changed if not _among(name, MAY_CHANGE)]
     if different:
         raise ConfigError(
             f"run {run!r} was started with other settings ({', '.join(different)}): resume it with the same ones, "
             "or give another `out` to start a new run"
+        )
+    if rounded := [name for name in changed if _among(name, ROUNDED_BY)]:
+        logger.warning(
+            "run %s goes on with other settings (%s): steps are the same but for rounding, those that are replayed too",
+            run,
+            ", ".join(rounded),
         )
     return known
 
@@ -167,10 +196,13 @@ def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterato
     defaults = _flatten({"config": Config().model_dump(mode="json")})
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
     for key in old.keys() | new.keys():
-        name = key.removeprefix("config.")
-        free = any(name == other or name.startswith(f"{other}.") for other in MAY_CHANGE)
-        if not free and old.get(key, defaults.get(key)) != new.get(key):
-            yield name
+        if old.get(key, defaults.get(key)) != new.get(key):
+            yield key.removeprefix("config.")
+
+
+def _among(name: str, settings: Sequence[str]) -> bool:
+    """Whether a setting is one of some settings, or of their sections."""
+    return any(name == other or name.startswith(f"{other}.") for other in settings)
 
 
 def _as_described_now(stored: Mapping[str, Json]) -> Mapping[str, Json]:
