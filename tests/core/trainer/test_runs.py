@@ -61,6 +61,29 @@ async def test_a_resume_may_change_what_alters_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "rounded"),
+    [
+        ({"engine__gradient_checkpointing": True}, ""),
+        ({"engine__verl__address": "auto", "engine__verl__restarts": 9, "engine__verl__start_timeout": 1.0}, ""),
+        ({"engine__tokens_per_microbatch": 64, "engine__step": "tree"}, "engine.step, engine.tokens_per_microbatch"),
+        ({"engine__device": "cpu", "engine__threads": 2}, "engine.device, engine.threads"),
+        ({"engine__verl__world_size": 8, "engine__verl__nodes": 2}, "engine.verl.nodes, engine.verl.world_size"),
+    ],
+)
+async def test_a_resume_may_compute_elsewhere_and_says_when_sums_are_rounded_otherwise(
+    settings: dict[str, object], rounded: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
+    await check_run(store, "run", _described(**settings), resume=True)
+    said = f"run run goes on with other settings ({rounded}): steps are the same but for rounding, those that are replayed too"
+    assert [record.getMessage() for record in caplog.records] == ([said] if rounded else [])
+    with pytest.raises(ConfigError, match=r"\(engine\.lr\)"):
+        await check_run(store, "run", _described(**settings, engine__lr=1.0), resume=True)
+
+
+@pytest.mark.parametrize(
     ("key", "value"), [("engine.lr", 1.0), ("trainer.seed", 5), ("gateway.override_sampling", {"temperature": 0.1})]
 )
 async def test_a_resume_with_other_settings_names_them(key: str, value: object) -> None:
