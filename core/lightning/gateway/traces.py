@@ -1,24 +1,26 @@
 """`POST /v1/traces`: spans of any OpenTelemetry-instrumented process join the rollout they belong to (OTLP/HTTP).
 
 The invariant: a span is stored under the attempt that its trace id, or else the token of the request, belongs to, and under no
-other; what belongs to none is counted and said in the answer. Answers have OTLP's shape, errors included: a `Status` in the
-encoding of the request.
+other; what belongs to none is counted and said in the answer, and costs no more than being read. Who sends no token can
+bring little at a time. Answers have OTLP's shape, errors included: a `Status` in the encoding of the request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
 from lightning.config.models import GatewayConfig
 from lightning.errors import DataError, MissingExtraError, StoreError
-from lightning.gateway.body import ClientGoneError, read_body, too_large
+from lightning.gateway.body import RAISE_THE_LIMIT, ClientGoneError, read_body, too_large
 from lightning.gateway.errors import Header, RefusalError, send_bytes
 from lightning.gateway.identity import Identity
 from lightning.gateway.redaction import redacted_span
@@ -33,15 +35,31 @@ log = logging.getLogger(__name__)
 
 PATH: Final = "/traces"
 READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
-GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 501: 12, 503: 14}
+GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
 """HTTP statuses as the code of a `google.rpc.Status`; any other is INTERNAL (13)."""
 ANONYMOUS_LOOKUPS: Final = 64
 """Trace ids unknown here that the store is asked for, in one request without a token."""
+ANONYMOUS_BYTES: Final = 1024 * 1024
+"""Of a request without a token, unpacked."""
+ANONYMOUS_AT_ONCE: Final = 4
+"""Requests without a token that are unpacked, read and kept at a time."""
+ANONYMOUS_SPANS: Final = 10_000
+"""Of a request without a token."""
+SEND_THE_KEY: Final = "send the rollout's API key with the spans"
 WHY_REJECTED: Final = (
     "{} of {} spans were not kept. A span belongs to a rollout by its trace id (continue the traceparent that the agent sent) "
     "or by the rollout's API key in the request; the rollout's attempt must be its latest, its key not expired, the ids well "
     f"formed, and of one attempt {MAX_SPANS} spans are kept"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request may bring: bytes, unpacked, with the cure for more of them, and spans."""
+
+    size: int
+    cure: str = RAISE_THE_LIMIT
+    spans: int = sys.maxsize
 
 
 class TraceEndpoint:
@@ -52,6 +70,7 @@ class TraceEndpoint:
     ) -> None:
         self._config, self._identity, self._book = config, identity, book
         self._store, self._counters = store, counters
+        self._anonymous = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the sender's or the store's fault."""
@@ -74,12 +93,26 @@ class TraceEndpoint:
         if content_type not in READERS:
             message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
             raise RefusalError(415, "unsupported_media_type", message)
-        payload = await self._payload(scope, receive)
-        spans = await asyncio.to_thread(_read, content_type, payload)  # the loop has streams to pass on meanwhile
+        encoding = _header(scope, b"content-encoding").strip().lower()
+        if encoding not in ("", "identity", "gzip"):
+            message = f"The content encoding is {encoding!r:.80}; send gzip, or none."
+            raise RefusalError(415, "unsupported_encoding", message)
+        bounds = Bounds(self._config.max_body_bytes) if claims is not None else anonymous(self._config.max_body_bytes)
+        payload = await read_body(scope, receive, bounds.size, bounds.cure)
+        with self._turn(claims):
+            return await self._keep(content_type, encoding, payload, bounds, claims)
+
+    async def _keep(
+        self, content_type: str, encoding: str, payload: bytes, bounds: Bounds, claims: Claims | None
+    ) -> bytes:
+        """What `_take` returns, of a request's body. It is read in threads: the loop has streams to pass on meanwhile."""
+        if encoding == "gzip":
+            payload = await asyncio.to_thread(unzipped, payload, bounds)
+        spans = await asyncio.to_thread(_read, content_type, payload, bounds)
         try:
             owners = await self._book.find(self._looked_up(spans, claims))
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
-            stored = await self._store.append_spans(owned) if owned else 0
+            stored = await self._store.append_spans(await asyncio.to_thread(_storable, owned)) if owned else 0
         except StoreError as error:
             message = f"The store did not take the spans: {error}. Send them again."
             raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error
@@ -106,16 +139,22 @@ class TraceEndpoint:
                 return None
             raise
 
-    async def _payload(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._config.max_body_bytes
-        payload = await read_body(scope, receive, limit)
-        encoding = _header(scope, b"content-encoding").strip().lower()
-        if encoding in ("", "identity"):
-            return payload
-        if encoding != "gzip":
-            message = f"The content encoding is {encoding!r:.80}; send gzip, or none."
-            raise RefusalError(415, "unsupported_encoding", message)
-        return await asyncio.to_thread(unzipped, payload, limit)
+    @contextlib.contextmanager
+    def _turn(self, claims: Claims | None) -> Iterator[None]:
+        """Around the work on a request: who sends no token gets few of the threads that all share. Raises `RefusalError`."""
+        if claims is not None:
+            yield
+            return
+        if self._anonymous >= ANONYMOUS_AT_ONCE:
+            message = (
+                f"{ANONYMOUS_AT_ONCE} requests without a token are being read already. Ask again, or {SEND_THE_KEY}."
+            )
+            raise RefusalError(429, "too_many_requests", message, [(b"retry-after", b"1")])
+        self._anonymous += 1
+        try:
+            yield
+        finally:
+            self._anonymous -= 1
 
 
 def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> Span | None:
@@ -126,29 +165,41 @@ def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> S
     return replace(span, rollout=owner.rollout, attempt=owner.attempt)
 
 
-def unzipped(payload: bytes, limit: int) -> bytes:
-    """What a gzip body holds. Raises `RefusalError`: 413 above `limit` bytes, however small the body, 400 if it is broken."""
+def anonymous(most: int) -> Bounds:
+    """Those of a request without a token, where one with a token may have `most` bytes."""
+    if most <= ANONYMOUS_BYTES:
+        return Bounds(most, spans=ANONYMOUS_SPANS)
+    return Bounds(ANONYMOUS_BYTES, f"send fewer spans at a time, or {SEND_THE_KEY}", ANONYMOUS_SPANS)
+
+
+def unzipped(payload: bytes, bounds: Bounds) -> bytes:
+    """What a gzip body holds. Raises `RefusalError`: 413 for too many bytes, however small the body, 400 if it is broken."""
     inflate = zlib.decompressobj(wbits=31)
     try:
-        data = inflate.decompress(payload, limit + 1)
+        data = inflate.decompress(payload, bounds.size + 1)
     except zlib.error as error:
         raise RefusalError(400, "bad_gzip", f"The body is not gzip, as its header says: {error}.") from error
-    if len(data) > limit:
-        raise too_large(len(data), limit)
+    if len(data) > bounds.size:
+        raise too_large(len(data), bounds.size, bounds.cure)
     if not inflate.eof:
         raise RefusalError(400, "bad_gzip", "The body's gzip stream is cut off.")
     return data
 
 
-def _read(content_type: str, payload: bytes) -> Sequence[Span]:
-    """The spans of a request, as they may be stored."""
+def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
+    """The spans of a request's body. Raises `RefusalError`."""
     try:
-        return [redacted_span(span) for span in READERS[content_type](payload)]
+        return READERS[content_type](payload, bounds.spans)
     except MissingExtraError as error:
         message = f"Spans in protobuf need {error} beside the gateway; or send them as {otlp.JSON}."
         raise RefusalError(501, "missing_extra", message) from error
     except DataError as error:
         raise RefusalError(400, "invalid_spans", f"The request cannot be read: {error}.") from error
+
+
+def _storable(spans: Sequence[Span]) -> list[Span]:
+    """The spans as they may be stored. It takes most of the time that spans take, so that only those are given that will be."""
+    return [redacted_span(span) for span in spans]
 
 
 async def _refuse(send: Send, content_type: str, refusal: RefusalError) -> None:

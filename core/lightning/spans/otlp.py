@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
@@ -43,10 +44,11 @@ def well_identified(span: Span) -> bool:
 # protobuf -------------------------------------------------------------------------------------------------------
 
 
-def read_protobuf(payload: bytes) -> list[Span]:
+def read_protobuf(payload: bytes, most: int = sys.maxsize) -> list[Span]:
     """The spans of an `ExportTraceServiceRequest`, which belong to no rollout yet.
 
-    Raises `MissingExtraError` without opentelemetry-proto and `DataError` for a message that cannot be parsed.
+    Raises `MissingExtraError` without opentelemetry-proto and `DataError` for a message that cannot be parsed, or that has
+    more than `most` spans.
     """
     try:
         from google.protobuf.message import DecodeError
@@ -58,12 +60,12 @@ def read_protobuf(payload: bytes) -> list[Span]:
         request.ParseFromString(payload)
     except DecodeError as error:
         raise DataError(f"the body is not an ExportTraceServiceRequest in protobuf: {error}") from error
-    return [
-        _from_proto(span, _service(_proto_pairs(resource.resource.attributes)))
-        for resource in request.resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
+    _check_number(sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans), most)
+    found: list[Span] = []
+    for resource in request.resource_spans:
+        service = _service(_proto_pairs(resource.resource.attributes))
+        found.extend(_from_proto(span, service) for scope in resource.scope_spans for span in scope.spans)
+    return found
 
 
 def _from_proto(span: ProtoSpan, service: str) -> Span:
@@ -102,8 +104,9 @@ def _proto_value(value: AnyValue) -> Json:
 # JSON -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(payload: bytes) -> list[Span]:
-    """The spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Raises `DataError`; needs no extra."""
+def read_json(payload: bytes, most: int = sys.maxsize) -> list[Span]:
+    """The spans of an `ExportTraceServiceRequest` in OTLP's JSON (ids in hexadecimal). Raises `DataError`, also for more than
+    `most` of them; needs no extra."""
     try:
         request = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
@@ -115,7 +118,9 @@ def read_json(payload: bytes) -> list[Span]:
         for resource in _objects(request, "resourceSpans"):
             service = _service(_json_pairs(_object(resource, "resource")))
             for scope in _objects(resource, "scopeSpans"):
-                found.extend(_from_json(span, service) for span in _objects(scope, "spans"))
+                spans = _objects(scope, "spans")
+                _check_number(len(found) + len(spans), most)
+                found.extend(_from_json(span, service) for span in spans)
     except RecursionError as error:
         raise DataError("an attribute is nested too deep") from error
     return found
@@ -226,6 +231,12 @@ def _number(holder: _Object, key: str) -> int:
 
 
 # both -----------------------------------------------------------------------------------------------------------
+
+
+def _check_number(spans: int, most: int) -> None:
+    """Raise `DataError` for more spans than are read of one request: an empty one has two bytes, and is a span all the same."""
+    if spans > most:
+        raise DataError(f"it has {spans} spans or more, and {most} are read of one request: send fewer at a time")
 
 
 def _service(pairs: Iterable[tuple[str, Json]]) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import threading
 import zlib
 
 import httpx
 import pytest
 from lightning.errors import StoreError
+from lightning.gateway import traces
 from lightning.gateway.tokens import TokenSigner
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
@@ -184,6 +186,61 @@ async def test_without_a_token_the_store_is_asked_for_few_traces(house, post, mo
     assert known in asked[0]
 
 
+async def test_who_sends_no_token_can_bring_little(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "ANONYMOUS_SPANS", 2000)
+    llm = await house.llm()
+    key = {"authorization": f"Bearer {llm.api_key}"}
+    long = request(*(span("a" * 32, number, name="x" * 1000) for number in range(1, 1200)))
+    many = request(*[{}] * (traces.ANONYMOUS_SPANS + 1))
+    for body, status in ((long, 413), (many, 400)):
+        for sent, headers in ((body, {}), (gzip.compress(body), {"content_encoding": "gzip"})):
+            reply = await post(sent, **headers)
+            assert (reply.status_code, "send fewer" in reply.json()["message"]) == (status, True), reply.text
+            assert (await post(sent, **headers, **key)).status_code == 200
+    assert len(await house.store.spans("rollout-0")) == 1199
+
+
+async def test_what_is_kept_of_nobody_is_not_looked_at(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To take credentials out of texts is most of the work."""
+    llm, looked = await house.llm(), []
+    redacted = traces.redacted_span
+    monkeypatch.setattr(traces, "redacted_span", lambda one: looked.append(one.name) or redacted(one))
+    body = request(*(span("c" * 32, number, name="nobody's") for number in range(1, 50)))
+    assert (await post(body)).json()["partialSuccess"]["rejectedSpans"] == "49"
+    secret = "Bearer " + "s" * 40
+    await post(request(span("c" * 32, 1, name="nobody's"), span(trace_id_of(llm.api_key), 2, name=secret)))
+    assert looked == [secret]
+    (kept,) = await house.store.spans("rollout-0")
+    assert "sss" not in kept.name
+
+
+async def test_few_requests_without_a_token_are_read_at_a_time(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    llm, go, reading = await house.llm(), threading.Event(), threading.Semaphore(0)
+    read = traces._read
+
+    def slowly(*arguments):
+        reading.release()
+        assert go.wait(20)
+        return read(*arguments)
+
+    monkeypatch.setattr(traces, "_read", slowly)
+    known = request(span(trace_id_of(llm.api_key)))
+    held = [asyncio.create_task(post(known)) for _ in range(traces.ANONYMOUS_AT_ONCE)]
+    for _ in held:
+        await house.until(lambda: reading.acquire(blocking=False))
+    refused = await post(known)
+    said = refused.json()
+    assert (refused.status_code, refused.headers["retry-after"], said["code"]) == (429, "1", 8)
+    assert "send the rollout's API key" in said["message"]
+    with_key = asyncio.create_task(post(request(span("a" * 32, 2)), authorization=f"Bearer {llm.api_key}"))
+    await house.until(lambda: reading.acquire(blocking=False))
+    go.set()
+    assert [reply.status_code for reply in await asyncio.gather(*held, with_key)] == [200] * (len(held) + 1)
+    assert (await post(known)).status_code == 200
+
+
 async def test_rejected_spans_are_said_in_protobuf_too(house, post) -> None:
     llm = await house.llm()
     exporter = InMemorySpanExporter()
@@ -206,12 +263,14 @@ async def test_gzip_is_read_and_a_bomb_is_not(build, house, post) -> None:
     assert len(await house.store.spans("rollout-0")) == 1
     bomb = zlib.compressobj(wbits=31)
     blown = bomb.compress(b" " * (33 << 20)) + bomb.flush()
-    for broken, status, text in (
-        (body, 400, "not gzip, as its header says"),
-        (packed[:-4], 400, "cut off"),
-        (blown, 413, "gateway.max_body_bytes"),
+    key = {"authorization": f"Bearer {llm.api_key}"}
+    for broken, headers, status, text in (
+        (body, {}, 400, "not gzip, as its header says"),
+        (packed[:-4], {}, 400, "cut off"),
+        (blown, key, 413, "raise gateway.max_body_bytes"),
+        (blown, {}, 413, "send fewer spans at a time, or send the rollout's API key with the spans"),
     ):
-        reply = await post(broken, content_encoding="gzip")
+        reply = await post(broken, content_encoding="gzip", **headers)
         assert (reply.status_code, text in reply.json()["message"]) == (status, True), reply.text
 
 

@@ -21,6 +21,8 @@ from lightning.server.api.app import ROUTES
 from lightning.server.auth import digest_of
 from lightning.types import Scope
 
+from .conftest import house_of
+
 ROOT = Path(__file__).parents[3]
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 REWARD = {"outcome": {"reward": 1.0}}
@@ -368,6 +370,15 @@ async def _(house: House) -> Got:
     bomb = gzip.compress(b"\0" * 20_000_000)
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     return await house.ask("POST", "/v1/traces", house.agent.api_key, bomb, headers)
+
+
+@attack("16 MB of spans in 50 kB of gzip, without a token, where others may send 32 MB")
+async def _(house: House) -> Got:
+    span = b'{"traceId": "%s", "spanId": "00f067aa0ba902b7", "name": "%s"}' % (b"a" * 32, b"x" * 16_000)
+    spans = b'{"resourceSpans": [{"scopeSpans": [{"spans": [%s]}]}]}' % b", ".join([span] * 1000)
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    async with house_of() as other:
+        return await other.ask("POST", "/v1/traces", body=gzip.compress(spans), headers=headers)
 
 
 # the connection -----------------------------------------------------------------------------------------------------

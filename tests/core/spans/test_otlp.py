@@ -62,6 +62,18 @@ def test_bytes_are_read_or_refused(data: bytes) -> None:
         checked(read_or_refused(read, data))
 
 
+def test_no_more_spans_are_read_than_were_asked_for() -> None:
+    body = {"resourceSpans": [{"scopeSpans": [{"spans": [{}, {}]}, {"spans": [{}]}]}]}
+    for read, data in (
+        (otlp.read_json, json.dumps(body).encode()),
+        (otlp.read_protobuf, b"\x0a\x06\x12\x04\x12\x00\x12\x00" * 2),
+    ):
+        found = len(read(data))
+        assert len(read(data, found)) == found > 2
+        with pytest.raises(DataError, match=f"it has {found} spans or more, and 2 are read of one request: send fewer"):
+            read(data, 2)
+
+
 def test_a_span_has_room_for_so_many_attributes_and_they_are_json() -> None:
     values = [
         ({"stringValue": "x" * 5000}, "x" * 4095 + "…"),
