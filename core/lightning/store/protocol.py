@@ -144,9 +144,10 @@ class Store(Protocol):
         """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
 
         A rollout whose lease expired on its last allowed attempt becomes failed (`Fault.INFRASTRUCTURE`) instead; with a
-        `limit` of 0 that is all that happens.
-        Clocks are the database's; `ttl` is in seconds. The same call again (`once`), while its leases last, gives those of
-        them that nobody else has taken since, for another `ttl` seconds.
+        `limit` of 0, and no id, that is all that happens.
+        Clocks are the database's; `ttl` is in seconds. The same call again (`once`, whatever its `limit`), while its leases
+        last, gives those of them that nobody else has taken since, for another `ttl` seconds; with a `limit` of 0 that is all
+        that it does.
         """
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:

@@ -351,6 +351,7 @@ async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
             "search", "ok", "c1", {"q": ["\ud800", 1]}, "out\0", "", Caller("a", ("r", "a"), "s", "p", "raw"), 2.5
         ),
         ToolEvent("run", "error", error="boom"),
+        ToolEvent("run", "ok", at=1.0, response_id="call-0"),
     )
     steps = (StepReward(0.25, "format", "call-0", 3.0), StepReward(-1.0))
     outcome = Outcome(reward=0.999, rewards={"a": 1, "b": -0.1}, seconds=2.5, tool_events=events, step_rewards=steps)
@@ -848,6 +849,24 @@ async def test_a_lease_that_is_asked_for_again_under_its_id_is_the_same(store: S
     for _ in range(2):
         found = await store.lease("run", "w", limit=2, ttl=100, once="1")
         assert [(lease.rollout.id, lease.attempt) for lease in found] == [("b", 2), ("c", 2)]
+
+
+@everywhere
+async def test_a_lease_of_nothing_under_an_id_gives_what_was_given_and_changes_nothing(
+    store: Store, rollout: RolloutOf
+) -> None:
+    """So a server that may begin nothing now gives what was leased before the answer was lost."""
+    await store.create_rollouts([rollout("a")])
+    assert [lease.rollout.id for lease in await store.lease("run", "w", limit=1, ttl=100, once="1")] == ["a"]
+    await store.create_rollouts([rollout("b", max_attempts=1), rollout("c")])
+    await store.lease("run", "lost", ttl=0)
+    for run, worker, ttl, once in (("run", "w", 100, "2"), ("run", "v", 100, "1"), ("run", "w", 99, "1")):
+        assert await store.lease(run, worker, limit=0, ttl=ttl, once=once) == []
+    for _ in range(2):
+        (again,) = await store.lease("run", "w", limit=0, ttl=100, once="1")
+        assert (again.rollout.id, again.attempt) == ("a", 1)
+    found = {one.id: (one.status, one.attempt) for one in (await store.list_rollouts("run")).rollouts}
+    assert found == {"a": (Status.RUNNING, 1), "b": (Status.RUNNING, 1), "c": (Status.PENDING, 0)}
 
 
 @everywhere

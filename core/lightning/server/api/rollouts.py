@@ -122,11 +122,13 @@ async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
 
 async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     """Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its agent
-    needs to call the model. None while no policy server of the run answers: ask again."""
+    needs to call the model. No new ones while no policy server of the run answers: ask again."""
     asked = call.body
-    if not await _is_served(call, asked.run):
-        return messages.Leases(())
     limit = min(asked.limit, LARGEST_LEASE)
+    if not await _is_served(call, asked.run):
+        if not call.once:
+            return messages.Leases(())
+        limit = 0  # what this very request was given before its answer was lost is given all the same, or nobody would run it
     leases = await call.store.lease(asked.run, asked.worker, limit=limit, ttl=asked.ttl, once=call.once)
     found = [await _with_llm(call, held) for held in leases]
     return messages.Leases(tuple([held for held in found if held is not None]))

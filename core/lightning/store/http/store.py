@@ -141,7 +141,7 @@ class HttpStore(Asking):
     async def _lease(
         self, run: str, worker: str, limit: int, ttl: float, once: str
     ) -> tuple[messages.LeasedRollout, ...]:
-        asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or _id()
+        asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or (_id() if limit else "")
         if not once and (earlier := self._unheard.take(run, worker, limit)) is not None:
             asked, name = earlier
         how = {"answer_seconds": _within(ttl), "once": name}

@@ -139,7 +139,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
         ],
-        rules.known_as(once, "lease", run, worker, limit, ttl),
+        rules.known_as(once, "lease", run, worker, ttl),
         *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
         seconds=ttl,
     )

@@ -123,6 +123,8 @@ async def lease(
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
     if known_as and (leases := await _leased_before(transaction, known_as, worker, ttl)):
         return leases
+    if known_as and not limit:
+        return []
     now = await transaction.now()
     found = [] if not await transaction.one(sql.SELECT_LAPSED, (run, now)) else await _lapsed(transaction, run, limit)
     found += await transaction.free(sql.SELECT_PENDING, (run, limit))

@@ -105,7 +105,7 @@ class RelationalStore(ABC):
 
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
-        known_as = rules.known_as(once, "lease", run, worker, limit, ttl)
+        known_as = rules.known_as(once, "lease", run, worker, ttl)
         return await self._write(
             lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl, known_as),
             lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl, known_as),

@@ -14,7 +14,7 @@ from lightning.errors import StoreError, UnavailableError
 from lightning.server.api import ROUTES, Api
 from lightning.server.auth import Authenticator
 from lightning.store.rules import EXCUSED
-from lightning.types import LLM, Fault, Outcome, Status
+from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task
 
 from .conftest import World, connection, make_world, receiver
 
@@ -169,6 +169,32 @@ async def test_a_lease_without_a_gateway_says_so() -> None:
     world = await make_world(llm_for=None)
     held = (await world.ask("POST", "/leases", {"run": "run", "worker": "w"})).json["leases"]
     assert [one["llm"] for one in held] == [None]
+    await world.store.close()
+
+
+async def test_what_was_leased_is_given_again_while_no_policy_server_answers() -> None:
+    """The answer was lost, and so was the policy server before the request came again; new work waits for it."""
+    up = True
+
+    async def served(run: str) -> bool:
+        return up
+
+    world = await make_world(served=served)
+    await world.store.create_rollouts([Rollout("run/1", "run", Task("q"), "g")])
+    body = {"run": "run", "worker": "w", "limit": 1, "ttl": 60}
+
+    async def lease(*key: tuple[bytes, bytes]) -> Any:
+        return (await world.ask("POST", "/leases", body, headers=key)).json["leases"]
+
+    first = await lease((b"idempotency-key", b"1"))
+    assert [held["lease"]["rollout"]["id"] for held in first] == ["run/0"]
+    up = False
+    (again,) = await lease((b"idempotency-key", b"1"))
+    assert (again["llm"], again["lease"]["rollout"]) == (first[0]["llm"], first[0]["lease"]["rollout"])
+    assert await lease((b"idempotency-key", b"2")) == await lease() == []
+    up = True
+    (new,) = await lease((b"idempotency-key", b"2"))
+    assert new["lease"]["rollout"]["id"] == "run/1"
     await world.store.close()
 
 

@@ -25,6 +25,8 @@ if before then
   local found = give(before)
   if #found > 2 then return found end
 end
+limit = tonumber(limit)
+if limit == 0 and name ~= '' then return {'ok', till} end
 
 local ready, spent = {}, {}
 for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do
@@ -35,7 +37,6 @@ for _, rollout in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now)) do
     ready[#ready + 1] = {tonumber(redis.call('ZSCORE', running, rollout)), rollout, position}
   end
 end
-limit = tonumber(limit)
 if limit > 0 then
   local fresh = redis.call('ZRANGE', pending, 0, limit - 1, 'WITHSCORES')
   for i = 1, #fresh, 2 do
