@@ -135,9 +135,8 @@ class CallEndpoint:
         capture = Capture(self._dialect.id_prefix + request_id)
         body, translator = self._dialect.translate(body, claims, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
-        temperature, constrained = temperature_of(body), is_constrained(body)
         plan = self._dialect.plan(body)
-        plan.temperature, plan.constrained = temperature, constrained
+        plan.temperature, plan.constrained = temperature_of(body), is_constrained(body)
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
@@ -184,9 +183,9 @@ class CallEndpoint:
         try:
             reply = orjson.loads(payload)
             call.dialect.read_reply(reply, call.capture)
+            stripped = call.dialect.strip(reply, call.plan)
             if call.translator is not None:
                 return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
-            stripped = call.dialect.strip(reply, call.plan)
         except SHAPE_ERRORS as error:
             raise UpstreamError(f"its answer is not shaped like vLLM's ({error!r})") from error
         return Answer(200, write_object(reply) if stripped else payload, [JSON_TYPE, _id_header(call)])
@@ -232,11 +231,12 @@ class CallEndpoint:
                 return event if translator is None else translator.broken(_upstream_error(error)), True
             dialect.read_chunk(chunk, capture)
             last = capture.finished(plan.choices)
+            stripped = dialect.strip(chunk, plan)
             if translator is not None:
                 return translator.chunk(chunk), last
             if dialect.exists_only_for_us(chunk, plan):
                 return b"", last
-            return (b"data: " + write_object(chunk) + b"\n\n" if dialect.strip(chunk, plan) else event), last
+            return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
         except SHAPE_ERRORS as error:
             raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
 
@@ -264,6 +264,17 @@ class CallEndpoint:
         except StoreError as error:
             raise refuse_unstored(error) from error
         self._counters.count(status, stored)
+        if status is CallStatus.OK and _lacks_ids(call):
+            self._tell_of_missing_ids(call)
+
+    def _tell_of_missing_ids(self, call: Call) -> None:
+        if not self._counters.without_ids:
+            log.warning(
+                "call %s is not trained on: the policy server gave no token ids of its answer. Is it a vLLM of a release that "
+                "lightning takes, and does nothing between it and the gateway change answers? (said once)",
+                call.capture.id,
+            )
+        self._counters.without_ids += 1
 
     async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
         """Record a call that was sent but not answered; a store that refuses this too is only logged."""
@@ -297,6 +308,14 @@ def refuse_unstored(error: StoreError) -> RefusalError:
     """The refusal of a call that cannot be made durable."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
     return RefusalError(503, "store_failed", message)
+
+
+def _lacks_ids(call: Call) -> bool:
+    """Whether some choice came without its ids, although they were asked for: each has one at least, unless it was aborted."""
+    told = [
+        choice for choice in call.capture.choices.values() if choice.response_ids or choice.finish_reason == "abort"
+    ]
+    return bool(call.plan.body.get("return_token_ids")) and len(told) < call.plan.choices
 
 
 def _id_header(call: Call) -> Header:

@@ -27,22 +27,21 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "min_tokens": (0, None),
 }
 """Values that leave the distribution alone; anything else masks or shifts logits after the temperature."""
+GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
+"""Parameters that hold the answer to a form whenever they are set at all; `has_grammar` knows more of them."""
 MASKS = (
+    *GRAMMARS,
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structural_tag",
     "thinking_token_budget",
     "use_beam_search",
     "vllm_xargs",
 )
 """Parameters that mask or force tokens whenever they are set at all."""
 GREEDY_BELOW = 1e-5
+COOLEST = 0.01
+"""The lowest temperature above 0 that vLLM samples at: it takes this one for all below."""
 
 
 def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
@@ -65,9 +64,11 @@ def call_seed(seed: int, claims: Claims, seq: int) -> int:
 
 
 def temperature_of(body: Body) -> float:
-    """The temperature vLLM will use: 1.0 unless the request says otherwise."""
+    """The temperature vLLM will use, of a request that was checked: 1.0 unless the request says otherwise."""
     value = body.get("temperature")
-    return float(value) if isinstance(value, int | float) else 1.0
+    if value is None:
+        return 1.0
+    return max(float(value), COOLEST) if value > 0 else float(value)
 
 
 def is_constrained(body: Body) -> bool:
@@ -80,11 +81,14 @@ def is_constrained(body: Body) -> bool:
         any(body.get(name) not in values for name, values in NEUTRAL.items())
         or any(body.get(name) for name in MASKS)
         or temperature_of(body) < GREEDY_BELOW
-        or _has_grammar(body)
+        or has_grammar(body)
     )
 
 
-def _has_grammar(body: Body) -> bool:
+def has_grammar(body: Body) -> bool:
+    """Whether a grammar holds the answer to a form: structured output, a forced or a strict tool."""
+    if any(body.get(name) for name in GRAMMARS):
+        return True
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type", "text") != "text":
         return True

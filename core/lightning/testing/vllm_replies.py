@@ -31,9 +31,10 @@ class ToolCall:
 class Reply:
     """What one request is answered with. Ids and logprobs are made from the text unless given; times are in seconds.
 
-    `delay` passes before the first token, `token_delay` between tokens. `status` other than 200 answers with vLLM's
-    error object. `die_after` tokens the connection is cut (0: before anything is sent), `error_after` tokens a stream
-    ends with vLLM's error event. `raw` replaces the whole body. `chunk_bytes` cuts a stream's bytes at odd places.
+    `reasoning` comes before the text, as where vLLM has a reasoning parser. `delay` passes before the first token,
+    `token_delay` between tokens. `status` other than 200 answers with vLLM's error object. `die_after` tokens the connection
+    is cut (0: before anything is sent), `error_after` tokens a stream ends with vLLM's error event. `raw` replaces the whole
+    body. `chunk_bytes` cuts a stream's bytes at odd places.
     """
 
     text: str = "hello from the fake policy"
@@ -49,6 +50,7 @@ class Reply:
     error_after: int | None = None
     raw: bytes | None = None
     chunk_bytes: int = 0
+    reasoning: str = ""
 
     @property
     def ending(self) -> str:
@@ -129,8 +131,8 @@ def detokenize(ids: Sequence[int]) -> str:
 def tokenize_reply(reply: Reply, index: int) -> list[Token]:
     """The tokens a reply is made of, end-of-sequence included when it stopped by itself."""
     text = reply.text if not reply.tool_calls else tool_text(reply)
-    pieces = PIECES.findall(text) or [""]
-    ids = tokenize(text) or [3]
+    pieces = [*PIECES.findall(reply.reasoning), *PIECES.findall(text)] or [""]
+    ids = [*tokenize(reply.reasoning), *tokenize(text)] or [3]
     if reply.token_ids is not None:
         ids = list(reply.token_ids)
         pieces = [*pieces[: len(ids)], *[""] * (len(ids) - len(pieces))]

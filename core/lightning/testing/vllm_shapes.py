@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.testing.vllm_replies import Generation, Job, Reply, Token, ToolCall, tokenize
+from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, Token, ToolCall, tokenize
 
 
 class Shape(ABC):
@@ -60,6 +60,7 @@ class ChatShape(Shape):
     def whole(self, job: Job, model: str) -> dict[str, Any]:
         """See `Shape`."""
         wants_ids, wants_logprobs = wants(job.request.body)
+        hides = hides_reasoning(job.request.body)
         return {
             "id": job.id,
             "object": "chat.completion",
@@ -68,11 +69,11 @@ class ChatShape(Shape):
             "choices": [
                 {
                     "index": item.index,
-                    "message": chat_message(item.reply),
-                    "logprobs": chat_logprobs(item.tokens) if wants_logprobs else None,
+                    "message": chat_message(item.reply) | ({"reasoning": None} if hides else {}),
+                    "logprobs": chat_logprobs(item.tokens) if wants_logprobs and not hides else None,
                     "finish_reason": item.reply.ending,
                     "stop_reason": None,
-                    "token_ids": [token.id for token in item.tokens] if wants_ids else None,
+                    "token_ids": [token.id for token in item.tokens] if wants_ids and not hides else None,
                     "routed_experts": None,
                 }
                 for item in job.generations
@@ -110,8 +111,10 @@ class ChatShape(Shape):
 
     def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
         """See `Shape`."""
-        wants_ids, wants_logprobs = wants(job.request.body)
+        wants_ids, wants_logprobs = (yes and not hides_reasoning(job.request.body) for yes in wants(job.request.body))
         delta = chat_delta(generation, token)
+        if delta and "reasoning" in delta and hides_reasoning(job.request.body):
+            delta = None
         if delta is None:
             if not generation.done and not wants_ids and not wants_logprobs:
                 return []
@@ -199,7 +202,7 @@ def chat_message(reply: Reply) -> dict[str, Any]:
         "annotations": None,
         "audio": None,
         "function_call": None,
-        "reasoning": None,
+        "reasoning": reply.reasoning or None,
     }
     if reply.tool_calls:
         message["tool_calls"] = [
@@ -217,6 +220,8 @@ def function_of(call: ToolCall) -> dict[str, str]:
 def chat_delta(generation: Generation, token: Token) -> dict[str, Any] | None:
     """What a token shows: its text; or, inside tool calls, mostly nothing, because the tool parser buffers."""
     reply = generation.reply
+    if generation.sampled <= len(PIECES.findall(reply.reasoning)):
+        return {"reasoning": token.text}
     if not reply.tool_calls:
         return {"content": token.text}
     texts = [item.text.strip() for item in generation.tokens[: generation.sampled]]
@@ -255,6 +260,12 @@ def completion_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
 def wants(body: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether a chat request gets ids, and whether it gets logprobs."""
     return bool(body.get("return_token_ids")), bool(body.get("logprobs")) and body.get("top_logprobs", 0) is not None
+
+
+def hides_reasoning(body: Mapping[str, Any]) -> bool:
+    """Whether a chat request is to be told nothing of the model's reasoning: then, with a parser, vLLM gives no choice its ids
+    or logprobs, which would show it."""
+    return body.get("include_reasoning") is False
 
 
 def completion_wants(job: Job) -> bool:

@@ -45,6 +45,7 @@ async def test_ids_are_exactly_the_ones_vllm_returned(house):
 async def test_the_agent_sees_what_it_would_see_without_us(house):
     """Law 7, whole answers: the body equals vLLM's own answer to the agent's own request, but for id and time."""
     llm = await house.llm()
+    house.fake.default = Reply("four", reasoning="two and two")
     async with httpx.AsyncClient() as http:
         for asked in (
             {},
@@ -52,6 +53,8 @@ async def test_the_agent_sees_what_it_would_see_without_us(house):
             {"logprobs": True, "top_logprobs": 0, "return_token_ids": True},
             {"return_token_ids": True},
             {"n": 2, "logprobs": True, "top_logprobs": None},
+            {"include_reasoning": False},
+            {"include_reasoning": False, "logprobs": True, "return_token_ids": True},
         ):
             body = {"model": "tiny", "messages": HI, **asked}
             direct = (await http.post(f"{house.fake.url}/v1/chat/completions", json=body)).json()
@@ -61,6 +64,7 @@ async def test_the_agent_sees_what_it_would_see_without_us(house):
                 assert answer.pop("id").startswith("chatcmpl-")
                 del answer["created"]
             assert ours == direct
+    assert [len(step.response_ids) for step in await house.transitions()] == [5] * 8
 
 
 async def test_unknown_fields_and_tools_pass_through_untouched(house):
@@ -262,6 +266,49 @@ async def test_large_bodies_and_odd_text(house):
     answer = await http.post("/chat/completions", content=payload)
     assert answer.status_code == 200
     assert house.fake.requests[0].body["messages"][0]["content"] == text + "\ud800"
+
+
+NUMBERS = [2**63, 2**64, -(2**63) - 1, 10**30]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_numbers_of_any_length_reach_the_model_as_they_were_sent(house, path):
+    """In tools' schemas, and in what a tool was called with."""
+    http = await house.http()
+    schema = {"type": "object", "properties": {"id": {"type": "integer", "enum": NUMBERS}}}
+    function = {"name": "look", "parameters": schema}
+    called = {"type": "tool_use", "id": "c", "name": "look", "input": {"ids": NUMBERS}}
+    asked = {
+        "chat/completions": {"messages": HI, "tools": [{"type": "function", "function": function}]},
+        "responses": {"input": "hi", "tools": [{"type": "function", **function}]},
+        "messages": {
+            "messages": [*HI, {"role": "assistant", "content": [called]}, *HI],
+            "tools": [{"name": "look", "input_schema": schema}],
+            "max_tokens": 5,
+        },
+    }
+    assert (await http.post(f"/{path}", json=asked[path])).status_code == 200
+    sent = house.fake.requests[0].body
+    assert sent["tools"][0]["function"]["parameters"] == schema
+    if path == "messages":
+        assert json.loads(sent["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"ids": NUMBERS}
+
+
+async def test_a_call_without_ids_is_answered_counted_and_said_once(house, caplog):
+    message = {"role": "assistant", "content": "four"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": None, "logprobs": None}
+    house.fake.default = Reply(raw=json.dumps({"id": "x", "choices": [choice], "prompt_token_ids": [1, 2]}).encode())
+    client = await house.client()
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=HI)
+        assert answer.choices[0].message.content == "four"
+    assert (house.gateway.stats().ok, house.gateway.stats().without_ids) == (2, 2)
+    (said,) = [record.message for record in caplog.records]
+    assert "x is not trained on: the policy server gave no token ids" in said
+    house.fake.default = Reply("four")
+    await client.completions.create(model="policy", prompt="once", echo=True)
+    await client.chat.completions.create(model="policy", messages=HI)
+    assert (house.gateway.stats().ok, house.gateway.stats().without_ids) == (4, 2)
 
 
 async def test_stats_count(house):

@@ -131,6 +131,54 @@ async def test_a_client_that_times_out_and_retries_is_answered_once(house, path)
 
 
 @every
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_that_is_not_to_be_shown_is_recorded_all_the_same(house, path, stream):
+    """vLLM gives no ids of a call that hides its reasoning: it is asked for it, and the gateway takes it out."""
+    house.fake.queue(Reply("it is four", reasoning="two plus two"))
+    asked = {**BODIES[path], "stream": stream, "include_reasoning": False}
+    if path == "responses":
+        asked["include"] = ["message.output_text.logprobs"]
+    http = await house.http()
+    answer = await http.post(f"/{path}", json=asked)
+    assert answer.status_code == 200
+    assert "four" in answer.text
+    assert not [word for word in ("two", "plus", "thinking", "reasoning_text") if word in answer.text]
+    (step,) = await house.transitions()
+    assert (step.status, len(step.response_ids), len(step.logprobs)) == (CallStatus.OK, 7, 7)
+
+
+@every
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"include_reasoning": "no"},
+        {"include_reasoning": False, "structured_outputs": {"regex": "a"}},
+        {"temperature": "0.2"},
+        {"temperature": True},
+        {"temperature": [0.2]},
+        {"temperature": 10**400},
+    ],
+)
+async def test_what_the_record_could_not_tell_is_refused(house, path, asked):
+    http = await house.http()
+    answer = await http.post(f"/{path}", json={**BODIES[path], **asked})
+    assert answer.status_code == 422
+    assert f"'{next(iter(asked))}' " in answer.json()["error"]["message"]
+    assert not house.fake.requests
+    assert await house.transitions() == []
+
+
+@every
+@pytest.mark.parametrize(("asked", "sampled"), [(None, 1.0), (0, 0.0), (2, 2.0), (0.004, 0.01), (1e-6, 0.01)])
+async def test_the_temperature_that_vllm_samples_at_is_recorded(house, path, asked, sampled):
+    """It takes 0.01 for whatever is between that and 0."""
+    http = await house.http()
+    assert (await http.post(f"/{path}", json={**BODIES[path], "temperature": asked})).status_code == 200
+    (step,) = await house.transitions()
+    assert (step.temperature, step.constrained) == (pytest.approx(sampled), asked == 0)
+
+
+@every
 async def test_a_client_that_leaves_a_stream_has_aborted(house, path):
     house.fake.queue(Reply("one two three four", token_delay=0.2))
     http = await house.http()

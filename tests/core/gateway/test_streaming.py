@@ -51,11 +51,24 @@ async def test_a_stream_is_recorded_like_a_whole_answer(house):
 
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("usage", [False, True])
-@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"return_token_ids": True}, {"n": 3}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"logprobs": True},
+        {"return_token_ids": True},
+        {"n": 3},
+        {"include_reasoning": True},
+        {"include_reasoning": False},
+        {"include_reasoning": False, "logprobs": True, "return_token_ids": True},
+    ],
+)
 @pytest.mark.parametrize("chunk_bytes", [0, 7])
 async def test_the_agent_sees_the_stream_it_would_see_without_us(house, tools, usage, asked, chunk_bytes):
     """Law 7 for streams: same chunks, in the same order, as vLLM's own stream for the agent's own request."""
-    reply = Reply(tool_calls=[ToolCall("add", '{"a": 1}')] * 2) if tools else Reply("äh three words")
+    thought = "well then, " if "include_reasoning" in asked else ""
+    said = {"tool_calls": [ToolCall("add", '{"a": 1}')] * 2} if tools else {"text": "äh three words"}
+    reply = Reply(**said, reasoning=thought)
     body = {"model": "tiny", "messages": HI, "stream": True, **asked}
     if tools:
         body["tools"] = TOOLS
@@ -68,7 +81,7 @@ async def test_the_agent_sees_the_stream_it_would_see_without_us(house, tools, u
     ours = await http.post("/chat/completions", json=body)
     assert events_of(ours.content) == events_of(direct.content)
     for step in await house.transitions():
-        assert len(step.response_ids) == len(step.logprobs) > 3
+        assert len(step.response_ids) == len(step.logprobs) > 3 + len(thought.split())
 
 
 async def test_bytes_are_untouched_when_nothing_of_ours_is_inside(house):

@@ -7,6 +7,7 @@ exactly what the agent did not ask for; it adds nothing else and knows nothing o
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +26,7 @@ class Plan:
     """A request as it goes to vLLM, and what of the answer is the agent's.
 
     `choices` is how many completions the answer has: `n` for each prompt. `keep_ids` and `keep_logprobs` say that
-    the agent asked for these itself.
+    the agent asked for these itself, `hides_reasoning` that it wants to see nothing of the model's reasoning.
     """
 
     body: Body
@@ -36,6 +37,7 @@ class Plan:
     keep_logprobs: bool
     temperature: float = 1.0
     constrained: bool = False
+    hides_reasoning: bool = False
 
 
 @dataclass(slots=True)
@@ -170,12 +172,18 @@ def refuse_parameter(name: str, why: str) -> RefusalError:
 
 
 def check_common(body: Body) -> tuple[bool, int]:
-    """Check what the gateway relies on, `stream` and `n`; everything else is vLLM's to judge. Returns both."""
+    """Check what the gateway relies on: `stream`, `n` and the temperature; everything else is vLLM's to judge. Returns the
+    first two."""
     stream, n = body.get("stream"), body.get("n")
     if stream is not None and not isinstance(stream, bool):
         raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_CHOICES):
         raise refuse_parameter("n", f"must be an integer from 1 to {MOST_CHOICES}, not {n!r}.")
+    temperature = body.get("temperature")
+    if temperature is not None and not _is_number(
+        temperature
+    ):  # vLLM reads "0.2"; recorded as another it would mislead
+        raise refuse_parameter("temperature", f"must be a number or null, not {temperature!r:.80}.")
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise refuse_parameter(
@@ -184,6 +192,11 @@ def check_common(body: Body) -> tuple[bool, int]:
     if options is not None and not stream:
         raise refuse_parameter("stream_options", "is only allowed together with 'stream': true.")
     return bool(stream), n or 1
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value of JSON is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def error_text(answer: Body) -> str:

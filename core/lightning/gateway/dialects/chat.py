@@ -1,7 +1,8 @@
 """`/v1/chat/completions` as vLLM speaks it.
 
 The invariant: prompt ids are the answer's own `prompt_token_ids`, response ids each choice's `token_ids` (end-of-sequence
-included), and logprobs line up with them one to one or are left out.
+included), and logprobs line up with them one to one or are left out. vLLM gives neither for a call that hides the model's
+reasoning (`include_reasoning`): it is asked for all, and the reasoning is taken out here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from lightning.gateway.dialects.base import (
     refuse_parameter,
     take_out,
 )
-from lightning.gateway.sampling import Body
+from lightning.gateway.sampling import Body, has_grammar
+
+REASONING = ("reasoning", "reasoning_content")
+"""What a message or a delta calls the model's reasoning."""
 
 
 class Chat(Native):
@@ -41,18 +45,20 @@ class Chat(Native):
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`."""
-        changed = not plan.keep_ids and take_out(answer, "prompt_token_ids")
+        changed = strip_reasoning(answer, plan)
+        changed |= not plan.keep_ids and take_out(answer, "prompt_token_ids")
         for choice in choices_of(answer):
             changed |= not plan.keep_ids and take_out(choice, "token_ids")
             changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
         return changed
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """See `Dialect`. While a tool parser buffers, vLLM sends `{"delta": {}}` chunks only to those who want ids."""
-        if plan.keep_ids or plan.keep_logprobs:
+        """See `Dialect`. While a tool parser buffers, vLLM sends `{"delta": {}}` chunks only to those who want ids; and what
+        has nothing but reasoning only to those who want to see it."""
+        if (plan.keep_ids or plan.keep_logprobs) and not plan.hides_reasoning:
             return False
         choices = choices_of(chunk)
-        return bool(choices) and all(said.get("delta") == {} and not said.get("finish_reason") for said in choices)
+        return bool(choices) and all(_says_nothing(said, plan) for said in choices)
 
 
 def plan_chat(body: Body) -> Plan:
@@ -61,7 +67,10 @@ def plan_chat(body: Body) -> Plan:
     if not isinstance(messages, list) or not messages:
         raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
     stream, n = check_common(body)
-    plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body))
+    hides = _hides_reasoning(body)
+    plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body), hides_reasoning=hides)
+    if hides:
+        body["include_reasoning"] = True
     body["return_token_ids"] = True
     if not plan.keep_logprobs and not body.get("top_logprobs"):
         body["logprobs"], body["top_logprobs"] = True, 0
@@ -74,6 +83,37 @@ def read_chat(answer: Body, capture: Capture) -> None:
         capture.prompt_ids = packed_ids(prompt)
     for said in choices_of(answer):
         _read_choice(said, capture.choice(said.get("index", 0)))
+
+
+def strip_reasoning(answer: Body, plan: Plan) -> bool:
+    """Take the model's reasoning, and the ids and logprobs that would show it, out of an answer or a chunk that is not to have
+    it, as vLLM does; return whether anything was."""
+    changed = False
+    for said in choices_of(answer) if plan.hides_reasoning else ():
+        message = said.get("delta") or said.get("message") or {}
+        for holder, names in ((message, REASONING), (said, ("token_ids", "logprobs"))):
+            for name in names:
+                changed |= take_out(holder, name)
+    return changed
+
+
+def _says_nothing(said: Body, plan: Plan) -> bool:
+    """Whether a choice of a chunk was sent for its ids or its reasoning alone, of which the agent is shown neither."""
+    delta = said.get("delta")
+    if said.get("finish_reason") or not isinstance(delta, dict):
+        return False
+    return not (any(delta[name] for name in delta if name not in REASONING) if plan.hides_reasoning else delta)
+
+
+def _hides_reasoning(body: Body) -> bool:
+    """Whether the agent asked to be shown no reasoning. Raises `RefusalError` (422) where that would change the answer, too."""
+    wanted = body.get("include_reasoning")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise refuse_parameter("include_reasoning", f"must be true or false, not {wanted!r:.80}.")
+    if wanted is False and has_grammar(body):  # vLLM would hold the reasoning to the grammar as well
+        why = "cannot be false together with structured output, a forced or a strict tool: such a call cannot be recorded."
+        raise refuse_parameter("include_reasoning", f"{why} Leave it out, and leave the reasoning aside in the agent.")
+    return wanted is False
 
 
 def _wants_logprobs(body: Body) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lightning.gateway.body import write_object
 from lightning.gateway.dialects.base import Capture, Plan, refuse_parameter
-from lightning.gateway.dialects.chat import plan_chat, read_chat
+from lightning.gateway.dialects.chat import plan_chat, read_chat, strip_reasoning
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
 
@@ -37,8 +37,8 @@ class Translated:
         read_chat(chunk, capture)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
-        """See `Dialect`. The translation takes over only what the agent asked for."""
-        return False
+        """See `Dialect`. Of the rest the translation takes over only what the agent asked for."""
+        return strip_reasoning(answer, plan)
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
         """See `Dialect`. Such chunks translate to no event."""
