@@ -124,9 +124,11 @@ async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
         assert {call.caller.framework for call in calls} == {"raw"}
         (event,) = await store.tool_events(rollout.id)
         assert event.status == ("error" if rollout.task.input == 3 else "ok")
-        assert event.caller == calls[0].caller
+        assert (event.caller, event.response_id) == (calls[0].caller, calls[0].id)
         steps = await store.step_rewards(rollout.id)
-        assert [step.value for step in steps] == ([-1.0] if rollout.task.input == 3 else [])
+        assert [(step.value, step.response_id) for step in steps] == (
+            [(-1.0, calls[0].id)] if rollout.task.input == 3 else []
+        )
     asked = {request.body["messages"][0]["content"] for request in policy.requests}
     assert asked == {f"task {index}" for index in range(8)}
     await store.close()
