@@ -13,6 +13,7 @@ from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.reference import PREFIX, existing_store, find, parse_reference
+from lightning.store.url import redacted
 from lightning.types import Json, Resource, ResourceKind, Rollout
 
 STATE = "prompts"
@@ -82,7 +83,9 @@ async def resolve_prompts(store: Store, run: str, settings: Mapping[str, str], *
         else:
             resource = await _found(store, text, home)
         if resource.kind is not ResourceKind.PROMPT:
-            raise ConfigError(f"runner.prompts.{component}: {text} is a {resource.kind.value}, not a prompt")
+            raise ConfigError(
+                f"runner.prompts.{component}: {resource.name}@{resource.version} is a {resource.kind.value}, not a prompt"
+            )
         other = prompts.versions.get(resource.name, resource.version)
         if other != resource.version:
             raise ConfigError(
@@ -105,7 +108,7 @@ async def _found(store: Store, text: str, home: str) -> Resource:
         resource = await find(other, replace(reference, place=""))
     finally:
         await other.close()
-    origin: dict[str, Json] = {"store": place, "version": resource.version}
+    origin: dict[str, Json] = {"store": redacted(place), "version": resource.version}
     return await store.put_resource(replace(resource, metadata={**resource.metadata, "origin": origin}))
 
 

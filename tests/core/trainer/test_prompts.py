@@ -12,8 +12,9 @@ from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.reference import Reference, find, parse_reference
 from lightning.store.sqlite import SqliteStore
+from lightning.store.url import sqlite_url
 from lightning.trainer.prompts import resolve_prompts
-from lightning.types import Resource, Rollout, Run, Task
+from lightning.types import Resource, ResourceKind, Rollout, Run, Task
 
 
 @pytest.fixture
@@ -119,6 +120,25 @@ async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store,
         store, "run", {"writer": "resource:writer@1"}, home=f"sqlite:///{tmp_path}/tuned/lightning.db"
     )
     assert home.of(rollout()) == {"writer": "zero"}
+
+
+async def test_where_a_prompt_came_from_is_kept_without_its_password(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = sqlite_url(tmp_path / "lightning.db")
+    other = SqliteStore(tmp_path / "lightning.db")
+    await other.open()
+    await other.put_resource(Resource("tuned", "text"))
+    await other.put_resource(Resource("rates", "{}", ResourceKind.CONFIG))
+    await other.close()
+    monkeypatch.setattr("lightning.trainer.prompts.existing_store", lambda place: url)
+    place = "postgresql://user:hunter2@host/db"
+    await resolve_prompts(store, "run", {"writer": f"resource:{place}#tuned"})
+    copied = await store.get_resource("tuned", 1)
+    assert copied is not None
+    assert copied.metadata["origin"] == {"store": "postgresql://***@host/db", "version": 1}
+    with pytest.raises(ConfigError, match=r"writer: rates@1 is a config, not a prompt"):
+        await resolve_prompts(store, "run", {"writer": f"resource:{place}#rates"})
 
 
 @pytest.mark.parametrize(
