@@ -143,6 +143,27 @@ def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:
         Trainer(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("store", ["", "sqlite:///kept/runs.db", "memory://"])
+def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    (tmp_path / "config.json").write_text("{}")
+    config = with_settings(Config(), {"runner.sandbox": "bwrap"})
+    trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
+    given: list[RunnerConfig] = []
+    trainer._make_runner = lambda agent, config: given.append(config.runner) or InlineRunner(agent, config.runner)  # type: ignore[func-returns-value]
+    trainer._runner_of(lambda task, llm: 1.0)
+    secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
+    for folder in secret:
+        folder.mkdir(parents=True)
+    command = bubblewrap(given[0].sandbox_files, given[0].sandbox_hidden)
+    hidden = [command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"]
+    assert hidden[-len(secret) :] == [str(folder.resolve()) for folder in secret]
+    assert trainer.config == config, "what is kept with the run is what was set"
+
+
 def test_a_key_that_would_expire_under_its_agent_is_refused(tmp_path: Path) -> None:
     config = with_settings(Config(), {"runner.timeout": 7200.0})
     with pytest.raises(ConfigError, match=r"gateway\.token_ttl \(3600 s\) is shorter than runner\.timeout \(7200 s\)"):
@@ -166,27 +187,6 @@ async def test_a_check_writes_nothing() -> None:
 
 def test_a_folder_says_where_its_run_is_kept_and_no_password(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-@pytest.mark.parametrize("store", ["", "sqlite:///kept/runs.db", "memory://"])
-def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    (tmp_path / "config.json").write_text("{}")
-    config = with_settings(Config(), {"runner.sandbox": "bwrap"})
-    trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
-    given: list[RunnerConfig] = []
-    trainer._make_runner = lambda agent, config: given.append(config.runner) or InlineRunner(agent, config.runner)  # type: ignore[func-returns-value]
-    trainer._runner_of(lambda task, llm: 1.0)
-    secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
-    for folder in secret:
-        folder.mkdir(parents=True)
-    command = bubblewrap(given[0].sandbox_files, given[0].sandbox_hidden)
-    hidden = [command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"]
-    assert hidden[-len(secret) :] == [str(folder.resolve()) for folder in secret]
-    assert trainer.config == config, "what is kept with the run is what was set"
-
-
     folder.mkdir()
     assert store_in(folder) == ""
     name_folder(folder, "run", "postgresql://me:secret@host/database?schema=a")
