@@ -185,32 +185,41 @@ class ForkServer:
         return Worker(pid, exited, reader, writer)
 
     def kill(self, worker: Worker) -> None:
-        """Kill a worker's process group, as soon as the fork server hears of it."""
+        """Kill a worker's process group now, or as soon as the fork server can hear of it."""
         worker.hang_up()
-        if self.alive and not worker.exited.done():
-            killing = asyncio.create_task(self._kill(worker.pid))
-            self._kills.add(killing)
-            killing.add_done_callback(self._kills.discard)
+        if worker.exited.done():
+            return
+        with contextlib.suppress(OSError):  # then the fork server is gone, and its workers with it
+            if not self._sent({"kill": worker.pid}):
+                killing = asyncio.create_task(self._kill(worker.pid))
+                self._kills.add(killing)
+                killing.add_done_callback(self._kills.discard)
 
     async def _kill(self, pid: int) -> None:
-        with contextlib.suppress(OSError):  # then the fork server is gone, and its workers with it
+        with contextlib.suppress(OSError):
             await self._send({"kill": pid})
 
     async def _send(self, command: dict[str, int], passed: socket.socket | None = None) -> None:
         """Send a command, and a socket with it, when the fork server has room for them. Raises `OSError` when it is gone."""
-        message = frames.pack(json.dumps(command).encode())
         async with self._sending:
-            while self._control is not None and self._listener is not None and not self._listener.done():
-                try:
-                    if passed is None:
-                        self._control.send(message)  # whole or not at all: it is short
-                    else:
-                        socket.send_fds(self._control, [message], [passed.fileno()])
-                except BlockingIOError:
-                    await _writable(self._control, self._listener)
-                else:
-                    return
-        raise BrokenPipeError("the fork server of the agents' processes is gone")
+            while not self._sent(command, passed):
+                assert self._control is not None, "or it had raised"
+                assert self._listener is not None
+                await _writable(self._control, self._listener)
+
+    def _sent(self, command: dict[str, int], passed: socket.socket | None = None) -> bool:
+        """Send a command if there is room for it now. Raises `OSError` when the fork server is gone."""
+        if self._control is None or not self.alive:
+            raise BrokenPipeError("the fork server of the agents' processes is gone")
+        message = frames.pack(json.dumps(command).encode())
+        try:
+            if passed is None:
+                self._control.send(message)  # whole or not at all: it is short
+            else:
+                socket.send_fds(self._control, [message], [passed.fileno()])
+        except BlockingIOError:
+            return False
+        return True
 
     async def close(self) -> None:
         """Kill every worker and end the fork server. Idempotent."""

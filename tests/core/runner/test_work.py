@@ -455,9 +455,10 @@ async def test_errors_of_the_store_propagate_and_end_the_agents(
     where: str, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunnerConfig(concurrency=2, timeout=30, lease_ttl=0.2)
-    ended = []
+    begun, ended = [], []
 
     async def agent(task: Task, llm: LLM) -> float:
+        begun.append(task.input)
         try:
             await asyncio.sleep(0 if where == "complete" and task.input == 0 else 30)
         finally:
@@ -465,6 +466,8 @@ async def test_errors_of_the_store_propagate_and_end_the_agents(
         return 1.0
 
     async def fail(*args: object, **kwargs: object) -> None:
+        while where != "lease" and len(begun) < 2:  # or there is nothing to end
+            await asyncio.sleep(0.01)
         raise StoreError("the disk is full")
 
     await store.create_rollouts(rollouts(2))
