@@ -23,6 +23,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeAlias
 
 from lightning.policy_server.orphans import OWNED, die_with_parent
+from lightning.policy_server.seeds import keep_seeds
 
 if TYPE_CHECKING:
     import torch
@@ -158,11 +159,12 @@ class WorkerExtension:
         return {"group": ""}
 
     def _lightning_known(self) -> State:
-        """What is known of this worker; from the first time on its requests are watched."""
+        """What is known of this worker; from the first time on its requests are watched, and those with a seed keep theirs."""
         state = getattr(self, "_lightning_state", None)
         if state is None:
             state = self._lightning_state = State()
             _watch(self, state, self._LIGHTNING_REMEMBERED)
+            keep_seeds(_runner(self))
             if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
                 engine.lightning_state = state
         return state

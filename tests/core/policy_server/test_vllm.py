@@ -147,6 +147,19 @@ async def test_ids_and_logprobs_are_those_of_the_model(served: Any) -> None:
     assert gap(told, forward(served.first, prompt + response)[len(prompt) :]) <= GAP
 
 
+async def test_a_seed_samples_the_same_however_the_prompt_was_cut(served: Any) -> None:
+    async def ask(first: int) -> list[int]:
+        prompt = [first, *PROMPT]
+        found = await call(served.vllm, "completions", prompt=prompt, max_tokens=4, seed=first, temperature=1.0)
+        return list(found["choices"][0]["token_ids"])
+
+    # Together they are more tokens than vLLM computes at one time, so that prompts are cut into parts.
+    together = await asyncio.gather(*(ask(first) for first in range(24)))
+    assert await served.vllm.healthy()
+    alone = [await ask(first) for first in range(24)]
+    assert together == alone
+
+
 async def test_new_weights_serve_and_the_prefix_cache_is_not_stale(served: Any) -> None:
 
     async def ask(folder: Path) -> tuple[int, float]:
