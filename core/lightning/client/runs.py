@@ -159,6 +159,8 @@ class Runs:
 
     async def _heed(self, run: str) -> None:
         """Tell of changes in a run. Returns when there is no such run, which may begin yet."""
+        if await self._store.get_run(run) is None:  # not by the watch's refusal: it might begin right after that
+            return
         try:
             async with self._store.watch(run) as watch:
                 self._news.set()
@@ -168,7 +170,7 @@ class Runs:
         except UnavailableError:
             raise
         except StoreError:
-            if await self._store.get_run(run) is not None:
+            if await self._store.get_run(run) is not None:  # else it was deleted
                 raise
 
     async def _has_work(self, run: str) -> bool:
