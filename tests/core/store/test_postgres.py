@@ -201,7 +201,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     token = Token("t", Scope.RUNNER, "d" * 64)
     names = [
         rules.known_as("1", "put_token", "t", "d" * 64, "runner", "default"),
-        rules.known_as("1", "lease", "run", "w", 1, 60.0),
+        rules.known_as("1", "lease", "run", "w", 60.0),
     ]
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
