@@ -1,4 +1,5 @@
-"""`kill -9` of a worker of the verl engine while it computes a step, then of the trainer: nothing is trained twice."""
+"""`kill -9` of a worker of the verl engine while it computes a step, then of the trainer, which goes on with two workers and
+smaller micro-batches: nothing is trained twice."""
 
 from __future__ import annotations
 
@@ -72,8 +73,12 @@ def test_killing_a_worker_in_a_step_then_the_trainer_in_the_next(train_run: Any)
             process.kill()
     assert not alive, "a killed trainer leaves no worker, no cluster, no vLLM and no agent behind"
 
-    train_run.start("--resume")
+    train_run.start("--resume", "--set", "engine.verl.world_size=2", "--set", "engine.tokens_per_microbatch=1024")
     assert train_run.wait() == 0, train_run.output
+    assert (
+        "(engine.tokens_per_microbatch, engine.verl.world_size): steps are the same but for rounding"
+        in train_run.output
+    )
     train_run.assert_whole()
     after = by_id(train_run)
     assert all(after[name].attempt == rollout.attempt for name, rollout in sampled.items()), "none was run again"
