@@ -70,7 +70,8 @@ MAY_CHANGE = (
     "algorithm.arguments.rounds",
     "algorithm.arguments.max_rollouts",
 )
-"""Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained."""
+"""Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained. The
+engine's device does where its dtype is named; with `auto` a GPU computes in bfloat16 and a CPU in float32."""
 
 ROUNDED_BY = (
     "engine.device",
@@ -175,7 +176,8 @@ async def check_run(store: Store, run: str, described: Mapping[str, Json], *, re
             f"run {run!r} exists already: pass resume=True (--resume) to go on with it, or give another `out`"
         )
     changed = sorted(_differences(known.config, described))
-    different = [name for name in changed if not _among(name, MAY_CHANGE)]
+    may_change = [name for name in MAY_CHANGE if name != "engine.device" or not _dtype_is_auto(described)]
+    different = [name for name in changed if not _among(name, may_change)]
     if different:
         raise ConfigError(
             f"run {run!r} was started with other settings ({', '.join(different)}): resume it with the same ones, "
@@ -198,6 +200,10 @@ def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterato
     for key in old.keys() | new.keys():
         if old.get(key, defaults.get(key)) != new.get(key):
             yield key.removeprefix("config.")
+
+
+def _dtype_is_auto(described: Mapping[str, Json]) -> bool:
+    return _flatten(described).get("config.engine.dtype") == "auto"
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:

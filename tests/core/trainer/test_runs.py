@@ -75,12 +75,21 @@ async def test_a_resume_may_compute_elsewhere_and_says_when_sums_are_rounded_oth
 ) -> None:
     store = MemoryStore()
     await store.open()
-    await store.put_run(await check_run(store, "run", _described(), resume=False))
-    await check_run(store, "run", _described(**settings), resume=True)
+    began = {"engine__dtype": "float32"}
+    await store.put_run(await check_run(store, "run", _described(**began), resume=False))
+    await check_run(store, "run", _described(**began, **settings), resume=True)
     said = f"run run goes on with other settings ({rounded}): steps are the same but for rounding, those that are replayed too"
     assert [record.getMessage() for record in caplog.records] == ([said] if rounded else [])
     with pytest.raises(ConfigError, match=r"\(engine\.lr\)"):
-        await check_run(store, "run", _described(**settings, engine__lr=1.0), resume=True)
+        await check_run(store, "run", _described(**began, **settings, engine__lr=1.0), resume=True)
+
+
+async def test_a_resume_on_another_device_is_refused_where_that_decides_the_dtype() -> None:
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(await check_run(store, "run", _described(), resume=False))
+    with pytest.raises(ConfigError, match=r"\(engine\.device\)"):
+        await check_run(store, "run", _described(engine__device="cpu"), resume=True)
 
 
 @pytest.mark.parametrize(
