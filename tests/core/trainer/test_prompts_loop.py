@@ -560,7 +560,7 @@ def test_kinds_are_not_mixed_up(tmp_path: Path, writer: ChatServer) -> None:
     made = trainer(tmp_path, apo(writer), settings={"runner.prompts": {"greeter": "resource:limits"}})
     made.out.mkdir()
     look(made.out, lambda store: store.put_resource(Resource("limits", {}, ResourceKind.CONFIG)))
-    with pytest.raises(ConfigError, match="resource:limits is a config, not a prompt"):
+    with pytest.raises(ConfigError, match="limits@1 is a config, not a prompt"):
         made.fit(agent, TRAIN, VAL)
 
 
