@@ -151,7 +151,7 @@ def diff(
 @app.command("promote")
 def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
     """Point an alias to a version: what refers to the alias uses it from its next start on."""
-    url, reference = _locate(named, where)
+    url, reference = _locate(named, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -171,7 +171,7 @@ def rollback(
     where: Runs = "runs",
 ) -> None:
     """Point an alias to where it pointed before its last move."""
-    url, reference = _locate(name, where)
+    url, reference = _locate(name, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
         before = await store.get_resource(reference.name, alias)
@@ -235,12 +235,13 @@ async def _list(url: str, store: Store) -> list[Listed]:
     ]
 
 
-def _locate(text: str, where: str) -> tuple[str, Reference]:
-    """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one."""
+def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, Reference]:
+    """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one, and what
+    opening one raises where something is to be changed: the store that cannot be read may be the one that is meant."""
     reference = parse_reference(text)
     if reference.place:
         return existing_store(reference.place), reference
-    asked = answers(where, lambda _, store: store.list_resources(reference.name))
+    asked = answers(where, lambda _, store: store.list_resources(reference.name), all_of_them=to_change)
     having = [url for url, found in asked if found]
     if len(having) == 1:
         return having[0], reference

@@ -110,20 +110,24 @@ def databases(where: str) -> list[str]:
     if not path.is_dir():
         if where == "runs":
             return []
-        raise ConfigError(f"{where} is neither a folder nor a database: give a folder of runs, or a run's folder")
+        raise ConfigError(
+            f"{redacted(where)} is neither a folder nor a database: give a folder of runs, or a run's folder"
+        )
     folders = [path, *sorted(file.parent for file in path.glob("*/*") if file.name in (DATABASE, "run.json"))]
     return list(dict.fromkeys(url for folder in folders if (url := store_in(folder))))
 
 
-def answers(where: str, ask: Callable[[str, Store], Awaitable[T]]) -> Iterator[tuple[str, T]]:
+def answers(
+    where: str, ask: Callable[[str, Store], Awaitable[T]], *, all_of_them: bool = False
+) -> Iterator[tuple[str, T]]:
     """The URL of each store at a place, and what it answers. One that cannot be read is named on standard error and left out;
-    where none can, the last one's error is raised."""
+    where none can, the last one's error is raised, and where `all_of_them` are needed the first one's."""
     urls, readable = databases(where), False
     for count, url in enumerate(urls, 1):
         try:
             found = asyncio.run(with_store(url, partial(ask, url)))
         except LightningError as error:
-            if count == len(urls) and not readable:
+            if all_of_them or (count == len(urls) and not readable):
                 raise
             fail(f"{redacted(url)}: {error}")
         else:

@@ -62,12 +62,17 @@ def too_large(size: int, limit: int, cure: str = RAISE_THE_LIMIT) -> RefusalErro
 def read_object(payload: bytes) -> Body:
     """Parse a request. Raises `RefusalError` (422) when it is not a JSON object."""
     try:
-        body = _read_slowly(payload) if LONG_NUMBER in payload.translate(ZEROS) else orjson.loads(payload)
+        body = _read_slowly(payload) if _has_long_number(payload) else orjson.loads(payload)
     except orjson.JSONDecodeError:
         body = _read_slowly(payload)
     if not isinstance(body, dict):
         raise RefusalError(422, "invalid_json", f"The request's body must be a JSON object, not {type(body).__name__}.")
     return body
+
+
+def _has_long_number(payload: bytes) -> bool:
+    """Whether there are so many digits in a row. Of these every sixth byte has three in a row, which texts seldom have."""
+    return b"000" in payload[::6].translate(ZEROS) and LONG_NUMBER in payload.translate(ZEROS)
 
 
 def _read_slowly(payload: bytes) -> object:

@@ -80,6 +80,6 @@ def existing_store(place: str) -> str:
     where = parse(url)
     if where.scheme == "sqlite" and not Path(where.path).is_file():
         raise ConfigError(
-            f"there is no database at {place!r}: give the folder of a run, a database file or a store's URL"
+            f"there is no database at {redacted(place)!r}: give the folder of a run, a database file or a store's URL"
         )
     return url

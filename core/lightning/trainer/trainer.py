@@ -28,7 +28,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.store.protocol import Store
-from lightning.store.url import parse, sqlite_url
+from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking import Trackers
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
@@ -105,7 +105,7 @@ class Trainer:
             plugins().tracker(tracker)
         if store is not None and store.partition("://")[0] in ("http", "https"):
             raise ConfigError(
-                f"{store} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
+                f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"
             )
         self._store_url = store
         self.out = (

@@ -60,5 +60,5 @@ def test_a_trainer_needs_an_agent_and_a_database(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"there is no agent: give one, or runner='remote'"):
         Trainer(MODEL, out=tmp_path / "run").fit(None, ["a task"])
-    with pytest.raises(ConfigError, match=r"http://here is a server: a trainer needs the database itself"):
-        Trainer(MODEL, store="http://here")
+    with pytest.raises(ConfigError, match=r"http://\*\*\*@here is a server: a trainer needs the database itself"):
+        Trainer(MODEL, store="http://me:hunter2@here")

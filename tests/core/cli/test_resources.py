@@ -128,6 +128,16 @@ def test_a_corrupt_database_does_not_hide_the_others(lightning: Command, tuned: 
         assert (ran.code, "bad/lightning.db" in ran.err, said in ran.out) == (0, True, True)
 
 
+def test_no_alias_moves_while_the_database_that_may_be_meant_cannot_be_read(lightning: Command, tuned: Path) -> None:
+    (tuned / "bad").mkdir()
+    (tuned / "bad" / "lightning.db").write_bytes(b"not a database" * 100)
+    for command in (("promote", "writer@2"), ("rollback", "writer")):
+        ran = lightning("resources", *command, "--runs", str(tuned))
+        assert (ran.code, "bad/lightning.db" in ran.err, ran.out) == (2, True, "")
+    (row,) = json.loads(lightning("resources", "ls", str(tuned), "--json").out)
+    assert row["aliases"]["production"] == 1
+
+
 def test_a_name_that_several_stores_have_needs_its_place(lightning: Command, tuned: Path) -> None:
     (tuned / "other").mkdir()
     on(tuned / "other", lambda store: store.put_resource(Resource("writer", "Other.")))

@@ -138,6 +138,7 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
     monkeypatch.setattr(runs_module, "plugins", Known)
     monkeypatch.setattr(runs_module, "check_there", there)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
+    typo = "postgresql:/me:hunter2@db/l"
     prompt = runs.parent / "prompt.txt"
     prompt.write_text("Write.")
     for command, named in (
@@ -151,6 +152,11 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         (("resources", "show", url), True),
         (("runs", "--runs", url, "--json"), True),
         (("runs", "show", "nobody", "--runs", url), True),
+        # With one slash too few it is the name of a file, which is not there.
+        (("runs", "--runs", typo), False),
+        (("resources", "show", "writer", "--runs", typo), False),
+        (("resources", "show", f"{typo}#writer"), False),
+        (("db", "status", typo), False),
     ):
         ran = lightning(*command)
         assert "hunter2" not in ran.out + ran.err, command

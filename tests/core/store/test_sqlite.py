@@ -178,6 +178,22 @@ async def test_a_fork_is_told_to_open_its_own(sqlite: SqliteStore, monkeypatch: 
             await sqlite.list_runs()
 
 
+async def test_a_fork_that_opens_the_store_has_one_of_its_own(
+    sqlite: SqliteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, readers, bell = sqlite._writer, sqlite._readers, sqlite._bell
+    own = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -7)
+        patch.setattr(writer, "submit", None)
+        await sqlite.open()
+        await sqlite.put_state("run", "k", 7)
+        await sqlite.close()
+    sqlite._writer, sqlite._readers, sqlite._bell, sqlite._process = writer, readers, bell, own
+    assert await sqlite.get_state("run", "k") == 7
+    await sqlite.put_state("run", "k", 8)
+
+
 @pytest.mark.parametrize(("sync", "level"), [("normal", 1), ("full", 2)])
 async def test_sync_is_what_the_url_says(tmp_path: Path, sync: str, level: int) -> None:
     store = SqliteStore.from_url(f"sqlite:///{tmp_path}/s.db?sync={sync}")

@@ -87,7 +87,7 @@ def read_chat(answer: Body, capture: Capture) -> None:
 
 def strip_reasoning(answer: Body, plan: Plan) -> bool:
     """Take the model's reasoning, and the ids and logprobs that would show it, out of an answer or a chunk that is not to have
-    it, as vLLM does; return whether anything was."""
+    it, as a vLLM with a parser of tool calls or of reasoning does; return whether anything was."""
     changed = False
     for said in choices_of(answer) if plan.hides_reasoning else ():
         message = said.get("delta") or said.get("message") or {}

@@ -1,7 +1,8 @@
 """Requests to servers that may go away at any moment: failover, back-off, and the errors of the store made of answers.
 
 The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
-not be done twice has a name by which every server knows it again. The token is sent in one header and shown nowhere.
+not be done twice has a name by which every server knows it again. After a refusal that may be one server's alone another one is
+asked next. The token is sent in one header and shown nowhere.
 """
 
 from __future__ import annotations
@@ -51,12 +52,19 @@ KEEP_ALIVE: Final = 60.0
 LONG: Final = 30.0
 """Seconds of patience from which on it is said that a request is being repeated; who has less says it itself."""
 BUSY: Final = 429
+TOO_LONG: Final = 413
 AWAY: Final = (502, 503, 504)
+
+
+class TooLongError(DataError):
+    """What was sent is longer than the server, or a proxy before it, takes (413)."""
+
+
 KINDS: Final[Mapping[str, type[LightningError]]] = {
     "stale_attempt": StaleAttemptError,
     "conflict": ConflictError,
     "invalid_data": DataError,
-    "body_too_large": DataError,
+    "body_too_large": TooLongError,
     "schema": SchemaError,
 }
 """The errors behind the words of a server's answers; every other word is a `StoreError`."""
@@ -163,8 +171,11 @@ class Transport:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
                 left, pause, problem = deadline - time.monotonic(), away.pause, str(away)
-            if at == self._current:
-                self._current = (at + 1) % len(self._urls)
+            except StoreError as error:
+                if type(error) in (StoreError, SchemaError):  # of another release, at fault, or no server of ours
+                    self._pass_over(at)
+                raise
+            self._pass_over(at)
             tried += 1
             if tried % len(self._urls):
                 continue  # the next server may be there
@@ -181,6 +192,11 @@ class Transport:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), min(left, max(pause, spread)))
             delay = min(delay * 2, LONGEST_DELAY)
+
+    def _pass_over(self, at: int) -> None:
+        """Begin with the server after `at` from now on, unless somebody else has seen to that."""
+        if at == self._current:
+            self._current = (at + 1) % len(self._urls)
 
     async def _until_closed(self, attempt: Coroutine[Any, Any, bytes], waits: bool) -> bytes:
         """The answer to one attempt; one that only waits for news is given up when the store is closed."""
@@ -225,9 +241,15 @@ class Transport:
             pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
             said = problem.message if problem else "no word of why"
             return _AwayError(f"{base} answered {status} ({said})", pause)
+        asked = f"{request.method} {PREFIX}{request.path}"
+        if status == TOO_LONG and (problem is None or problem.type not in KINDS):
+            return TooLongError(
+                f"{base} answered {status} to {asked} of {len(request.body or b'')} bytes, and not as a Lightning Server does: "
+                "a proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
+            )
         if problem is None:
             return StoreError(
-                f"{base} answered {status} to {request.method} {PREFIX}{request.path}, and not as a Lightning Server does: "
+                f"{base} answered {status} to {asked}, and not as a Lightning Server does: "
                 "is it one, of this release? Give the URL that `lightning serve` printed"
             )
         if problem.type == "not_found":

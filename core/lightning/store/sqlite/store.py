@@ -110,6 +110,9 @@ class SqliteStore(RelationalStore):
     async def open(self) -> None:
         """See `Store.open`."""
         with self._lock:
+            if self._writer is not None and self._process != os.getpid():
+                _inherited.append((self._writer, self._readers))
+                self._writer, self._readers, self._bell = None, None, Bell()
             if self._writer is None:
                 self._writer = Writer(self._settings, self._bell)
                 self._readers = None if self._settings.in_memory else _Readers(self._settings)
@@ -134,6 +137,8 @@ class SqliteStore(RelationalStore):
             self._writer = self._readers = None
         if self._process == os.getpid():
             await asyncio.to_thread(_close, writer, readers)
+        else:
+            _inherited.append((writer, readers))
 
     async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
         return await self._open_writer().submit(operation)
@@ -159,6 +164,10 @@ class SqliteStore(RelationalStore):
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""
         return watching(self._bell, run, lambda: self._read(lambda tx: revision(tx, run)))
+
+
+_inherited: list[tuple[Writer, _Readers | None]] = []
+"""Of the process that this one was forked from, kept unused: closing its connections could take the log from under it."""
 
 
 def _close(writer: Writer, readers: _Readers | None) -> None:
