@@ -1,7 +1,8 @@
 """Leases over HTTP: what the worker's loop gets from servers that may go away at any moment.
 
 The invariant: a server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has
-taken it or says that the attempt was given to another. What a server refuses about one attempt costs that attempt alone.
+taken it or says that the attempt was given to another. It is told with less in it only when servers refuse it for what it is or
+how long it is, or have refused it for as long as a lease lasts. What is refused about one attempt costs that attempt alone.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
-from lightning.errors import LightningError, StaleAttemptError, StoreError, UnavailableError
+from lightning.errors import DataError, LightningError, StaleAttemptError, StoreError, UnavailableError
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
-from lightning.store.http.transport import TokenRefusedError
+from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.store.protocol import Watch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 
@@ -106,7 +107,7 @@ class ServerDelivery:
             self._back()
 
     async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
-        """See `Delivery.report`. Waits as long as it takes; what is refused is told with less in it, at last as a fault."""
+        """See `Delivery.report`. Waits as long as it takes; what stays refused is told with less in it, at last as a fault."""
         outcome = await self._fair(lease, outcome)
         try:
             rollout = await self._tell(lease, outcome)
@@ -150,20 +151,14 @@ class ServerDelivery:
 
     async def _tell(self, lease: Lease, outcome: Outcome) -> Rollout | None:
         """The rollout as an outcome left it, or as little of that outcome as servers take; None when they take nothing."""
-        said = ""
+        refused: LightningError | None = None
         for told in _less_and_less(outcome):
             taken = await self._try_to_tell(lease, told)
             if isinstance(taken, Rollout):
                 return taken
-            said = str(taken)
-            logger.warning("%s: its outcome was refused, less of it is told now: %s", _named(lease), said)
-        fault = failed(
-            Fault.INFRASTRUCTURE,
-            f"servers refused the outcome, of {len(encode_outcome(outcome))} bytes, also without what its tools did: {said}. "
-            "If it is too long, raise gateway.max_body_bytes where servers run, and the limit of a proxy before them "
-            "(client_max_body_size in nginx), or let the agent report less",
-            seconds=outcome.seconds,
-        )
+            refused = taken
+            logger.warning("%s: its outcome is refused, less of it is told now: %s", _named(lease), refused)
+        fault = failed(Fault.INFRASTRUCTURE, _why(outcome, refused), seconds=outcome.seconds)
         taken = await self._try_to_tell(lease, fault)
         if isinstance(taken, Rollout):
             return taken
@@ -171,23 +166,35 @@ class ServerDelivery:
         return None
 
     async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
-        """What a server made of an outcome: the rollout, or what it refused it with. Asks until one answers."""
-        pause = FIRST_PAUSE
+        """What servers made of an outcome: the rollout, or what they refused it with.
+
+        Asks until one answers. A refusal that is not about the outcome itself may pass (a proxy that is being reloaded, a
+        server of the release before): the same is told again until pauses between such refusals have taken `ttl` seconds.
+        """
+        pause, left = FIRST_PAUSE, self.ttl
         while True:
+            wait = pause * random.uniform(0.5, 1.0)  # noqa: S311 — so that clients do not come back as one
             try:
                 rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
             except UnavailableError as error:
                 self._away(error)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 — so that clients do not come back as one
-                pause = min(2 * pause, LONGEST_PAUSE)
             except (StaleAttemptError, TokenRefusedError):
                 raise
             except LightningError as error:
                 self._back()
-                return error
+                if isinstance(error, DataError) or left <= 0:
+                    return error
+                if left == self.ttl:
+                    logger.warning(
+                        "%s: its outcome is refused, and told again for %g s: %s", _named(lease), left, error
+                    )
+                wait = min(wait, left)
+                left -= wait
             else:
                 self._back()
                 return rollout
+            await asyncio.sleep(wait)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
         """No agent is at fault whose server is gone: the attempt may be made again."""
@@ -217,6 +224,16 @@ def _less_and_less(outcome: Outcome) -> list[Outcome]:
         if less != told[-1]:
             told.append(less)
     return told
+
+
+def _why(outcome: Outcome, refused: LightningError | None) -> str:
+    """What the fault says that stands for an outcome of which servers refuse all; `refused` is what they said of the least."""
+    if not isinstance(refused, TooLongError):
+        return f"servers refused the outcome, also without what its tools did: {refused}"
+    return (
+        f"the outcome is too long, of {len(encode_outcome(outcome))} bytes, also without what its tools did; let the agent "
+        f"report less, or do what its refusal says: {refused}"
+    )
 
 
 def _named(lease: Lease) -> str:

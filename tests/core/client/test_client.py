@@ -15,7 +15,7 @@ from lightning.gateway.owner import Owner
 from lightning.instrument import emit
 from lightning.runner.report import NEVER_CALLED
 from lightning.server.how_to_call import HowToCall
-from lightning.store.http.transport import TokenRefusedError
+from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
 
 from tests.core.client.conftest import RUN, Site, calling
@@ -261,7 +261,10 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
         await site.client(server, runs=[RUN]).work()
 
 
-async def test_a_lease_whose_outcome_nobody_takes_is_given_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [UnavailableError("the server starts again"), StoreError("answered 404")], ids=repr)
+async def test_a_lease_whose_outcome_nobody_takes_is_given_back(
+    site: Site, monkeypatch: pytest.MonkeyPatch, error: StoreError
+) -> None:
     server = await site.start()
     await site.begin(count=1, max_attempts=1)
     stop = asyncio.Event()
@@ -269,10 +272,10 @@ async def test_a_lease_whose_outcome_nobody_takes_is_given_back(site: Site, monk
 
     async def away(*_: object) -> Any:
         stop.set()
-        raise UnavailableError("the server starts again")
+        raise error
 
     monkeypatch.setattr(client._store, "complete", away)
-    await client.work(stop)
+    assert (await asyncio.wait_for(client.work(stop), 30)).lost == 0
     (found,) = (await site.rollouts()).values()
     assert found.status is Status.PENDING
 
@@ -315,7 +318,7 @@ async def test_an_outcome_that_is_too_long_is_told_with_less_in_it(site: Site) -
     assert [len(await site.store.step_rewards(f"{RUN}/{n}")) for n in range(2)] == [1, 1]
     lost = found[f"{RUN}/2"]
     assert lost.fault is Fault.INFRASTRUCTURE
-    for word in ("bytes or more, the limit is 8192", "gateway.max_body_bytes", "client_max_body_size"):
+    for word in ("too long, of ", "bytes or more, the limit is 8192", "gateway.max_body_bytes"):
         assert word in lost.error
 
 
@@ -342,7 +345,7 @@ async def test_what_is_refused_of_one_attempt_ends_neither_the_client_nor_other_
             return await complete(rollout, attempt, outcome, **how)
         if outcome.fault is not None:
             refused.set()
-        raise StoreError("answered 413, and not as a Lightning Server does")
+        raise TooLongError("answered 413, and not as a Lightning Server does")
 
     monkeypatch.setattr(client._store, "complete", like_nginx)
     tally = await asyncio.wait_for(client.work(), 60)

@@ -378,6 +378,13 @@ def test_an_error_is_the_same_on_both_sides() -> None:
         ((401, refused("invalid_token")), StoreError, "for a reason .*127.0.0.1"),
         ((409, refused("conflict")), ConflictError, "for a reason"),
         ((422, refused("a word of a newer release")), StoreError, "for a reason"),
+        ((413, refused("body_too_large")), transport.TooLongError, "^for a reason$"),
+        (
+            (413, "<html>too large</html>"),
+            transport.TooLongError,
+            "GET /api/v1/runs/run of 0 bytes.*client_max_body_size",
+        ),
+        ((413, refused("of a proxy")), transport.TooLongError, "client_max_body_size"),
     ],
     ids=str,
 )
@@ -385,6 +392,28 @@ async def test_answers_become_errors(answer: tuple[int, object], error: type[Exc
     async with server(Script(run=[answer])) as url, opened(url) as store:
         with pytest.raises(error, match=words):
             await store.get_run("run")
+
+
+@pytest.mark.parametrize(
+    "answer", [(404, "<html>no backend yet</html>"), (500, refused("server_fault")), (503, refused("schema"))], ids=str
+)
+async def test_after_a_refusal_that_may_be_one_server_s_alone_another_one_is_asked(answer: tuple[int, object]) -> None:
+    other = Script(run=[(200, {"id": "run", "name": "a run"})])
+    async with server(Script(run=[answer])) as ill, server(other) as well, opened([ill, well]) as store:
+        store._transport._current = 0  # type: ignore[union-attr]
+        with pytest.raises(StoreError):
+            await store.get_run("run")
+        assert await store.get_run("run") == Run("run", "a run")
+        assert store.answering == well
+
+
+async def test_after_a_refusal_of_what_was_asked_the_same_server_is_asked() -> None:
+    script = Script(run=[(409, refused("stale_attempt"))])
+    async with server(script) as one, server(script) as other, opened([one, other]) as store:
+        at = store.answering
+        with pytest.raises(StoreError):
+            await store.get_run("run")
+        assert store.answering == at
 
 
 async def test_a_redirect_is_not_followed_so_the_token_stays_here() -> None:
