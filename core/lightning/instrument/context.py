@@ -176,7 +176,7 @@ def activate(llm: LLM) -> Iterator[Session]:
     with _lock:
         _active.append(session)
     try:
-        with parent_of_spans(llm.api_key):
+        with parent_of_spans(llm.api_key), session.calls.given():
             yield session
     finally:
         session.close()
@@ -256,6 +256,13 @@ def _find() -> tuple[Session | None, bool]:
     return None, True
 
 
+def session_of(key: str) -> Session | None:
+    """The one active rollout with this key; None without a key."""
+    with _lock:
+        found = [session for session in _active if session.llm.api_key == key] if key else []
+    return found[0] if len(found) == 1 else None
+
+
 def context_session() -> Session | None:
     """The rollout of this very context; None in a thread that lost it."""
     return _current.get()
@@ -286,7 +293,9 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
 
     The last call is that of this thread or asyncio task and of what it started; while these have made none, of what started
-    it. Calls of clients other than httpx are not seen: where an agent uses both, give the id of the reply.
+    it. A thread that was given no context (`run_in_executor`, a plain thread or pool) counts as started by the agent itself;
+    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients other than httpx
+    are not seen: where an agent uses both, give the id of the reply.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
     `value` is not a finite number between -1e12 and 1e12.

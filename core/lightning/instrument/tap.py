@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias, cast
 
 from lightning.instrument.address import Url
 from lightning.instrument.callers import current_caller
-from lightning.instrument.context import Session, calling_session, context_session, is_gateway, log_once
+from lightning.instrument.context import Session, calling_session, context_session, is_gateway, log_once, session_of
 from lightning.instrument.reroute import Request, host_of, reroute
 from lightning.types import Caller
 
@@ -80,13 +80,18 @@ def _mark(request: Request) -> _Sent | None:
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
-        session = calling_session()
+        session = context_session() or session_of(_key(request)) or calling_session()
         if session is None or not session.serves(request.url):
             return None
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
     return session, caller.agent if caller is not None else UNNAMED
+
+
+def _key(request: Request) -> str:
+    """By which the gateway tells whose call it is, when the context does not say so."""
+    return request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
 
 
 def _answered(sent: _Sent, reply: Reply) -> None:

@@ -3,7 +3,8 @@
 The invariant: no clock is asked, since the agent's and the gateway's may differ. A call is known by the id that the gateway
 gave its reply, and a flow (a thread, or an asyncio task) by what it has made: its own calls and those of the flows that it
 started. Only while there are none of these it sees what the flow around it sees, so flows side by side take no calls from each
-other.
+other. Nobody can say who started a thread that was given no context. The agent itself started it in any case, directly or not,
+so the agent's own flow sees what it calls; another one that may have started it names no call rather than a wrong one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 DEEPEST = 64
 """Flows inside one another; deeper ones stand beside the one that started them. Tasks that each start the next and end must not
 make an ever longer chain."""
 MOST_AGENTS = 1000
 """Agents whose last call a flow knows; the one that has not called for longest is forgotten."""
+NOBODY = 0
+"""No thread and no task."""
+
+
+class Call(NamedTuple):
+    """An answered call; its number says how many of the rollout had been answered by then."""
+
+    number: int
+    response_id: str
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +41,7 @@ class Flow:
     ident: int
     around: Flow | None = None
     depth: int = 0
-    last: dict[str, str] = field(default_factory=dict)
+    last: dict[str, Call] = field(default_factory=dict)
 
     def outwards(self) -> Iterator[Flow]:
         """This flow, the one that started it, and so on."""
@@ -44,16 +56,34 @@ _lock = threading.RLock()  # a finalizer that reports may run while it is held
 
 
 class Trail:
-    """The answered calls of one rollout, made in the flow that it begins in. Safe to use from any thread."""
+    """The answered calls of one rollout. Safe to use from any thread.
+
+    The agent's own flow is the one that makes it, or the last that said `begin`.
+    """
 
     def __init__(self) -> None:
         self._first = Flow(self, _ident())
+        self._adrift = Flow(self, NOBODY, self._first, 1)  # around all flows that were given no context
+        self._answered = 0
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """What is started in this context, inside the block, is told from what is started without."""
+        token = _here.set(self._first)
+        try:
+            yield
+        finally:
+            _here.reset(token)
+
+    def begin(self) -> None:
+        """This thread or task is the agent's own: whatever the rollout calls is called by it, or by what it started."""
+        self._first.ident = _ident()
 
     def open(self) -> Flow:
         """The flow that this code runs in; what it makes from now on is told from what others make."""
         flow, ident = _here.get(), _ident()
         if flow is None or flow.trail is not self:
-            flow = self._first
+            flow = self._first if self._first.ident == ident else self._adrift
         if flow.ident != ident:
             around = flow if flow.depth < DEEPEST else flow.around or flow
             flow = Flow(self, ident, around, around.depth + 1)
@@ -63,20 +93,34 @@ class Trail:
     def add(self, response_id: str, agent: str) -> None:
         """A call that this flow made for `agent` has been answered."""
         with _lock:
+            self._answered += 1
             for flow in self.open().outwards():
                 flow.last.pop(agent, None)
-                flow.last[agent] = response_id
+                flow.last[agent] = Call(self._answered, response_id)
                 if len(flow.last) > MOST_AGENTS:
                     del flow.last[next(iter(flow.last))]
 
     def last(self, agent: str = "") -> str:
-        """The id of the last call that this flow sees: this agent's if there is one, else anyone's, else an empty string."""
+        """The id of the last call that this flow sees: this agent's if there is one, else anyone's.
+
+        Empty when there is none, and when a later one may be this flow's as well, made in a thread without a context.
+        """
         with _lock:
-            seen = [flow.last for flow in self.open().outwards() if flow.last]
-            for calls in seen:
-                if agent in calls:
-                    return calls[agent]
-            return next(reversed(seen[0].values())) if seen else ""
+            here = self.open()
+            flows = list(here.outwards())
+            seen = [flow.last for flow in flows if flow.last and flow is not self._adrift]
+            found = next((calls[agent] for calls in seen if agent in calls), None)
+            adrift = self._adrift.last.get(agent)
+            if found is None and seen:
+                found, adrift = _latest(seen[0]), _latest(self._adrift.last)
+            sees_all = here is self._first or self._adrift in flows
+            if found is None or (adrift is not None and adrift.number >= found.number and not sees_all):
+                return ""
+            return found.response_id
+
+
+def _latest(calls: dict[str, Call]) -> Call | None:
+    return next(reversed(calls.values()), None)
 
 
 def _ident() -> int:

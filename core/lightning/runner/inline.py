@@ -93,7 +93,7 @@ class InlineRunner:
     async def _guarded(self, task: Task, llm: LLM, session: Session) -> Outcome:
         started = time.monotonic()
         try:
-            return returned(await self._call(task, llm), session, time.monotonic() - started)
+            return returned(await self._call(task, llm, session), session, time.monotonic() - started)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
@@ -102,10 +102,18 @@ class InlineRunner:
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
 
-    async def _call(self, task: Task, llm: LLM) -> Reward:
+    async def _call(self, task: Task, llm: LLM, session: Session) -> Reward:
         agent = self._agent
-        result = agent(task, llm) if is_async(agent) else await _in_thread(lambda: agent(task, llm))
-        return await result if inspect.isawaitable(result) else result
+
+        def call() -> Reward | Awaitable[Reward]:
+            session.calls.begin()
+            return agent(task, llm)
+
+        result = call() if is_async(agent) else await _in_thread(call)
+        if not inspect.isawaitable(result):
+            return result
+        session.calls.begin()  # after a thread, here
+        return await result
 
 
 async def _in_thread(function: Callable[[], Reward | Awaitable[Reward]]) -> Reward | Awaitable[Reward]:

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator, Sequence
 
-from lightning.instrument import activate, emit, install_tap
+from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner import frames
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
@@ -44,18 +44,18 @@ def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outco
     started = time.monotonic()
     with _environment(llm), activate(llm) as session:
         try:
-            return returned(_call(agent, task, llm, loop), session, time.monotonic() - started)
+            return returned(_call(agent, task, llm, session, loop), session, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
             return raised(error, session, time.monotonic() - started)
 
 
-def _call(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> object:
+def _call(agent: Agent, task: Task, llm: LLM, session: Session, loop: asyncio.Runner) -> object:
     context = contextvars.copy_context()  # what the agent sets there ends with the rollout
     if is_async(agent):
-        return loop.run(_started_in_loop(agent, task, llm), context=context)
+        return loop.run(_started_in_loop(agent, task, llm, session), context=context)
     result = context.run(agent, task, llm)
     if inspect.isawaitable(result):
-        return loop.run(_awaited(result), context=context)
+        return loop.run(_awaited(result, session), context=context)
     return result
 
 
@@ -64,12 +64,14 @@ def is_async(agent: Agent) -> bool:
     return inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(getattr(agent, "__call__", None))  # noqa: B004 — an object is as async as its __call__
 
 
-async def _started_in_loop(agent: Agent, task: Task, llm: LLM) -> Reward:
+async def _started_in_loop(agent: Agent, task: Task, llm: LLM, session: Session) -> Reward:
+    session.calls.begin()
     result = agent(task, llm)
     return await result if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Awaitable[Reward]) -> Reward:
+async def _awaited(result: Awaitable[Reward], session: Session) -> Reward:
+    session.calls.begin()
     return await result
 
 

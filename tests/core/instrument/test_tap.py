@@ -128,6 +128,29 @@ def test_a_refused_call_is_none_to_give_a_reward_to(status: int, tapped: None) -
     assert [given.response_id for given in session.step_rewards] == ["good"]
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("headers", [{"Authorization": "Bearer key-{}"}, {"X-Api-Key": "key-{}"}])
+def test_among_rollouts_a_thread_without_context_calls_for_the_one_whose_key_it_sends(
+    library: Any, headers: dict[str, str], tapped: None
+) -> None:
+    base, numbers = "http://gateway/v1", iter(range(9))
+    transport = library.MockTransport(
+        lambda request: library.Response(200, headers={"x-request-id": f"call-{next(numbers)}"})
+    )
+
+    def post(key: str) -> None:
+        with library.Client(transport=transport) as client:
+            own = {name: value.format(key) for name, value in headers.items()}
+            client.post(f"{base}/chat/completions", json=BODY, headers=own)
+
+    with activate(LLM(base, "key-a", "policy")) as first, activate(LLM(base, "key-b", "policy")) as second:
+        for key in ("a", "b", "of nobody", "a"):
+            thread = threading.Thread(target=post, args=(key,))
+            thread.start()
+            thread.join()
+        assert (first.calls.last(), second.calls.last()) == ("call-3", "call-1")
+
+
 async def test_eight_rollouts_at_once(server: ChatServer, tapped: None) -> None:
     async with httpx2.AsyncClient() as client:
 

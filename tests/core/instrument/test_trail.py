@@ -159,6 +159,93 @@ def test_a_context_that_an_earlier_rollout_has_used_begins_anew() -> None:
         assert rewarded(session) == {"before": "", "after": f"call-{number}"}
 
 
+class Pool:
+    """Runs calls in a pool's thread, which is given no context."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    async def answered(self, response_id: str, agent: str = "agent") -> None:
+        await asyncio.get_running_loop().run_in_executor(self._pool, answered, response_id, agent)
+
+
+def test_the_agent_sees_the_calls_of_threads_without_context() -> None:
+    async def agent(session: Session) -> None:
+        session.calls.begin()
+        answered("plan")
+        await Pool().answered("draft")
+        reward(1.0, "after the pool's")
+        tool(name="grade")(lambda: None)()
+        await asyncio.create_task(said("a task"))
+        answered("review")
+        reward(1.0, "after its own")
+        await asyncio.create_task(said("a task after its own"))
+
+    async def said(name: str) -> None:
+        reward(1.0, name)
+
+    with activate(LLM_) as session:
+        asyncio.run(agent(session))
+    named = {"after the pool's": "draft", "a task": "", "after its own": "review", "a task after its own": "review"}
+    assert rewarded(session) == named
+    assert [event.response_id for event in session.tool_events] == ["draft"]
+
+
+def test_a_branch_takes_no_call_for_its_own_that_may_be_anybodys() -> None:
+    async def agent(session: Session) -> None:
+        session.calls.begin()
+        turn = asyncio.Barrier(3)
+        await asyncio.gather(*(branch(name, turn) for name in "abc"))
+        reward(1.0, "all")
+
+    async def branch(name: str, turn: asyncio.Barrier) -> None:
+        with component(name):
+            pool = Pool()
+            await turn.wait()
+            answered(f"plan-{name}", name)
+            reward(1.0, f"{name} planned")
+            await turn.wait()
+            await pool.answered(f"draft-{name}")
+            await turn.wait()
+            reward(1.0, f"{name} drafted")
+            grade()
+            await asyncio.to_thread(reward, 1.0, f"{name} in a thread")
+            await turn.wait()
+            answered(f"review-{name}", name)
+            await turn.wait()
+            reward(1.0, f"{name} reviewed")
+
+    grade = tool(name="grade")(lambda: None)
+    with activate(LLM_) as session:
+        asyncio.run(agent(session))
+    named = rewarded(session)
+    assert named.pop("all") in {"review-a", "review-b", "review-c"}
+    assert named == {
+        f"{name} {when}": response_id
+        for name in "abc"
+        for when, response_id in [
+            ("planned", f"plan-{name}"),
+            ("drafted", ""),
+            ("in a thread", ""),
+            ("reviewed", f"review-{name}"),
+        ]
+    }
+    assert sorted(event.response_id for event in session.tool_events) == ["plan-a", "plan-b", "plan-c"], "of that name"
+
+
+def test_without_word_where_the_agent_begins_no_stale_call_is_named() -> None:
+    async def agent() -> None:
+        answered("plan")
+        await Pool().answered("draft")
+        reward(1.0, "drafted")
+        answered("review")
+        reward(1.0, "reviewed")
+
+    with activate(LLM_) as session:
+        asyncio.run(agent())
+    assert rewarded(session) == {"drafted": "", "reviewed": "review"}
+
+
 async def test_a_chain_of_tasks_stays_short_and_goes_on(session: Session) -> None:
     async def link(left: int) -> None:
         answered(f"call-{left}")
