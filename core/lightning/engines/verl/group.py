@@ -22,6 +22,8 @@ from lightning.engines.verl.device import environment
 from lightning.engines.verl.worker import PolicyWorker
 from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
 
+logger = logging.getLogger(__name__)
+
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
 """Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
@@ -157,15 +159,23 @@ def connect(config: VerlConfig, device: str) -> bool:
         # Workers ask for a GPU each, wherever they are: here one stands for a process.
         local |= {"num_gpus": config.world_size, "object_store_memory": 256 * 2**20}
     given = {"address": config.address} if config.address else {"address": "local", **local}
-    try:
-        ray.init(**given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}") from error
-    except Exception as error:  # Ray waits 30 s for its own processes, then raises nothing narrower
-        raise EngineError(
-            f"Ray did not start on this machine: {error} On a busy one start it beforehand (`ray start --head "
-            f"--num-gpus={config.world_size}`) and set engine.verl.address = auto; Ray's logs are in /tmp/ray/session_latest"
-        ) from error
+    for tries_left in (1, 0):
+        try:
+            ray.init(**given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
+            break
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}"
+            ) from error
+        except Exception as error:  # Ray waits 30 s for its own processes, then raises nothing narrower
+            if not tries_left:
+                raise EngineError(
+                    f"Ray did not start on this machine, twice: {error} On a busy one start it beforehand (`ray start --head "
+                    f"--num-gpus={config.world_size}`) and set engine.verl.address = auto; Ray's logs "
+                    "are in /tmp/ray/session_latest"
+                ) from error
+            logger.warning("Ray did not start in the 30 s that it allows itself; it is started once more: %s", error)
+            ray.shutdown()
     return not config.address
 
 
