@@ -164,7 +164,7 @@ class WorkerExtension:
         if state is None:
             state = self._lightning_state = State()
             _watch(self, state, self._LIGHTNING_REMEMBERED)
-            keep_seeds(getattr(self, "model_runner", None))
+            keep_seeds(_runner(self))
             if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
                 engine.lightning_state = state
         return state

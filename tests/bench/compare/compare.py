@@ -198,9 +198,9 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["lightning", "trl"], metavar="ARM",
                         help=f"what to run: {', '.join(ARMS)}")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=15, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
     parser.add_argument("--tasks-per-step", type=int, default=16, help="tasks of a step, 8 rollouts each")
-    parser.add_argument("--tool-seconds", nargs="+", type=float, default=[0.0, 0.05], metavar="S",
+    parser.add_argument("--tool-seconds", nargs="+", type=float, default=[0.0, 0.05, 0.15], metavar="S",
                         help="how long every tool waits; each is a table of its own")  # fmt: skip
     parser.add_argument("--eval-every", type=int, default=1, help="evaluate the weights of every so many steps")
     parser.add_argument("--held-out", type=int, default=200, help="held-out tasks")

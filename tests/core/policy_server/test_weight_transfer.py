@@ -44,6 +44,7 @@ class Worker(WorkerExtension):
     def __init__(self, config: Any, engine: Any) -> None:
         self.vllm_config = SimpleNamespace(weight_transfer_config=config)
         self.weight_transfer_engine = engine
+        self.model_runner = SimpleNamespace(requests={})
 
     def execute_model(self, scheduler_output: object) -> None: ...
 

@@ -180,9 +180,8 @@ def check_common(body: Body) -> tuple[bool, int]:
     if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_CHOICES):
         raise refuse_parameter("n", f"must be an integer from 1 to {MOST_CHOICES}, not {n!r}.")
     temperature = body.get("temperature")
-    if temperature is not None and not _is_number(
-        temperature
-    ):  # vLLM reads "0.2"; recorded as another it would mislead
+    # vLLM would read "0.2" as a number: sampled at that and recorded as another it would mislead.
+    if temperature is not None and not _is_number(temperature):
         raise refuse_parameter("temperature", f"must be a number or null, not {temperature!r:.80}.")
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
