@@ -89,8 +89,9 @@ def lightning_redact(text: str, where: str) -> str | None:
     """Return what is to be stored instead of a text, or None to leave it as it is.
 
     Asked of every text of an attempt before it is stored, after credentials were left out of it: `where` is `outcome.error`,
-    `tool.arguments`, `tool.output`, `tool.error`, `span.name`, `span.error` or `span.attributes`. Each plugin gets what the one
-    before made of it; when one raises, the text is not stored. Tasks and token ids cannot be redacted.
+    `tool.arguments`, `tool.output`, `tool.error`, `span.name`, `span.error`, `span.attributes` or `conversation`. Each plugin
+    gets what the one before made of it; when one raises, the text is not stored. A conversation, said through the Responses
+    API, is stored as it is or not at all. Tasks and token ids cannot be redacted.
     """
 
 

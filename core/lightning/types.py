@@ -58,6 +58,11 @@ class Status(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
+    @property
+    def ended(self) -> bool:
+        """Whether it stays so."""
+        return self in (Status.SUCCEEDED, Status.FAILED)
+
 
 class Fault(StrEnum):
     """Whose fault an unsuccessful attempt was; only `INFRASTRUCTURE` is retried."""
@@ -218,6 +223,18 @@ class VersionRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """The chat messages up to the end of a response of the Responses API, as what it adds to an earlier one of its attempt.
+
+    The first `kept` messages are those of the response `after` (empty: there is none), then come `messages`, the answer last.
+    """
+
+    messages: tuple[Json, ...]
+    after: str = ""
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Transition:
     """One model call as a step of the agent's MDP: state = `prompt_ids`, action = `response_ids`.
 
@@ -226,6 +243,8 @@ class Transition:
     and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
     grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
     under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
+    `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
+    and those whose text may not be stored.
     """
 
     rollout: str
@@ -245,6 +264,7 @@ class Transition:
     started_at: float = 0.0
     ended_at: float = 0.0
     tool_calls: tuple[str, ...] = ()
+    conversation: Conversation | None = None
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -313,14 +313,14 @@ def report(results: dict[str, Any]) -> None:
 
 def serve(role: str, upstream: str) -> None:
     """Be one of the servers."""
-    import uvloop
+    from lightning import loops
 
     def announce(said: object) -> None:
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
     roles = {"backend": lambda: backend(announce), "ours": lambda: ours(announce, upstream)}
-    uvloop.run(roles[role]() if role in roles else naive(announce, upstream))
+    loops.run(roles[role]() if role in roles else naive(announce, upstream))
 
 
 if __name__ == "__main__":

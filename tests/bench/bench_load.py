@@ -33,6 +33,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 from bench_store import conversations, rollouts_of
+from lightning import loops
 from lightning.gateway.tokens import TokenSigner
 from lightning.plugins import plugins
 from lightning.store.http import HttpStore
@@ -392,13 +393,12 @@ def say(title: str, numbers: dict[str, float]) -> None:
 
 def serve(role: str, args: Sequence[str]) -> None:
     """Be one of the servers."""
-    import uvloop
 
     def announce(said: object) -> None:
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
-    uvloop.run(backend(announce) if role == "backend" else server(announce, *args))
+    loops.run(backend(announce) if role == "backend" else server(announce, *args))
 
 
 if __name__ == "__main__":

@@ -45,13 +45,15 @@ from tests.servers.ports import free_port
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.chaos.agent:agent"
 SERVING = "lightning.policy_server.launch"
-TASKS_PER_STEP, RUNNERS, AGENTS = 2, 3, 4
+RUNNERS, AGENTS = 3, 4
 LONGEST_RECOVERY = 180.0
 """Seconds after which something that was killed counts as not coming back."""
 WEIGHTS = {"agent": 3, "runner": 6, "server": 4, "database": 4, "trainer": 1, "policy server": 1}
 """How often each is killed, beside the others: a trainer and a vLLM take half a minute to start."""
 STORM = {"agent": 12, "runner": 4, "server": 3, "database": 5, "trainer": 0.3, "policy server": 0.3}
 """The same in a storm."""
+MODEL_SERVERS = {"trainer", "policy server"}
+"""Without either no agent is answered for half a minute: a storm kills one of them only when both serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,21 @@ class Campaign:
         self._settle([start], patience=3 * LONGEST_RECOVERY)
         end = time.monotonic() + seconds
         weights, awaited = STORM if storm else WEIGHTS, list[Awaited]()
+        targets = [target for target in weights if target != "database" or self.database.is_process]
         while len(self.kills) + len(awaited) < kills and time.monotonic() < end:
             self._idle(self.dice.expovariate(3.0) if storm else self.dice.uniform(0.2, 3.0))
-            target = self.dice.choices(list(weights), list(weights.values()))[0]
-            awaited = self._look(awaited)
-            # Who is killed whenever it starts would let nothing happen.
-            killed = self._kill(target, {one.name for one in awaited})
-            if killed is not None:
-                awaited.append(killed)
+            target = self.dice.choices(targets, [weights[target] for target in targets])[0]
+            killed = None
+            # It is waited for, if it is away: another in its place would soon be the trainer or vLLM each time.
+            while killed is None and time.monotonic() < end:
+                awaited = self._look(awaited)
+                # Who is killed whenever it starts would let nothing happen.
+                away = {one.name for one in awaited}
+                killed = self._kill(target, away | (MODEL_SERVERS if away & MODEL_SERVERS else set()))
+                if killed is None:
+                    self._idle(0.1)
+                else:
+                    awaited.append(killed)
             if not storm:
                 awaited = self._settle(awaited)
         self._settle(awaited, patience=3 * LONGEST_RECOVERY)
@@ -157,8 +166,6 @@ class Campaign:
                     return None
                 # What it had answered before may still arrive: only a new one shows that it serves.
                 back = lambda line: bool(line.reply) and self._serves_anew(killed)  # noqa: E731
-            case "database" if not self.database.is_process:
-                return None
             case "database":
                 self.database.kill()
                 self._pause()
@@ -259,8 +266,10 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "lightning"]
+    # More rollouts than there is room for, so that a client which was started again has work at once.
+    tasks_per_step = max(2, clients * AGENTS // 6)
     settings = {
-        "trainer.steps": 100_000, "trainer.tasks_per_step": TASKS_PER_STEP, "trainer.eval_every": 0, "engine.lr": 2e-3,
+        "trainer.steps": 100_000, "trainer.tasks_per_step": tasks_per_step, "trainer.eval_every": 0, "engine.lr": 2e-3,
         "policy_server.max_model_len": 1024, "server.port": ports[0], "trainer.trackers": "[]", "runner.max_attempts": 20,
         "runner.lease_ttl": 10,
     }  # fmt: skip

@@ -211,7 +211,11 @@ def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes
 
 async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(processes: Processes) -> None:
     url = f"sqlite:///{processes.folder / 'shared.db'}"
-    (processes.folder / "slow_agent.py").write_text("import time\ndef agent(task, llm):\n    time.sleep(200)\n")
+    began = processes.folder / "began"
+    slow = (
+        f"import pathlib, time\ndef agent(task, llm):\n    pathlib.Path({str(began)!r}).touch()\n    time.sleep(200)\n"
+    )
+    (processes.folder / "slow_agent.py").write_text(slow)
     processes.start("server", "serve", "--store", url)
     server = await asyncio.to_thread(processes.said, "server", r"ready at (http://\S+)")
     store = plugins().store(url)
@@ -222,9 +226,9 @@ async def test_a_second_signal_ends_a_client_at_once_and_its_work_is_given_back(
     await fake.start()
     await Owner(store, "run").open([Upstream(fake.url, fake.model)], 0)
     client = processes.start("client", "runner", "slow_agent:agent", "--server", server, "--token-file", "runner-token")
-    async with asyncio.timeout(300), store.watch("run") as watch:
-        while (found := await store.get_rollout("run/0")) is None or found.status is not Status.RUNNING:
-            await watch.wait(0.2)
+    async with asyncio.timeout(300):
+        while not began.exists():  # before that the lease is given back at once, and the client ends
+            await asyncio.sleep(0.1)
     client.send_signal(signal.SIGTERM)
     await asyncio.sleep(1)
     assert client.poll() is None, "its agent has runner.drain seconds"

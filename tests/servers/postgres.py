@@ -6,12 +6,10 @@ The invariant: the server dies with the process that started it, and `kill` is a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,12 +18,12 @@ from pathlib import Path
 from typing import Self
 
 import asyncpg
+import psutil
 
 from tests.servers.ports import free_port
 
 USER = "lightning"
 """The superuser of the database. PostgreSQL refuses to run as root: root runs it as `nobody`."""
-PR_SET_PDEATHSIG = 1
 TABLES = {
     *("schema_version", "runs", "rollouts", "attempts", "transitions", "spans", "steps", "metrics", "state"),
     *("tokens", "resources", "aliases"),
@@ -52,6 +50,7 @@ class PostgresServer:
         self.settings = settings
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        self._guarding: subprocess.Popen[bytes] | None = None
         self.empty: list[str] = []
         """Schemas that `clear` made ready for the next test."""
 
@@ -94,6 +93,14 @@ class PostgresServer:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+        self._unguard()
+
+    def kill_all(self) -> None:
+        """`kill`, and wait until nobody serves its clients any more, which takes a moment on a busy machine."""
+        if self.process is not None:
+            serving = psutil.Process(self.process.pid).children(recursive=True)
+            self.kill()
+            psutil.wait_procs(serving, timeout=60)
 
     def close(self) -> None:
         """Stop it at once, without saying good-bye to its clients; its files stay unless they are its own."""
@@ -103,6 +110,7 @@ class PostgresServer:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self._unguard()
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -142,8 +150,18 @@ class PostgresServer:
             *("-c", "listen_addresses=127.0.0.1", "-c", "max_connections=200", "-c", "shared_buffers=64MB"),
             *(part for setting in self.settings for part in ("-c", setting)),
         ]  # fmt: skip
+        self._unguard()
         with (self.folder / "log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, **_as_somebody())  # type: ignore[call-overload,no-any-return]
+            started: subprocess.Popen[bytes] = subprocess.Popen(command, stdout=log, stderr=log, **_as_somebody())  # type: ignore[call-overload]
+        self._guarding = _guard(started.pid)
+        return started
+
+    def _unguard(self) -> None:
+        """The server has ended: its number may soon be another's."""
+        guarding, self._guarding = self._guarding, None
+        if guarding is not None:
+            guarding.kill()
+            guarding.communicate()
 
     def _create(self, data: Path) -> None:
         data.mkdir(parents=True)
@@ -179,10 +197,14 @@ def _as_somebody() -> dict[str, object]:
     options: dict[str, object] = {"cwd": "/"}
     if os.name != "nt" and os.geteuid() == 0:
         options["user"] = "nobody"
-    if sys.platform == "linux":
-        options["preexec_fn"] = _die_with_parent
     return options
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
+def _guard(server: int) -> subprocess.Popen[bytes]:
+    """What stops the server when this process ends, whatever ends it: its standard input ends then, too.
+
+    Not by Python code between fork and exec: there the interpreter tidies up after all other threads, and what torch has left
+    in them (process groups) may hang in that.
+    """
+    command = ["/bin/sh", "-c", 'read _; kill -QUIT "$0"', str(server)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -1,4 +1,4 @@
-"""What `lightning doctor` says of training on many GPUs: GPUs, NCCL, flash attention, verl and Ray.
+"""What `lightning doctor` says of training on many GPUs: GPUs, NCCL, flash attention, verl, Megatron and Ray.
 
 The invariant: nothing here is fatal, since `lightning demo` needs none of it; and what takes more than a moment (importing
 verl, attaching to a cluster) is done only when it was asked for, in a process of its own.
@@ -84,6 +84,8 @@ def examine_cluster(ray_address: str, *, verl: bool) -> Iterator[Check]:
     if gpus:
         yield _flash_attention()
     yield _verl(try_it=verl)
+    if verl:
+        yield from _megatron(gpus=bool(gpus))
     yield from _ray(ray_address)
 
 
@@ -174,6 +176,26 @@ def _verl(*, try_it: bool) -> Check:
         detail = f"{found}, but its workers cannot be imported: {error}"
         return Check("verl", "broken", detail, "pip install --upgrade 'lightning[verl]<1'")
     return Check("verl", "ok", f"{found}; its workers can be imported, and would compute on {answer['device']}")
+
+
+def _megatron(*, gpus: bool) -> Iterator[Check]:
+    """Of the strategy `megatron`, which few need."""
+    found, install = version_of("megatron-core"), "pip install 'lightning[verl-megatron]<1'"
+    if found is None:
+        yield Check("megatron", "missing", "for engine.verl.strategy = megatron; fsdp2 needs none", install)
+        return
+    if version_of("mbridge") is None:
+        yield Check("mbridge", "missing", "engine.verl.strategy = megatron loads and exports models by it", install)
+    if gpus and version_of("transformer-engine") is None:
+        cure = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        yield Check("transformer-engine", "missing", "engine.verl.strategy = megatron computes with it on GPUs", cure)
+    try:
+        answer = _probe(["megatron"], VERL_SECONDS)
+    except ProbeError as error:
+        yield Check("megatron", "broken", f"{found}, but verl's engine over it cannot be imported: {error}", install)
+    else:
+        detail = f"{found}; verl's engine over it can be imported, and would compute on {answer['device']}"
+        yield Check("megatron", "ok", detail)
 
 
 def _ray(address: str) -> Iterator[Check]:

@@ -13,17 +13,17 @@ from typing import Any
 
 
 def main(arguments: list[str]) -> None:
-    """`verl`: import the workers, as a run does. `ray ADDRESS`: attach to a cluster; its version, and GPUs of its nodes."""
-    found = _verl() if arguments[0] == "verl" else _ray(arguments[1])
+    """`verl`, `megatron`: import the workers, or that engine of theirs, as a run does. `ray ADDRESS`: attach to a cluster; its
+    version, and GPUs of its nodes."""
+    found = _ray(arguments[1]) if arguments[0] == "ray" else _engine(arguments[0])
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def _verl() -> dict[str, object]:
+def _engine(name: str) -> dict[str, object]:
     from lightning.engines.verl.device import choose
 
     device = choose("auto")
-    import lightning.engines.verl.worker  # noqa: F401 — that it can be imported is what is asked
-
+    import_module(f"lightning.engines.verl.{'worker' if name == 'verl' else name}")
     return {"device": device}
 
 

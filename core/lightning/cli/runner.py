@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from lightning.cli.agents import load_agent
 from lightning.cli.output import fail, say
-from lightning.cli.train import load_agent
 from lightning.config import load_config
 from lightning.errors import ConfigError
 

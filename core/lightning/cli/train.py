@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from lightning.cli.agents import load_agent
 from lightning.cli.output import stoppable
 from lightning.config import load_config
-from lightning.errors import ConfigError, DataError
-from lightning.runner.protocol import Agent
+from lightning.errors import DataError
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
@@ -87,26 +85,6 @@ def _report(summary: Summary, trainer: Trainer, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def load_agent(name: str) -> Agent:
-    """Import `MODULE:FUNCTION`, with the current folder importable. Raises `ConfigError` naming what is missing."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{name!r} does not name an agent: write MODULE:FUNCTION, for example my_app.agent:run")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot import {module_name!r} for the agent {name!r}: {error}") from error
-    target: object = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"the module {module_name!r} has no {attribute!r}")
-        target = getattr(target, part)
-    if not callable(target):
-        raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")
-    return target
 
 
 def read_tasks(file: Path) -> list[Task]:

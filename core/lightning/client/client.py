@@ -16,10 +16,13 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning import loops
 from lightning.client.delivery import ServerDelivery, Tally
+from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
 from lightning.config import Config, load_config, with_settings
+from lightning.ending import until_told
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
@@ -81,9 +84,10 @@ class Client:
         """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.
 
         SIGTERM and Ctrl-C drain: nothing more is leased, agents get `runner.drain` seconds, then their leases are given back. A
-        second one ends everything at once. Raises `StoreError` when a server refuses, `RunnerError` when no agent can run.
+        second one ends everything at once. Raises `StoreError` when a server refuses, `RunnerError` when no agent can run, and
+        `RuntimeError` where an event loop runs already: await `work` there.
         """
-        return asyncio.run(self._with_signals())
+        return loops.run(self._until_told(), instead="`await client.work()` in place of client.run()")
 
     async def work(self, stop: asyncio.Event | None = None) -> Tally:
         """`run` on the loop that there is; set `stop` to drain. Cancelling ends the agents and gives the leases back."""
@@ -95,14 +99,16 @@ class Client:
             await self._runner.start()
             if not await self._open(stop):
                 return Tally()
+            presence = Presence()
             delivery = ServerDelivery(
                 self._store,
                 servers,
-                Runs(self._store, runs, math.inf if idle is None else idle),
+                Runs(self._store, runs, math.inf if idle is None else idle, presence),
                 worker,
                 self.config.runner.lease_ttl,
                 rollouts,
                 idle,
+                presence,
             )
             await deliver(delivery, self._runner, self.config.runner, stop=stop)
             return delivery.tally
@@ -127,23 +133,6 @@ class Client:
                 return True
         return False
 
-    async def _with_signals(self) -> Tally:
+    async def _until_told(self) -> Tally:
         stop = asyncio.Event()
-        working = asyncio.create_task(self.work(stop))
-
-        def told() -> None:
-            if stop.is_set():
-                working.cancel()
-            stop.set()
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # Windows has no such handlers, and a thread that is not the main one may set none.
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, told)
-        try:
-            return await working
-        except asyncio.CancelledError:
-            if not working.done() or not stop.is_set():
-                raise
-            raise KeyboardInterrupt from None
+        return await until_told(self.work(stop), signal.SIGTERM, signal.SIGINT, gently=stop)

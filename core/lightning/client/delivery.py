@@ -2,7 +2,8 @@
 
 The invariant: a server that is away ends no agent. Leases wait, renewals are missed, and an outcome is told until a server has
 taken it or says that the attempt was given to another. It is told with less in it only when servers refuse it for what it is or
-how long it is, or have refused it for as long as a lease lasts. What is refused about one attempt costs that attempt alone.
+how long it is, or have refused it for as long as a lease lasts while they answered other things. What is refused about one
+attempt costs that attempt alone.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
+from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, StoreError, UnavailableError
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
-from lightning.store.http.transport import TokenRefusedError, TooLongError
+from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError
 from lightning.store.protocol import Watch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between two attempts to tell an outcome."""
+WORK = "leases and outcomes"
+"""What a delivery asks servers, as `Presence` knows it."""
 
 
 @dataclass(slots=True)
@@ -52,10 +56,10 @@ class ServerDelivery:
     ttl: float
     rollouts: int | None = None
     idle: float | None = None
+    presence: Presence = field(default_factory=Presence)
     tally: Tally = field(default_factory=Tally)
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
     _busy_at: float = field(default_factory=time.monotonic)
-    _away_since: float | None = None
     _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
 
     def watch(self) -> AbstractAsyncContextManager[Watch]:
@@ -168,33 +172,46 @@ class ServerDelivery:
     async def _try_to_tell(self, lease: Lease, outcome: Outcome) -> Rollout | LightningError:
         """What servers made of an outcome: the rollout, or what they refused it with.
 
-        Asks until one answers. A refusal that is not about the outcome itself may pass (a proxy that is being reloaded, a
-        server of the release before): the same is told again until pauses between such refusals have taken `ttl` seconds.
+        Asks until one answers. A refusal that is not about the outcome itself may pass (a server of the release before, the
+        error page of a proxy where servers answer something else, which may be about it as well): the same is told again until
+        pauses between such refusals have taken `ttl` seconds.
         """
         pause, left = FIRST_PAUSE, self.ttl
         while True:
             wait = pause * random.uniform(0.5, 1.0)  # noqa: S311 — so that clients do not come back as one
             try:
                 rollout = await self.store.complete(lease.rollout.id, lease.attempt, outcome)
-            except UnavailableError as error:
-                self._away(error)
             except (StaleAttemptError, TokenRefusedError):
                 raise
             except LightningError as error:
-                self._back()
-                if isinstance(error, DataError) or left <= 0:
-                    return error
-                if left == self.ttl:
-                    logger.warning(
-                        "%s: its outcome is refused, and told again for %g s: %s", _named(lease), left, error
-                    )
-                wait = min(wait, left)
-                left -= wait
+                if isinstance(error, UnavailableError) and not (isinstance(error, PageError) and await self._answers()):
+                    self._away(error)
+                else:
+                    if isinstance(error, DataError) or left <= 0:
+                        return error
+                    if left == self.ttl:
+                        logger.warning(
+                            "%s: its outcome is refused, and told again for %g s: %s", _named(lease), left, error
+                        )
+                    wait = min(wait, left)
+                    left -= wait
             else:
                 self._back()
                 return rollout
             await asyncio.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _answers(self) -> bool:
+        """Whether a server answers what is about no outcome. A page that stands in the place of that too is about none."""
+        try:
+            await self.store.version()
+        except UnavailableError:
+            return False
+        except TokenRefusedError:
+            raise
+        except LightningError as error:
+            logger.debug("servers answer, though not which release they are of: %s", error)
+        return True
 
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
         """No agent is at fault whose server is gone: the attempt may be made again."""
@@ -207,14 +224,10 @@ class ServerDelivery:
         return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
 
     def _away(self, error: UnavailableError) -> None:
-        if self._away_since is None:
-            self._away_since = time.monotonic()
-            logger.warning("%s. Agents that run go on; this client asks again", error)
+        self.presence.away(WORK, error)
 
     def _back(self) -> None:
-        if self._away_since is not None:
-            logger.warning("a server answers again after %.0f s", time.monotonic() - self._away_since)
-            self._away_since = None
+        self.presence.back(WORK)
 
 
 def _less_and_less(outcome: Outcome) -> list[Outcome]:

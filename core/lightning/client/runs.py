@@ -2,7 +2,7 @@
 
 The invariant: every run that begins to have work is found: one of the newest within `FIND_SECONDS`, an older one when its turn
 comes. One that gave work lately is watched, so that its next rollouts are leased as soon as they are there. No task of finding
-or watching ends unheard. A run that is not there yet is waited for.
+or watching ends unheard. A run that is not there yet is waited for, and so are servers that do not answer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from lightning.client.presence import Presence
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store.http import HttpStore
 from lightning.types import Status
@@ -32,13 +33,18 @@ DROPPED_SECONDS = 60.0
 """How long a run is left alone that servers refuse to lease from."""
 AWAY_SECONDS = 1.0
 """Between two questions that no server answered."""
+FINDING = "which runs have work"
+"""What finding asks servers, as `Presence` knows it."""
 
 
 class Runs:
-    """The runs to lease from. `given` names them; empty: find them. No wait is longer than `longest` seconds."""
+    """The runs to lease from. `given` names them; empty: find them. No wait is longer than `longest` seconds. `presence` hears
+    whether servers answer."""
 
-    def __init__(self, store: HttpStore, given: Sequence[str], longest: float = math.inf) -> None:
-        self._store, self._longest = store, longest
+    def __init__(
+        self, store: HttpStore, given: Sequence[str], longest: float = math.inf, presence: Presence | None = None
+    ) -> None:
+        self._store, self._longest, self._presence = store, longest, presence or Presence()
         self._given = tuple(given)
         self._active = {run: time.monotonic() for run in given}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -102,7 +108,9 @@ class Runs:
                         self._active[run] = time.monotonic()
                         self._news.set()
             except UnavailableError as error:
-                logger.debug("no runs were found: %s", error)
+                self._presence.away(FINDING, error)
+            else:
+                self._presence.back(FINDING)
             now = time.monotonic()
             self._active = {run: since for run, since in self._active.items() if now - since < WATCHED_SECONDS}
             self._watch_active()

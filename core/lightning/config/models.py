@@ -11,6 +11,7 @@ from lightning.config.optimizer_model import OptimizerModelConfig
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
 from lightning.config.verl import VerlConfig
+from lightning.types import DEFAULT_PROJECT
 
 
 class TrainerConfig(Section):
@@ -36,6 +37,9 @@ class TrainerConfig(Section):
     """How many checkpoints stay on disk."""
     seed: int = 0
     """Seeds the order of tasks, the sampler and the engine."""
+    project: str = DEFAULT_PROJECT
+    """The project that a run and its prompts and weights belong to. A server's tokens open one project; runners with a token of
+    this one find the run. `lightning serve --store` makes its first runner token for it."""
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Where metrics go besides the store."""
     max_logprob_gap: float = Field(default=0.5, gt=0)

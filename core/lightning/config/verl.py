@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, JsonValue
 
 from lightning.config.section import Section
@@ -21,9 +23,16 @@ class VerlConfig(Section):
     """How often in a run workers that died are started again, from the last checkpoint; a step is then taken again."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds until all workers must have found their places in the cluster and loaded the model."""
+    strategy: Literal["fsdp2", "megatron"] = "fsdp2"
+    """How the model is cut for the workers: `fsdp2` gives each a piece of every weight; `megatron` (the extra `verl-megatron`)
+    cuts by tensors, layers, tokens and experts, as the table `megatron` says. Megatron trains all weights, without LoRA or a
+    critic; it has run on CPUs, not on a GPU yet."""
     model: dict[str, JsonValue] = Field(default_factory=dict)
     """Further options of verl's `HFModelConfig`, as they are."""
     sharding: dict[str, JsonValue] = Field(default_factory=dict)
     """Further options of verl's `FSDPEngineConfig`, as they are: `param_offload`, `ulysses_sequence_parallel_size`, ..."""
+    megatron: dict[str, JsonValue] = Field(default_factory=dict)
+    """In the place of `sharding` where the strategy is `megatron`: further options of verl's `McoreEngineConfig`, as they are:
+    `tensor_model_parallel_size`, `pipeline_model_parallel_size`, `expert_model_parallel_size`, `optimizer_offload`, ..."""
     optimizer: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further options of verl's `FSDPOptimizerConfig`, as they are."""
+    """Further options of verl's `FSDPOptimizerConfig`, or `McoreOptimizerConfig` with Megatron, as they are."""

@@ -25,6 +25,7 @@ from lightning.gateway.dialects.base import error_text
 from lightning.gateway.disconnect import Watch
 from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, UpstreamGoneError, send_bytes
 from lightning.gateway.forward import Forwarder
+from lightning.gateway.history import Entry, History
 from lightning.gateway.identity import Identity, forwarded_headers
 from lightning.gateway.policies import Policies
 from lightning.gateway.policy import Policy
@@ -34,7 +35,7 @@ from lightning.gateway.sse import EventCutter, data_of
 from lightning.gateway.stats import Counters
 from lightning.gateway.tokens import Claims
 from lightning.gateway.versions import LiveCall
-from lightning.types import CallStatus
+from lightning.types import CallStatus, Conversation
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,12 @@ class CallEndpoint:
         policies: Policies,
         forwarder: Forwarder,
         recorder: Recorder,
+        history: History,
         counters: Counters,
     ) -> None:
         self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
-        self._forwarder, self._recorder, self._counters = forwarder, recorder, counters
+        self._forwarder, self._recorder, self._history, self._counters = forwarder, recorder, history, counters
+        self._told_of_missing_ids = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
@@ -133,7 +136,9 @@ class CallEndpoint:
         caller = self._identity.caller(scope, body.get("model"))
         request_id = f"{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
-        body, translator = self._dialect.translate(body, claims, capture.id)
+        previous = self._dialect.continues(body)
+        before = () if previous is None else await self._history.before((claims.rollout, claims.attempt), previous)
+        body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained = temperature_of(body), is_constrained(body)
@@ -247,34 +252,39 @@ class CallEndpoint:
         else:
             if call.live.unsure:
                 log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-            await self._record(call, CallStatus.ERROR if call.live.unsure else answer.outcome)
-            if call.translator is not None and answer.outcome is CallStatus.OK:
-                call.translator.recorded()
+            entry = await self._entry(call) if answer.outcome is CallStatus.OK else None
+            status = CallStatus.ERROR if call.live.unsure else answer.outcome
+            await self._record(call, status, None if entry is None else entry.stored)
+            if entry is not None:
+                self._history.keep(entry)
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
             await send_bytes(send, answer.status, answer.body, answer.headers)
 
-    async def _record(self, call: Call, status: CallStatus) -> None:
+    async def _entry(self, call: Call) -> Entry | None:
+        """What later calls may go on with by the id of this one's answer."""
+        said = None if call.translator is None else call.translator.conversation()
+        if said is None:
+            return None
+        return await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
+
+    async def _record(self, call: Call, status: CallStatus, said: Conversation | None = None) -> None:
         try:
-            stored = await self._recorder.append(call.ticket, call.plan, call.live, status)
+            stored = await self._recorder.append(call.ticket, call.plan, call.live, status, said)
         except StaleAttemptError as error:
             message = f"This attempt of the rollout is over, its calls are no longer taken: {error}. Stop the agent."
             raise RefusalError(409, "stale_attempt", message, [NO_RETRY]) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
         self._counters.count(status, stored)
-        if status is CallStatus.OK and _lacks_ids(call):
-            self._tell_of_missing_ids(call)
-
-    def _tell_of_missing_ids(self, call: Call) -> None:
-        if not self._counters.without_ids:
+        if status is CallStatus.OK and _lacks_ids(call) and not self._told_of_missing_ids:
+            self._told_of_missing_ids = True
             log.warning(
                 "call %s is not trained on: the policy server gave no token ids of its answer. Is it a vLLM of a release that "
-                "lightning takes, and does nothing between it and the gateway change answers? (said once)",
+                "lightning takes, and does nothing between it and the gateway change answers? (said once for each API)",
                 call.capture.id,
             )
-        self._counters.without_ids += 1
 
     async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
         """Record a call that was sent but not answered; a store that refuses this too is only logged."""

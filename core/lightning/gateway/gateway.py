@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from lightning.errors import GatewayError
 from lightning.gateway.allowed import Allowed
 from lightning.gateway.forward import MODEL, Forwarder
+from lightning.gateway.history import History
 from lightning.gateway.identity import Identity
 from lightning.gateway.policies import Policies
 from lightning.gateway.policy import Policy
@@ -76,8 +77,9 @@ class Gateway:
         identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store, self._counters)
+        self._history = History(store)
         self._front = build_front(
-            config, identity, self._policies, self._forwarder, self._recorder, self._counters, traces
+            config, identity, self._policies, self._forwarder, self._recorder, self._history, self._counters, traces
         )
         self.app = self._front.app
 
@@ -183,6 +185,7 @@ class Gateway:
         if self._serving is not None:
             await self._serving.stop()
             self._serving = None
+        self._history.close()
         await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()

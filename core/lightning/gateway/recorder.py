@@ -18,7 +18,7 @@ from lightning.errors import ConflictError
 from lightning.gateway.dialects import Choice, Plan
 from lightning.gateway.versions import LiveCall
 from lightning.store.protocol import Store
-from lightning.types import UNSERVED, Caller, CallStatus, Transition, logprobs, token_ids
+from lightning.types import UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,12 @@ class Recorder:
                 return
             del self._counters[key]
 
-    async def append(self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
+    async def append(
+        self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus, said: Conversation | None = None
+    ) -> list[Transition]:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         first = await ticket.counter.first() + ticket.offset
-        transitions = build(ticket, first, plan, live, status)
+        transitions = build(ticket, first, plan, live, status, said)
         for _ in range(CONFLICT_RETRIES):
             try:
                 await self._store.append(transitions)
@@ -124,7 +126,9 @@ class Recorder:
         return first
 
 
-def build(ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallStatus) -> list[Transition]:
+def build(
+    ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallStatus, said: Conversation | None
+) -> list[Transition]:
     """One transition per choice, or a single empty one for a call that ended before any choice was seen."""
     capture = live.capture
     choices: Sequence[tuple[int, Choice]] = sorted(capture.choices.items()) or [(0, Choice())]
@@ -149,6 +153,7 @@ def build(ticket: Ticket, first: int, plan: Plan, live: LiveCall, status: CallSt
             started_at=ticket.started_at,
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
+            conversation=said,
         )
         for offset, (index, choice) in enumerate(choices)
     ]

@@ -1,8 +1,8 @@
 """What is left out of texts before they are stored: credentials always, and whatever a plugin's `lightning_redact` says.
 
-The invariant: of what agents and their tools say in words (errors, arguments and outputs of tools, spans) nothing is stored
-that has not passed here, and a redactor that fails costs the text, never the secret. Tasks and token ids pass as they are: an
-agent works on its task, and a run is trained on the very tokens that were sampled.
+The invariant: of what agents and their tools say in words (errors, arguments and outputs of tools, spans, conversations)
+nothing is stored that has not passed here, and a redactor that fails costs the text, never the secret. Tasks and token ids pass
+as they are: an agent works on its task, and a run is trained on the very tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning.plugins import plugins
-from lightning.types import Json, Outcome, Span, ToolEvent
+from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,13 @@ def _redacted_event(event: ToolEvent) -> ToolEvent:
         output=redacted(event.output, "tool.output"),
         error=redacted(event.error, "tool.error"),
     )
+
+
+def storable(conversation: Conversation) -> Conversation | None:
+    """The conversation, or None where something would be left out of it: with other words in their place the model would go on
+    with a conversation that never was."""
+    said = list(conversation.messages)
+    return conversation if redacted_json(said, "conversation") == said else None
 
 
 def redacted_span(span: Span) -> Span:

@@ -24,6 +24,7 @@ from lightning.gateway.counting import UNANSWERED, CountTokens
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.forward import Forwarder
+from lightning.gateway.history import History
 from lightning.gateway.identity import Identity
 from lightning.gateway.policies import Policies
 from lightning.gateway.recorder import Recorder
@@ -61,13 +62,14 @@ def build_front(
     policies: Policies,
     forwarder: Forwarder,
     recorder: Recorder,
+    history: History,
     counters: Counters,
     traces: TraceEndpoint,
 ) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(identity, policies, forwarder)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, counters)
+        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history, counters)
         for dialect in DIALECTS
     }
     endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder)

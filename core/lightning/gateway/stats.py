@@ -10,9 +10,8 @@ from lightning.types import CallStatus, Transition
 
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
-    """A snapshot. `ok`, `aborted` and `error` count calls, `without_ids` those of the `ok` that cannot be trained on, because
-    the policy server gave no token ids; `refused` requests that were answered with an error of the gateway's own; tokens are
-    those vLLM reported (each choice's prompt counts); `held` requests wait for an update; `spans` were stored,
+    """A snapshot. `ok`, `aborted` and `error` count calls; `refused` requests that were answered with an error of the gateway's
+    own; tokens are those vLLM reported (each choice's prompt counts); `held` requests wait for an update; `spans` were stored,
     `spans_rejected` belonged to no attempt that could take them."""
 
     ok: int = 0
@@ -25,7 +24,6 @@ class GatewayStats:
     held: int = 0
     spans: int = 0
     spans_rejected: int = 0
-    without_ids: int = 0
 
 
 class Counters:
@@ -34,7 +32,7 @@ class Counters:
     def __init__(self) -> None:
         self.calls = dict.fromkeys(CallStatus, 0)
         self.refused = self.tokens_in = self.tokens_out = self.in_flight = 0
-        self.spans = self.spans_rejected = self.without_ids = 0
+        self.spans = self.spans_rejected = 0
 
     def count(self, status: CallStatus, stored: Sequence[Transition] = ()) -> None:
         """One more call ended this way."""
@@ -56,5 +54,4 @@ class Counters:
             held=held,
             spans=self.spans,
             spans_rejected=self.spans_rejected,
-            without_ids=self.without_ids,
         )

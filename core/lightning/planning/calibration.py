@@ -53,20 +53,22 @@ def calibrate(recorded: Recorded, *, servers: int = 1) -> Calibration:
 
     Raises `DataError` for a run without a call that has tokens.
     """
-    calls = [call for rollout in recorded.rollouts for call in rollout.calls]
+    rollouts = [rollout for rollout in recorded.rollouts if rollout.calls]
+    calls = [call for rollout in rollouts for call in rollout.calls]
     if not any(call.response for call in calls):
         raise DataError(f"run {recorded.run!r} has no call with response tokens to calibrate on: plan from another run")
-    between = _between_rollouts(recorded)
-    load = _Load(calls, between)
+    rests = [(max(call.ended for call in rollout.calls), rollout.end) for rollout in rollouts]
+    load = _Load(calls, rests, _between_rollouts(recorded))
     server, fit = _server(calls, servers)
     costs = Costs(
         server=server,
         trainer=_trainer(recorded),
         sharing=Sharing(agents=1.0 if load.shared else math.inf),
         dispatch=load.dispatch,
+        turn=_turn(recorded),
         servers=servers,
     )
-    work = dict(zip(map(id, calls), load.work(), strict=True))
+    work = dict(zip(map(id, [*calls, *rollouts]), load.work(), strict=True))
     teams = tuple(_team(group, work) for group in recorded.groups)
     first = min(group.step for group in recorded.groups)
     later = tuple(team for team, group in zip(teams, recorded.groups, strict=True) if group.step > first)
@@ -81,6 +83,7 @@ def _team(group: RecordedGroup, work: dict[int, tuple[float, float]]) -> Team:
                 for call in rollout.calls
             ),
             rollout.rows,
+            *work.get(id(rollout), (0.0, 0.0)),
         )
         for rollout in group.rollouts
     )
@@ -92,17 +95,24 @@ class _Load:
 
     Where it shows that agents were in each other's way (`_is_limited`), what an agent does between two calls is work; after a
     call that ran tools it is as much work as elsewhere, and what it took longer is waiting for them. Else all is waiting.
-    `between` are the times from the end of a rollout to the beginning of the next one on its place, which are work, too.
+    `rests` are the times from the end of a rollout's last call to its own end, `between` those from there to the beginning of
+    the next rollout on its place; these are work, too.
     """
 
-    def __init__(self, calls: Sequence[RecordedCall], between: Sequence[tuple[float, float]]) -> None:
-        ready, started = _columns([(call.ready, call.started) for call in calls])
+    def __init__(
+        self,
+        calls: Sequence[RecordedCall],
+        rests: Sequence[tuple[float, float]],
+        between: Sequence[tuple[float, float]],
+    ) -> None:
+        ready, started = _columns([*((call.ready, call.started) for call in calls), *rests])
         free, taken = _columns(between)
         self._start, self._end = np.concatenate([ready, free]), np.concatenate([started, taken])
         self._lasting = self._end - self._start
-        self._calls = len(calls)
-        self.shared = _is_limited(self._start, self._end)
-        self._tools = np.append(np.array([call.tools > 0 for call in calls]), np.zeros(len(free), bool))
+        self._calls, self._agents = len(calls), len(ready)
+        some = self._lasting > 0.0
+        self.shared = _is_limited(self._start[some], self._end[some])
+        self._tools = np.append(np.array([call.tools > 0 for call in calls]), np.zeros(len(rests) + len(free), bool))
         self._shares = np.full(len(self._start), 1.0 if self.shared else 0.0)
         self._done = self._work_at_present()
         for _ in range(ROUNDS if self.shared and self._tools.any() else 0):
@@ -112,13 +122,13 @@ class _Load:
     @property
     def dispatch(self) -> float:
         """Mean work between two rollouts on a place."""
-        return float(self._done[self._calls :].mean()) if len(self._done) > self._calls else 0.0
+        return float(self._done[self._agents :].mean()) if len(self._done) > self._agents else 0.0
 
     def work(self) -> list[tuple[float, float]]:
-        """`(wait, work)` before each call, in seconds."""
+        """`(wait, work)` before each call and then after each rollout's last one, in seconds."""
         waits = self._lasting * (1.0 - self._shares)
         work = self._done * self._shares
-        return list(zip(waits[: self._calls].tolist(), work[: self._calls].tolist(), strict=True))
+        return list(zip(waits[: self._agents].tolist(), work[: self._agents].tolist(), strict=True))
 
     def _work_at_present(self) -> Floats:
         """What would be done in each interval, if all of it were work, at the speeds that the shares make."""
@@ -226,7 +236,9 @@ def _fit(table: Floats, values: Floats) -> Floats:
 
 def _trainer(recorded: Recorded) -> TrainerCosts:
     steady = recorded.steady
-    trained = [step for step in recorded.steps if step.rows and "train" in step.seconds]
+    trained = [one for one in steady if one.rows and "train" in one.seconds] or [
+        one for one in recorded.steps if one.rows and "train" in one.seconds
+    ]
     rows = np.array([step.rows for step in trained], np.float64)
     # Steps of much the same size do not tell what comes with each step from what comes with each token.
     fixed = float(len(rows) > 0 and rows.max() > DIFFERENT * rows.min())
@@ -234,12 +246,33 @@ def _trainer(recorded: Recorded) -> TrainerCosts:
     step, row_token = _fit(table, np.array([one.seconds["train"] for one in trained])) if trained else (0.0, 0.0)
     every = recorded.schedule.checkpoint_every
     checkpoints = [one.seconds.get("checkpoint", 0.0) for one in steady if (one.step + 1) % every == 0]
+    # Processes start and graphs are compiled in the first step; where sampling goes on meanwhile the next one gains by it.
+    begins = recorded.steps[0] if len(recorded.steps) > 1 else None
+    first = begins.seconds.get("train", 0.0) - step - row_token * begins.rows if begins and begins.rows else 0.0
+    updates = [one.seconds.get("update", 0.0) for one in steady]
+    exports = [max(0.0, update - one.held) for one, update in zip(steady, updates, strict=True)]
     return TrainerCosts(
         step=float(step),
         row_token=float(row_token),
         checkpoint=statistics.median(checkpoints) if checkpoints else 0.0,
-        update=statistics.median(one.seconds.get("update", 0.0) for one in steady),
+        update=statistics.median(updates),
+        export=statistics.median(exports),
+        first=max(0.0, float(first)),
     )
+
+
+def _turn(recorded: Recorded) -> float:
+    """What a step in turns takes beside its rollouts: the median over the steps without the first one."""
+    rollouts: dict[int, list[tuple[float, float]]] = {}
+    for group in recorded.groups if not recorded.schedule.max_staleness else ():
+        spans = [(rollout.start, rollout.end) for rollout in group.rollouts if rollout.calls]
+        rollouts.setdefault(group.step, []).extend(spans)
+    beside = [
+        step.seconds["rollout"] - max(end for _, end in times) + min(start for start, _ in times)
+        for step in recorded.steady
+        if (times := rollouts.get(step.step)) and "rollout" in step.seconds
+    ]
+    return max(0.0, statistics.median(beside)) if beside else 0.0
 
 
 def _between_rollouts(recorded: Recorded) -> list[tuple[float, float]]:

@@ -29,13 +29,16 @@ class ServerCosts:
 
 @dataclass(frozen=True, slots=True)
 class TrainerCosts:
-    """Seconds of a step's training (`step + rows * row_token`, for `rows` tokens in its rows), of a checkpoint, of the
-    update of the policy server, in which calls stand still."""
+    """Seconds of a step's training (`step + rows * row_token`, for `rows` tokens in its rows; that of the first step takes
+    `first` more), of a checkpoint, of the update of the policy server: for `export` of them the trainer writes the weights and
+    calls go on, in the others they stand still."""
 
     step: float
     row_token: float
     checkpoint: float = 0.0
     update: float = 0.0
+    export: float = 0.0
+    first: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,15 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All of them. `dispatch` is the agents' machines' work between two rollouts on a place, in seconds; `servers` how many
-    policy servers share the calls."""
+    """All of them. `dispatch` is the agents' machines' work between two rollouts on a place, in seconds; `turn` what a step in
+    turns takes beside its rollouts, in seconds: they are created and read back; `servers` how many policy servers share the
+    calls."""
 
     server: ServerCosts
     trainer: TrainerCosts
     sharing: Sharing = field(default_factory=Sharing)
     dispatch: float = 0.0
+    turn: float = 0.0
     servers: int = 1
 
 

@@ -167,6 +167,10 @@ def schedule_of(recorded: Recorded, config: Config, *, group_size: int, steps: i
     )
 
 
+def _size(schedule: Schedule) -> int:
+    return schedule.tasks_per_step * schedule.group_size
+
+
 def _costs(
     recorded: Recorded, calibration: Calibration, target: Target, teams: Sequence[Team]
 ) -> tuple[Costs, list[str]]:
@@ -185,6 +189,11 @@ def _costs(
             notes.append(
                 "recorded in turns: how much training slows down calls on the same machine is not known from it"
             )
+        if not known.trainer.step and _size(target.schedule) * target.changes.token_scale != _size(recorded.schedule):
+            notes.append(
+                "what a step's training takes whatever its size does not show in the recorded steps: it is taken to grow with "
+                "the tokens"
+            )
         return replace(known, sharing=sharing), notes
     share = target.config.policy_server.gpu_memory_utilization
     calls = [call for team in teams for agent in team.agents for call in agent.calls]
@@ -197,6 +206,7 @@ def _costs(
             trainer=trainer_costs(shape, cluster, target.config.engine, length),
             sharing=Sharing(agents=power, one_device=cluster.shared),
             dispatch=known.dispatch,
+            turn=known.turn,
             servers=cluster.servers,
         ),
         [*notes, "calls are as many and as long as those of the recorded model"],

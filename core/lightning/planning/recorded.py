@@ -1,13 +1,15 @@
 """What a recorded run took, read from its store.
 
 The invariant: only what the store holds is used, so a run can be planned from at any time, on any machine that reaches it.
-Which call followed which is decided by the recorded times: a call follows the one that ended last before it began.
+Which call followed which is decided by the recorded times: a call follows the one that ended last before it began. No
+rollout is taken to have begun before the step that it was made for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from lightning.planning.costs import Schedule
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, is_trainable
 from lightning.trainer.plan import TRAIN
-from lightning.types import CallStatus, Json, Rollout, Status, StepRecord, TokenIds, Transition
+from lightning.trainer.publishing import HELD
+from lightning.types import CallStatus, Json, Rollout, StepRecord, TokenIds, Transition
 
 CHUNK = 256
 """Rollouts whose calls are read at once."""
@@ -40,7 +43,8 @@ class RecordedCall:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """A rollout that ended, with its calls; `rows` are the tokens of the training rows it became."""
+    """A rollout that ended, with its calls; from the last one's end to `end` its agent was at work. `rows` are the tokens of
+    the training rows it became."""
 
     calls: tuple[RecordedCall, ...]
     start: float
@@ -59,12 +63,14 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest."""
+    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
+    seconds of the update in which calls stood still: all of them in runs of releases that did not record it."""
 
     step: int
     seconds: Mapping[str, float]
     rows: int
     staleness: tuple[float, float]
+    held: float = math.inf
 
     @property
     def total(self) -> float:
@@ -106,9 +112,7 @@ async def read_run(store: Store, run: str) -> Recorded:
             f"run {run!r} has no committed step: a plan needs one that has trained; `lightning runs` lists them"
         )
     points = {point.step: point.values for point in await store.metrics(run)}
-    rollouts = [
-        one for one in await all_rollouts(store, run, split=TRAIN) if one.status in (Status.SUCCEEDED, Status.FAILED)
-    ]
+    rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
     reader = _Reader(store, records, _strings(stored.config.get("train_agents")))
     groups = await reader.groups(rollouts)
     if not any(rollout.calls for group in groups for rollout in group.rollouts):
@@ -119,16 +123,43 @@ async def read_run(store: Store, run: str) -> Recorded:
     for group in groups:
         rows[group.step] = rows.get(group.step, 0) + sum(rollout.rows for rollout in group.rollouts)
     steps = tuple(_step(record, points.get(record.step, {}), rows.get(record.step, 0)) for record in records)
-    size = max(len(group.rollouts) for group in groups)
-    return Recorded(
-        run, str(stored.config.get("model", "")), _schedule(stored.config, size), groups, steps, stored.config
+    schedule = _schedule(stored.config, max(len(group.rollouts) for group in groups))
+    groups = groups if schedule.max_staleness else _within_steps(groups, steps)
+    return Recorded(run, str(stored.config.get("model", "")), schedule, groups, steps, stored.config)
+
+
+def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]) -> tuple[RecordedGroup, ...]:
+    """The groups of a run in turns, none of whose rollouts begins before its step.
+
+    How long an agent ran is stored, not when: what it did after its last call is first taken to come before its first one. A
+    step ends no earlier than its last call, which shows where that would be before the step, while the engine trained, so
+    that agents would seem to do work that there was no time for. So much comes after the last call.
+    """
+    ends = dict.fromkeys((group.step for group in groups), -math.inf)
+    for group in groups:
+        ends[group.step] = max([ends[group.step], *(rollout.end for rollout in group.rollouts if rollout.calls)])
+    began = {step.step: ends.get(step.step, -math.inf) - step.seconds.get("rollout", math.inf) for step in steps}
+    return tuple(
+        replace(group, rollouts=tuple(_not_before(rollout, began[group.step]) for rollout in group.rollouts))
+        for group in groups
     )
+
+
+def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
+    """The rollout, as long as it was, begun at that moment if it seems to have begun earlier.
+
+    One that called before it is of an interrupted step, whose seconds are those after the interruption: it stays as it is.
+    """
+    if not rollout.calls or rollout.start >= began or rollout.calls[0].started < began:
+        return rollout
+    calls = tuple(replace(call, ready=began) if call.after < 0 else call for call in rollout.calls)
+    return replace(rollout, calls=calls, start=began, end=rollout.end + began - rollout.start)
 
 
 def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> RecordedStep:
     seconds = {phase: values[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in values}
     staleness = (record.metrics.get("staleness_mean", 0.0), record.metrics.get("staleness_max", 0.0))
-    return RecordedStep(record.step, seconds, rows, staleness)
+    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD, math.inf))
 
 
 def _schedule(config: Mapping[str, Json], size: int) -> Schedule:

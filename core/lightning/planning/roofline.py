@@ -66,4 +66,5 @@ def trainer_costs(shape: Shape, cluster: Cluster, engine: EngineConfig, length: 
         row_token=max(computing, sharding),
         checkpoint=STATE * learned / (machines * assumed.files),
         update=2 * HALF * shape.parameters / assumed.files,  # written by the trainer, read by the servers
+        export=HALF * shape.parameters / assumed.files,
     )

@@ -166,4 +166,4 @@ class Floor:
         if running.left:
             self._follow(running, place)
         else:
-            running.finished()
+            self._kernel.after(running.agent.wait, lambda: self._thinking.begin(running.agent.work, running.finished))

@@ -142,11 +142,12 @@ class _Loop(ABC):
         self.training = True
         rows = sum(running.agent.rows for group in groups if group.team.teaches for running in group.ran)
         costs = self.costs.trainer
-        train = self._train(costs.step + costs.row_token * rows if rows else 0.0)
+        train = self._train(costs.step + costs.row_token * rows + (0.0 if step else costs.first) if rows else 0.0)
         due = (step + 1) % self.schedule.checkpoint_every == 0 or step + 1 == self.schedule.steps
         checkpoint = self._train(costs.checkpoint if due else 0.0)
+        update = self._train(costs.export)
         self.floor.pause(True)
-        update = self._pass(costs.update)
+        update += self._pass(max(0.0, costs.update - costs.export))
         self.floor.pause(False)
         self.training = False
         self.version = step + 1
@@ -231,6 +232,7 @@ class _Turns(_Loop):
             taken += wave
             if sum(group.team.teaches for group in taken) >= schedule.tasks_per_step:
                 break
+        self._pass(self.costs.turn)
         return taken
 
 

@@ -32,10 +32,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One rollout. `rows` are the tokens of the training rows it becomes, 0 when it is not trained on."""
+    """One rollout. `rows` are the tokens of the training rows it becomes, 0 when it is not trained on. After its last call it
+    waits and works so many seconds more, as before a call."""
 
     calls: tuple[Call, ...]
     rows: int
+    wait: float = 0.0
+    work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Changes:
 
     def _agent(self, agent: Agent) -> Agent:
         calls = tuple(self._call(call) for call in agent.calls)
-        return Agent(calls, round(agent.rows * self.token_scale))
+        return replace(agent, calls=calls, rows=round(agent.rows * self.token_scale))
 
     def _call(self, call: Call) -> Call:
         wait = call.wait

@@ -9,17 +9,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.policy_server.attached import AttachedVLLM, served_version
+    from lightning.policy_server.attached import AttachedVLLM
     from lightning.policy_server.choose import make_policy_server
     from lightning.policy_server.vllm_server import OwnedVLLM
 
-__all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server", "served_version"]
+__all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server"]
 
 _HOMES = {
     "AttachedVLLM": "attached",
     "OwnedVLLM": "vllm_server",
     "make_policy_server": "choose",
-    "served_version": "attached",
 }
 
 

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
+from lightning.ending import end
 from lightning.errors import PolicyServerError
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.model_folder import check_model_folder
-from lightning.policy_server.vllm_server import VLLMServer
+from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.policy_server.weight_transfer.transfer import make_loader
 
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 TAKE_OVER_SECONDS = 5.0
 """How long the weights of a server that was another trainer's are left alone: its gateways look every two seconds whose it is,
 and what they have sent to it by then is not to be sampled by ours."""
+SILENT_SECONDS = 300.0
+"""How long a trainer that lives never leaves its vLLM paused with weights of one known version: it asks for something meanwhile
+that vLLM answers within `CONTROL_SECONDS`, or changes them, and then they are of no version or vLLM answers nobody."""
+AWAKE_SECONDS = 5.0
+"""Between two looks at a vLLM that is not known to be paused."""
 
 
 class AttachedVLLM(VLLMServer):
@@ -43,13 +49,15 @@ class AttachedVLLM(VLLMServer):
         super().__init__(model.resolve(), 0, make_loader(config, sender))
         self._config, self._claims = config, claims
         self._root = config.attach.rstrip("/").removesuffix("/v1")
+        self._waking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Attach: find out what it serves and which version it has (-1: an update broke off, so nobody knows).
 
         A server that a dead trainer left paused is resumed, unless its version is unknown: then it waits for `update`. One
-        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused:
-        it may be in the middle of an update.
+        that was another trainer's is taken over, which takes `TAKE_OVER_SECONDS`. Who claims nothing leaves a trainer's paused,
+        which may be in the middle of an update, until that has been silent for `SILENT_SECONDS`: whether it was found so or is
+        paused later, until `close`.
         """
         await self._attach()
 
@@ -71,6 +79,15 @@ class AttachedVLLM(VLLMServer):
         self._version, self._weights = -1 if version is None else version, ()
         if version is not None and await control.is_paused():
             await self._wake(control)
+        elif version is None and not self._claims:
+            logger.warning(
+                "the weights of the vLLM at %s are of no version: its trainer is changing them, and calls wait until it has; "
+                "if it was killed meanwhile, resume its run, or start the vLLM again",
+                self._root,
+            )
+        if not self._claims:
+            await self._sleep_on()
+            self._waking = asyncio.create_task(self._wake_when_silent(control), name="lightning-wake")
         self._control, self._serving = control, True
 
     async def _wake(self, control: VLLMControl) -> None:
@@ -78,12 +95,51 @@ class AttachedVLLM(VLLMServer):
         if not self._claims and (owner := await control.claimed()):
             logger.warning(
                 "the vLLM at %s was paused by its trainer (its claim is %s), and calls wait until that has updated it; "
-                "if the trainer was killed, resume its run, or start the vLLM again",
+                "if the trainer was killed they go on in %g s, or as soon as its run is resumed",
                 self._root,
                 owner,
+                SILENT_SECONDS,
             )
             return
         await control.resume()
+
+    async def _sleep_on(self) -> None:
+        if self._waking is not None:
+            await end(self._waking)
+            self._waking = None
+
+    async def _wake_when_silent(self, control: VLLMControl) -> None:
+        """Resume what a trainer has paused, if that is killed: nothing about it changes then. It is that trainer's no more."""
+        seen: tuple[str, int] | None = None
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(AWAKE_SECONDS if seen is None else LOOK_SECONDS)
+            now = await self._paused_as(control)
+            if now is None or now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since >= SILENT_SECONDS:
+                await self._take_and_resume(control, now[0])
+                seen = None
+
+    async def _paused_as(self, control: VLLMControl) -> tuple[str, int] | None:
+        """Whose it is and of which version, where it is paused with weights of one."""
+        try:
+            if not await control.is_paused():
+                return None
+            version, owner = await control.attach(), await control.claimed()
+        except PolicyServerError as error:
+            logger.debug("%s does not say whether it is paused: %s", self._root, error)
+            return None
+        return None if version is None else (owner, version)
+
+    async def _take_and_resume(self, control: VLLMControl, owner: str) -> None:
+        try:
+            await control.dismiss(owner)
+            await control.resume()
+        except PolicyServerError as error:
+            logger.warning("%s stays paused until its trainer gives it weights: %s", self._root, error)
+        else:
+            logger.warning("the trainer of the vLLM at %s was silent for %g s: it goes on", self._root, SILENT_SECONDS)
 
     async def _claim_it(self, control: VLLMControl, *over: str) -> int | None:
         """Own its weights from now on; their version."""
@@ -138,17 +194,10 @@ class AttachedVLLM(VLLMServer):
     async def close(self) -> None:
         """Let go of it; it goes on serving, and is the next trainer's at once."""
         self._serving = False
+        await self._sleep_on()
         if self._control is None or not self._control.claimed_as:
             return
         try:
             await self._control.let_go()
         except PolicyServerError as error:
             logger.info("%s was not told that its trainer has gone: %s", self._root, error)
-
-
-async def served_version(url: str) -> int | None:
-    """The weight version of the vLLM at `url`; None when an update broke off and nobody knows.
-
-    Raises PolicyServerError when it does not answer or lacks the worker extension.
-    """
-    return await VLLMControl(url.rstrip("/").removesuffix("/v1")).attach()

@@ -125,7 +125,11 @@ class VLLMControl:
 
     async def let_go(self) -> None:
         """Take the word back that was left, where it is still there. Raises `NotOursError` where another one is."""
-        await self._rpc("lightning_claim", "", self.claimed_as, seconds=HEALTH_SECONDS)
+        await self.dismiss(self.claimed_as)
+
+    async def dismiss(self, owner: str) -> None:
+        """Take the word of a trainer away, which brings no weights from then on. Raises `NotOursError` where another one is."""
+        await self._rpc("lightning_claim", "", owner, seconds=HEALTH_SECONDS)
 
     async def claimed(self) -> str:
         """The word that was left last; empty in a vLLM that was started since."""

@@ -1,7 +1,8 @@
 """What the agent of a leased attempt needs to call the model, from whichever server it was leased.
 
-The invariant: every server over a store says the same of a lease: how the agents of a run are to call the model is kept with
-the run by its trainer (`HowToCall`), and the rest is in the rollout.
+The invariant: every server over a store says the same of a lease, whoever's token it is: how the agents of a run are to call
+the model is kept with the run by its trainer (`HowToCall`), and the rest is in the rollout. Prompts are those of the run's
+project.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from dataclasses import replace
 from lightning.errors import StoreError
 from lightning.gateway import Gateway
 from lightning.server.how_to_call import TRAIN, HowToCall
+from lightning.server.names import Names
+from lightning.server.projects import of_project
 from lightning.store.protocol import Store
-from lightning.types import LLM, Lease, ResourceKind
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, ResourceKind
 
 REMEMBERED = 1024
 """Runs, and texts of prompts, that a server has at hand."""
@@ -27,32 +30,35 @@ class Agents:
 
     def __init__(self, gateway: Gateway, url: str) -> None:
         self._gateway, self._url = gateway, url.rstrip("/")
-        self._runs: OrderedDict[str, tuple[HowToCall, float]] = OrderedDict()
+        self._runs: OrderedDict[str, tuple[HowToCall, str, float]] = OrderedDict()
         self._texts: OrderedDict[tuple[str, str, int], str] = OrderedDict()
 
     async def llm_for(self, lease: Lease, store: Store) -> LLM:
         """The model as the agent of a lease is to see it; `store` is the one that the lease's holder sees."""
-        how = await self._how(lease.rollout.run, store)
+        how, project = await self._how(lease.rollout.run, store)
         temperature = None if lease.rollout.split == TRAIN else how.eval_temperature
         llm = self._gateway.llm(lease, sampling=None if temperature is None else {"temperature": temperature})
         prompts = dict(how.own)
-        chosen = {**how.versions, **lease.rollout.resources}
+        chosen = {**how.versions, **Names(project).rollout_out(lease.rollout).resources}
         for component, name in how.bound.items():
             if name in chosen:
-                prompts[component] = await self._text(store, lease.rollout.run, name, chosen[name])
+                seen = of_project(store, project)
+                prompts[component] = await self._text(seen, lease.rollout.run, name, chosen[name])
         return replace(llm, base_url=f"{self._url}/v1" if self._url else llm.base_url, prompts=prompts)
 
-    async def _how(self, run: str, store: Store) -> HowToCall:
+    async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
+        """What the trainer of a run has kept, and the run's project."""
         known = self._runs.get(run)
         now = time.monotonic()
-        if known is not None and now - known[1] < FRESH_SECONDS:
-            return known[0]
-        how = await HowToCall.of_run(store, run)
-        self._runs[run] = (how, now)
+        if known is not None and now - known[2] < FRESH_SECONDS:
+            return known[:2]
+        how, found = await HowToCall.of_run(store, run), await store.get_run(run)
+        project = DEFAULT_PROJECT if found is None else found.project
+        self._runs[run] = (how, project, now)
         self._runs.move_to_end(run)
         if len(self._runs) > REMEMBERED:
             self._runs.popitem(last=False)
-        return how
+        return how, project
 
     async def _text(self, store: Store, run: str, name: str, version: int) -> str:
         key = (run, name, version)  # the same name is another resource in another project, and a run is in one

@@ -12,13 +12,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lightning.config import Config, with_settings
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError
 from lightning.gateway import Gateway
 from lightning.gateway.guard import is_loopback
 from lightning.runner.report import report
 from lightning.server.agents import Agents
 from lightning.server.api import Api, Limits
-from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, digest_of, issue_token
+from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, check_project, digest_of, issue_token
 from lightning.server.exposure import AUTOMATIC
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
@@ -62,6 +62,15 @@ def on_server_port(config: Config) -> Config:
     return with_settings(config, settings)
 
 
+def project_of(config: Config) -> str:
+    """The setting `trainer.project`. Raises `ConfigError` for what no token could be bound to."""
+    try:
+        check_project(config.trainer.project, Scope.RUNNER)
+    except DataError as error:
+        raise ConfigError(f"trainer.project: {error}") from error
+    return config.trainer.project
+
+
 async def first_admin_token(store: Store, folder: Path) -> Path | None:
     """The file of a new admin token when the store has none that still opens anything, else None.
 
@@ -72,8 +81,11 @@ async def first_admin_token(store: Store, folder: Path) -> Path | None:
     return await _write_token(store, folder / ADMIN_FILE, Scope.ADMIN, ALL_PROJECTS)
 
 
-async def runner_token(store: Store, folder: Path) -> tuple[Path, str]:
-    """The file of a token for the runners of the default project, made unless a good one is there, and its plain text.
+async def runner_token(
+    store: Store, folder: Path, project: str = DEFAULT_PROJECT, *, only: bool = False
+) -> tuple[Path, str]:
+    """The file of a token for runners, and its plain text. It is made for `project` unless a good one is there: of any project,
+    with `only` of that one.
 
     Raises `ConfigError` when the file cannot be written.
     """
@@ -81,8 +93,9 @@ async def runner_token(store: Store, folder: Path) -> tuple[Path, str]:
     kept = file.read_text().strip() if file.is_file() else ""
     found = PLAIN.fullmatch(kept)
     token = await store.get_token(found[1]) if found else None
-    if found is None or token is None or not _alive(token) or token.digest != digest_of(found[2]):
-        await _write_token(store, file, Scope.RUNNER, DEFAULT_PROJECT)
+    good = found is not None and token is not None and _alive(token) and token.digest == digest_of(found[2])
+    if not good or (only and token is not None and token.project != project):
+        await _write_token(store, file, Scope.RUNNER, project)
     return file, file.read_text().strip()
 
 

@@ -7,13 +7,13 @@ found to be taken elsewhere, since the ids of runs and rollouts are one name spa
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
+from lightning.server.known import Known
 from lightning.server.names import Names, check_id, check_run_id, is_of_servers
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store, Watch
 from lightning.store.rules import unknown_rollout
@@ -34,10 +34,6 @@ from lightning.types import (
     Transition,
 )
 
-REMEMBERED = 16_384
-"""Ids known to be of the project; beyond, they are looked up again."""
-FORGET_AFTER = 60.0
-"""Seconds until they are looked up again anyway: a run may be pruned, and its id given to another."""
 VIEWS = 1024
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
@@ -46,6 +42,14 @@ WHOLE_STORE = ""
 def is_secret(key: str) -> bool:
     """Whether a key of a run's state holds what no token may read or change, such as `gateway_secret`."""
     return "secret" in key.lower()
+
+
+def of_project(store: Store, project: str) -> Store:
+    """A store as `project` sees it, where it shows names as they are stored or is such a view already. The default project's
+    is the store itself: its names are stored as they are."""
+    if project == DEFAULT_PROJECT or (isinstance(store, ProjectStore) and store.project is not None):
+        return store
+    return ProjectStore(store, project)
 
 
 class Projects:
@@ -72,9 +76,12 @@ class ProjectStore:
     def __init__(self, store: Store, project: str | None) -> None:
         self._store, self._project = store, project
         self._names = Names(project)
-        self._runs: OrderedDict[str, None] = OrderedDict()
-        self._rollouts: OrderedDict[str, None] = OrderedDict()
-        self._since = time.monotonic()
+        self._known = Known()
+
+    @property
+    def project(self) -> str | None:
+        """The project that is seen; None: all."""
+        return self._project
 
     async def open(self) -> None:
         """Nothing: the store under it is open as long as its owner wants."""
@@ -88,25 +95,23 @@ class ProjectStore:
             return False
         if self._project is None:
             return True
-        self._forget()
-        if run in self._runs:
+        if self._known.has("run", run):
             return True
         found = await self._store.get_run(run) if run != WHOLE_STORE else None
         if found is None or found.project != self._project:
             return False
-        _remember(self._runs, run)
+        self._known.add("run", [run])
         return True
 
     async def _sees(self, rollout: str) -> bool:
         if self._project is None:
             return True
-        self._forget()
-        if rollout in self._rollouts:
+        if self._known.has("rollout", rollout):
             return True
         found = await self._store.get_rollout(rollout)
         if found is None or not await self._sees_run(found.run):
             return False
-        _remember(self._rollouts, rollout)
+        self._known.add("rollout", [rollout])
         return True
 
     async def _check_run(self, run: str) -> None:
@@ -117,13 +122,6 @@ class ProjectStore:
         for rollout in dict.fromkeys(rollouts):
             if not await self._sees(rollout):
                 raise unknown_rollout(rollout)
-
-    def _forget(self) -> None:
-        now = time.monotonic()
-        if now - self._since > FORGET_AFTER:
-            self._runs.clear()
-            self._rollouts.clear()
-            self._since = now
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -196,6 +194,8 @@ class ProjectStore:
         if not await self._sees_run(run):
             return Page(())
         page = await self._store.list_rollouts(run, split=split, step=step, status=status, cursor=cursor, limit=limit)
+        if self._project is not None:
+            self._known.add("rollout", [rollout.id for rollout in page.rollouts])
         return replace(page, rollouts=tuple(self._names.rollout_out(rollout) for rollout in page.rollouts))
 
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
@@ -389,9 +389,3 @@ class ProjectStore:
         if await self.get_resource(name, version) is None:
             known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
             raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
-
-
-def _remember(known: OrderedDict[str, None], identity: str) -> None:
-    known[identity] = None
-    if len(known) > REMEMBERED:
-        known.popitem(last=False)

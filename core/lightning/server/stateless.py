@@ -17,7 +17,7 @@ from lightning.errors import ConfigError
 from lightning.gateway import Gateway
 from lightning.gateway.fleet import gateway_secret
 from lightning.plugins import plugins
-from lightning.server.control import RUNNER_FILE, Control, first_admin_token, on_server_port, runner_token
+from lightning.server.control import RUNNER_FILE, Control, first_admin_token, on_server_port, project_of, runner_token
 from lightning.server.exposure import check_exposure
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
@@ -40,7 +40,8 @@ class Server:
 
 @asynccontextmanager
 async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[Server]:
-    """Serve the database at a store's URL on the port of the section `server`. First tokens are written into `folder`.
+    """Serve the database at a store's URL on the port of the section `server`. First tokens are written into `folder`: that for
+    runners is for the project `trainer.project`, unless a good one of any project is there, such as a trainer's.
 
     The policy servers are those that trainers name in the store. Raises `ConfigError` for a URL of a server, and for a bind
     beyond loopback before anybody has made a token; otherwise what the rooms raise.
@@ -49,6 +50,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         raise ConfigError(
             f"{redacted(url)} is a server: a server needs the database itself, as postgresql://, redis:// or sqlite:///"
         )
+    project = project_of(config)
     async with AsyncExitStack() as resources:
         store = plugins().store(url)
         await store.open()
@@ -63,5 +65,5 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         admin = await first_admin_token(store, folder)
         file = folder / RUNNER_FILE
         if admin is not None or file.is_file():
-            file, _ = await runner_token(store, folder)
+            file, _ = await runner_token(store, folder, project)
         yield Server(control.url, store, admin, file if file.is_file() else None)

@@ -16,6 +16,7 @@ from lightning.errors import DataError, StoreError
 from lightning.types import (
     Caller,
     CallStatus,
+    Conversation,
     Fault,
     Json,
     LogProbs,
@@ -169,12 +170,26 @@ def versions_from_text(text: str) -> tuple[VersionRun, ...]:
     return tuple(VersionRun(*row) for row in _rows(text, "the policy versions of a transition"))
 
 
+def conversation_to_text(conversation: Conversation | None) -> str:
+    """What a response adds to its conversation; empty for None, so that calls of other APIs take no place."""
+    if conversation is None:
+        return ""
+    return dump([conversation.after, conversation.kept, *conversation.messages], "a conversation")
+
+
+def _conversation_from_text(text: str) -> Conversation | None:
+    if not text:
+        return None
+    after, kept, *messages = _rows(text, "the conversation of a transition")
+    return Conversation(tuple(messages), after, kept)
+
+
 def transition_from_row(
     rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
 ) -> Transition:
     """From `sql.CALL_COLUMNS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
     seq, response, caller, versions, status, finish_reason, choice, temperature, constrained, *rest = row
-    started_at, ended_at, tool_calls = rest
+    started_at, ended_at, tool_calls, conversation = rest
     return Transition(
         rollout=rollout,
         attempt=attempt,
@@ -193,6 +208,7 @@ def transition_from_row(
         started_at=started_at,
         ended_at=ended_at,
         tool_calls=tuple(_rows(tool_calls, "the tool calls of a transition")),
+        conversation=_conversation_from_text(conversation),
     )
 
 

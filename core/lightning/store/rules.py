@@ -22,6 +22,7 @@ from lightning.store.protocol import LATEST, ResourceUse
 from lightning.store.rows import (
     Row,
     caller_to_json,
+    conversation_to_text,
     dump,
     finite,
     labels_to_text,
@@ -181,10 +182,11 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
 def transition_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
-    Two transitions are the same for the store if and only if these agree. Tool calls are part of it where there are any:
-    rows of the schemas that had no place for them keep their digests.
+    Two transitions are the same for the store if and only if these agree. Tool calls and the conversation are part of it where
+    there are any: rows of the schemas that had no place for them keep their digests.
     """
     tool_calls: list[Json] = [list(transition.tool_calls)] if transition.tool_calls else []
+    conversation: list[Json] = [conversation_to_text(transition.conversation)] if transition.conversation else []
     text = dump(
         [
             transition.rollout,
@@ -201,6 +203,7 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             float(transition.started_at),
             float(transition.ended_at),
             *tool_calls,
+            *conversation,
         ],
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

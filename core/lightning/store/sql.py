@@ -89,13 +89,13 @@ SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attemp
 # transitions ----------------------------------------------------------------------------------------------------
 CALL_COLUMNS: Final = (
     "t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, t.constrained, "
-    "t.started_at, t.ended_at, t.tool_calls"
+    "t.started_at, t.ended_at, t.tool_calls, t.conversation"
 )
 TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
 INSERT_TRANSITION: Final = (
     "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
-    "temperature, constrained, started_at, ended_at, tool_calls, digest, tokens) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
+    "temperature, constrained, started_at, ended_at, tool_calls, conversation, digest, tokens) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
 SELECT_TRANSITIONS: Final = (

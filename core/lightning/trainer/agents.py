@@ -22,7 +22,6 @@ from lightning.types import LLM, Lease, Rollout, Status
 
 logger = logging.getLogger(__name__)
 
-ENDED = (Status.SUCCEEDED, Status.FAILED)
 LOOK_SECONDS = 5.0
 """How often the store is asked without news: an expired lease is none."""
 SETTLE_SECONDS = 0.2
@@ -137,7 +136,7 @@ class Agents:
         found, ids = [], {rollout.id for rollout in among}
         for split, step in {(rollout.split, rollout.step) for rollout in among}:
             found += await all_rollouts(self._store, self._run, split=split, step=step)
-        return [rollout for rollout in found if rollout.status in ENDED and rollout.id in ids]
+        return [rollout for rollout in found if rollout.status.ended and rollout.id in ids]
 
     def _tell(self, rollout: Rollout) -> None:
         self._silent_since = time.monotonic()

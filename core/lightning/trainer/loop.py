@@ -26,11 +26,11 @@ from lightning.trainer.metrics import sampled_tokens, staleness, step_metrics
 from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.progress import Reporter
-from lightning.trainer.publishing import Publisher
+from lightning.trainer.publishing import HELD, Publisher
 from lightning.trainer.sampling import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
-from lightning.types import Rollout, Status, StepRecord, Task
+from lightning.types import Rollout, StepRecord, Task
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ class Loop:
         if gap is not None:
             metrics["probe_gap"] = gap
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics[HELD] = self.publisher.held
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
         self.trackers.log(step, metrics)
         return metrics
@@ -151,7 +152,7 @@ class Loop:
     async def evaluation_begun(self) -> bool:
         """Whether an interrupted evaluation of the present policy has to be brought to its end, due or not."""
         known = await all_rollouts(self.stack.store, self.stack.run.id, split=VAL, step=self.done)
-        return any(rollout.status in (Status.PENDING, Status.RUNNING) for rollout in known)
+        return any(not rollout.status.ended for rollout in known)
 
     async def evaluate(self) -> Evaluation | None:
         """Run the agent on every held-out task with the current policy; finished ones are not run again."""
@@ -161,7 +162,7 @@ class Loop:
         run = self.stack.run.id
         attempts, step = self.stack.config.runner.max_attempts, self.done
         known = await all_rollouts(self.stack.store, run, split=VAL, step=step)
-        again = known and all(rollout.status in (Status.SUCCEEDED, Status.FAILED) for rollout in known)
+        again = known and all(rollout.status.ended for rollout in known)
         with self.timed("eval"):
             rollouts = await self.sampler.execute(
                 lambda number: val_rollouts(run, step, self.val, attempts, generation=number),

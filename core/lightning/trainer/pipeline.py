@@ -156,7 +156,7 @@ class Pipeline(Sampler):
         groups = [OpenGroup(members[0].group, members[0].step) for members in left]
         self._pacer = self._paced(len(records), groups)
         for rollout in begun:
-            if rollout.status in (Status.SUCCEEDED, Status.FAILED):
+            if rollout.status.ended:
                 self._note(rollout)
         for waiting in self._members.values():
             # An earlier process may have given up because of these. They are not held against this one.
@@ -246,7 +246,7 @@ class Pipeline(Sampler):
         """Note what has ended without this process having heard of it."""
         for split, step in {(rollout.split, rollout.step) for rollout in self._unfinished.values()}:
             for rollout in await all_rollouts(self.stack.store, self.stack.run.id, split=split, step=step):
-                if rollout.status in (Status.SUCCEEDED, Status.FAILED):
+                if rollout.status.ended:
                     self._note(rollout)
 
     def _metrics(self) -> dict[str, float]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
+from lightning.server.auth import ALL_PROJECTS
+from lightning.server.projects import of_project
+from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
 from lightning.store.reference import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
-from lightning.types import Json, Resource, ResourceKind, Rollout
+from lightning.types import DEFAULT_PROJECT, Json, Resource, ResourceKind, Rollout
 
 STATE = "prompts"
 """Under which a run keeps its choice: `{component: [resource, version]}`."""
@@ -66,11 +69,14 @@ class Prompts:
             await store.put_state(run, STATE, chosen)
 
 
-async def resolve_prompts(store: Store, run: str, settings: Mapping[str, str], *, home: str = "") -> Prompts:
+async def resolve_prompts(
+    store: Store, run: str, settings: Mapping[str, str], *, home: str = "", project: str = DEFAULT_PROJECT
+) -> Prompts:
     """The prompts of a run by its settings `runner.prompts`: those it kept when it goes on, else what references mean now.
 
-    A resource of another store is copied into this one. `home` is the URL of the store that references without a place mean,
-    where it is another than this. Raises `StoreError` or `ConfigError` for a reference that leads nowhere.
+    `store` is as the run's project sees it, and so is every other that a reference names (a server as the token's project sees
+    it): a resource of that is copied into this one. `home` is the URL of the store that references without a place mean, where
+    it is another than this. Raises `StoreError` or `ConfigError` for a reference that leads nowhere.
     """
     prompts = Prompts({name: text for name, text in settings.items() if not text.startswith(PREFIX)})
     kept = await store.get_state(run, STATE)
@@ -81,7 +87,7 @@ async def resolve_prompts(store: Store, run: str, settings: Mapping[str, str], *
         if isinstance(chosen, Sequence) and not isinstance(chosen, str):
             resource = await find(store, parse_reference(f"{chosen[0]}@{chosen[1]}"))
         else:
-            resource = await _found(store, text, home)
+            resource = await _found(store, text, home, project)
         if resource.kind is not ResourceKind.PROMPT:
             raise ConfigError(
                 f"runner.prompts.{component}: {resource.name}@{resource.version} is a {resource.kind.value}, not a prompt"
@@ -97,7 +103,7 @@ async def resolve_prompts(store: Store, run: str, settings: Mapping[str, str], *
     return prompts
 
 
-async def _found(store: Store, text: str, home: str) -> Resource:
+async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     reference = parse_reference(text)
     place = reference.place or home
     if not place:
@@ -105,11 +111,17 @@ async def _found(store: Store, text: str, home: str) -> Resource:
     other = plugins().store(existing_store(place))
     await other.open()
     try:
-        resource = await find(other, replace(reference, place=""))
+        seen = other if await _is_of_one_project(other) else of_project(other, project)
+        resource = await find(seen, replace(reference, place=""))
     finally:
         await other.close()
     origin: dict[str, Json] = {"store": redacted(place), "version": resource.version}
     return await store.put_resource(replace(resource, metadata={**resource.metadata, "origin": origin}))
+
+
+async def _is_of_one_project(store: Store) -> bool:
+    """Whether it is a server, which shows to a token of one project that project's own names."""
+    return isinstance(store, HttpStore) and (await store.version()).project != ALL_PROJECTS
 
 
 def _text(resource: Resource) -> str:

@@ -26,7 +26,6 @@ from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerEr
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking import Trackers
-from lightning.trainer.agents import ENDED
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.paths import inside
 from lightning.trainer.plan import VAL
@@ -232,7 +231,7 @@ class PromptBench:
             raise BudgetSpentError(f"{len(new)} more rollouts do not fit into max_rollouts={limit}")
         what = "held-out tasks" if trials[0].tasks == self._val else "rollouts"
         self._reporter.phase(f"{what} of {len(trials)} prompts", len(wanted))
-        self._again = self._again and all(kept is not None and kept.status in ENDED for kept in known)
+        self._again = self._again and all(kept is not None and kept.status.ended for kept in known)
         began = time.monotonic()
         await self._stack.execute(wanted, self._finished)
         self._made += len(new)
@@ -278,7 +277,7 @@ class PromptBench:
     async def _ended(self, rollout: Rollout) -> Rollout:
         found = await self._stack.store.get_rollout(rollout.id)
         assert found is not None, "it was created before it was run"
-        assert found.status in ENDED, "execute returns when every rollout has ended"
+        assert found.status.ended, "execute returns when every rollout has ended"
         return found
 
     def _finished(self, rollout: Rollout) -> None:

@@ -7,6 +7,7 @@ few tokens were compared wherever any are known.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,6 +23,9 @@ from lightning.types import StepRecord
 PROBE_TOKENS = 96
 """How many tokens of one trained row the policy server must reproduce after each update."""
 
+HELD = "held_seconds"
+"""The metric of a step that says for how long its update let calls stand still."""
+
 
 class Publisher:
     """Updates the policy server. Calls in flight are frozen while it loads, new ones wait; no rollout is waited for."""
@@ -29,6 +33,8 @@ class Publisher:
     def __init__(self, stack: Stack, engine: Engine) -> None:
         self._stack, self._engine = stack, engine
         self._probe_ids: Sequence[int] = ()
+        self.held = 0.0
+        """Seconds for which the last update let calls stand still; the weights are written before."""
 
     async def publish(self, version: int) -> float | None:
         """Serve the engine's weights as `version`; return the probe's gap (nats), None when nothing could be compared.
@@ -40,7 +46,9 @@ class Publisher:
         file = folder / f"version-{version:08d}.safetensors"
         await asyncio.to_thread(self._engine.weights, file)
         probe = await asyncio.to_thread(self._probe) if self._probe_ids else None
+        began = time.monotonic()
         update = await self._stack.update(file, version, probe)
+        self.held = time.monotonic() - began
         self._check(update)
         for old in folder.glob("version-*.safetensors"):
             if old != file:

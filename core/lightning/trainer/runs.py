@@ -18,7 +18,7 @@ from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
-from lightning.types import Json, Run
+from lightning.types import DEFAULT_PROJECT, Json, Run
 
 logger = logging.getLogger(__name__)
 
@@ -161,19 +161,29 @@ def name_folder(folder: Path, run: str, store: str = "") -> None:
     unfinished.replace(folder / RUN_FILE)
 
 
-async def check_run(store: Store, run: str, described: Mapping[str, Json], *, resume: bool) -> Run:
-    """The run to start or to go on with; nothing is written. With `resume` the stored one must be the same."""
+async def check_run(
+    store: Store, run: str, described: Mapping[str, Json], *, resume: bool, project: str = DEFAULT_PROJECT
+) -> Run:
+    """The run to start or to go on with, of a project; nothing is written. With `resume` the stored one must be the same.
+
+    `store` is that of all projects, in which an id names one run.
+    """
     known = await store.get_run(run)
     if known is None:
-        others = [other.id for other in await store.list_runs()]
+        others = [other.id for other in await store.list_runs(project)]
         if resume and others:
             raise ConfigError(
                 f"there is no run {run!r} to resume in this store; it has {', '.join(others)}: give the `out` of one of them"
             )
-        return Run(run, run, described, time.time())
+        return Run(run, run, described, time.time(), project)
     if not resume:
         raise ConfigError(
             f"run {run!r} exists already: pass resume=True (--resume) to go on with it, or give another `out`"
+        )
+    if known.project != project:
+        raise ConfigError(
+            f"run {run!r} is of the project {known.project!r} and trainer.project is {project!r}: resume it with "
+            f"--set trainer.project={known.project}, or give another `out` to start a new run"
         )
     changed = sorted(_differences(known.config, described))
     may_change = [name for name in MAY_CHANGE if name != "engine.device" or not _dtype_is_auto(described)]

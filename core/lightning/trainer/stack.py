@@ -28,6 +28,7 @@ from lightning.runner.work import Source
 from lightning.server.control import Control, on_server_port, runner_token
 from lightning.server.exposure import check_exposure
 from lightning.server.how_to_call import HowToCall
+from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.store.rules import EXCUSED
 from lightning.trainer.agents import Agents
@@ -56,7 +57,10 @@ def _set_event() -> asyncio.Event:
 
 @dataclass
 class Stack:
-    """What the loop works with. Make one with `open_stack`. Until the first update `waiting` may hold calls."""
+    """What the loop works with. Make one with `open_stack`. Until the first update `waiting` may hold calls.
+
+    `store` is as the run's project sees it, with the project's own names for resources.
+    """
 
     run: Run
     config: Config
@@ -256,7 +260,8 @@ async def open_stack(
     restores: bool,
     sender: Sender | None = None,
 ) -> Stack:
-    """Start everything that serves and runs agents; `resources` closes it. The store must be open already.
+    """Start everything that serves and runs agents; `resources` closes it. The store must be open already, and is that of all
+    projects.
 
     With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. Where
     weights are sent over the network `sender` does so; without one this process does.
@@ -277,7 +282,16 @@ async def open_stack(
     else:
         gateway = await open_gateway(resources, store, policy, config, run.id, waiting=holding)
     stack = Stack(
-        run, config, folder, store, policy, gateway, runner, prompts or Prompts(), policy.version, waiting=waiting
+        run,
+        config,
+        folder,
+        of_project(store, run.project),
+        policy,
+        gateway,
+        runner,
+        prompts or Prompts(),
+        policy.version,
+        waiting=waiting,
     )
     stack.owner = owner
     resources.push_async_callback(owner.close)
@@ -285,7 +299,7 @@ async def open_stack(
     look_after = stack.supervise()
     if control is not None:
         stack.agents.shared = True
-        file, token = await runner_token(store, folder)
+        file, token = await runner_token(store, folder, run.project, only=True)
         stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
         if isinstance(runner, ClientRunner):
             stack.agents.how_to_join = ""

@@ -112,7 +112,5 @@ def _evaluations(rollouts: Sequence[Rollout]) -> tuple[Evaluation, ...]:
             evaluated.setdefault((rollout.step, tuple(sorted(rollout.resources.items()))), []).append(rollout)
     tries = [(step, of_generation(made, newest_generation(made))) for (step, _), made in evaluated.items()]
     return tuple(
-        evaluate_rollouts(step, members)
-        for step, members in tries
-        if all(member.status in (Status.SUCCEEDED, Status.FAILED) for member in members)
+        evaluate_rollouts(step, members) for step, members in tries if all(member.status.ended for member in members)
     )

@@ -7,7 +7,6 @@ with `resume=True` goes on where it stopped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import threading
@@ -19,14 +18,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+from lightning import loops
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.config import Config, load_config, with_settings
+from lightning.ending import until_told
 from lightning.engines.protocol import OptimizerConfig, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import Agent, Runner
+from lightning.server.control import project_of
+from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking import Trackers
@@ -93,6 +96,7 @@ class Trainer:
         }
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
         _check_lifetimes(self.config)
+        self._project = project_of(self.config)
         optimizer_in(self.config)  # settings are kept with the run: none that hold a password get that far
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
@@ -155,8 +159,10 @@ class Trainer:
             store = self.open_store()
             await store.open()
             resources.push_async_callback(store.close)
-            run = await check_run(store, self.run_id, self._described(train, val), resume=self.resume)
-            prompts = await resolve_prompts(store, run.id, self.config.runner.prompts)
+            described = self._described(train, val)
+            run = await check_run(store, self.run_id, described, resume=self.resume, project=self._project)
+            seen = of_project(store, run.project)
+            prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
             reporter.phase("starting the policy server and loading the model")
             if isinstance(self.algorithm, PromptAlgorithm):
                 stack = await self._open_stack(resources, self.out, run, store, runner, prompts)
@@ -195,7 +201,7 @@ class Trainer:
             await loop.run(started)
             summary = await summarize(store, run.id)
             made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
-            await keep_weights(store, self.out / "model", made)
+            await keep_weights(seen, self.out / "model", made)
             return summary
 
     async def _open_stack(
@@ -269,8 +275,9 @@ class Trainer:
             store = plugins().store("memory://")
             await store.open()
             resources.push_async_callback(store.close)
-            run = await store.put_run(Run("dev", "dev", self._described(tasks, [])))
-            prompts = await resolve_prompts(store, run.id, self.config.runner.prompts, home=self._url())
+            run = await store.put_run(Run("dev", "dev", self._described(tasks, []), project=self._project))
+            seen, given = of_project(store, run.project), self.config.runner.prompts
+            prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)
             reporter.phase("starting the policy server")
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
             await stack.tell_how_to_call()
@@ -344,11 +351,7 @@ def run_to_end(main: Coroutine[object, object, T]) -> T:
     Outside a notebook SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then
     KeyboardInterrupt is raised.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(_interruptible(main))
-    return _run_beside(main)
+    return _run_beside(main) if loops.is_inside() else loops.run(until_told(main, signal.SIGTERM))
 
 
 def _run_beside(main: Coroutine[object, object, T]) -> T:
@@ -363,7 +366,7 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
 
     def target() -> None:
         try:
-            finished.set_result(asyncio.run(watched()))
+            finished.set_result(loops.run(watched()))
         except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
             finished.set_exception(error)
 
@@ -375,25 +378,4 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
         if not finished.done():
             loop.call_soon_threadsafe(task.cancel)
             finished.exception()
-        raise
-
-
-async def _interruptible(main: Coroutine[object, object, T]) -> T:
-    task = asyncio.current_task()
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        if task is not None:
-            task.cancel()
-
-    # Windows has no such handlers, and a thread that is not the main one may set none: there SIGTERM stays what it was.
-    with contextlib.suppress(NotImplementedError, RuntimeError):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-    try:
-        return await main
-    except asyncio.CancelledError:
-        if terminated:
-            raise KeyboardInterrupt from None
         raise

@@ -109,10 +109,10 @@ def answering(code: int, out: str = "", err: str = "") -> Callable[..., subproce
 def probed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Check]]:
     """The findings when the probe's process comes to this."""
 
-    def examine(address: str, run: Callable[..., object], *, verl: bool = False) -> dict[str, Check]:
+    def examine(address: str, run: Callable[..., object], *, verl: bool = False, **versions: str) -> dict[str, Check]:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         monkeypatch.setattr(subprocess, "run", run)
-        known = {"verl": "0.9.1", "ray": "2.60.0"}
+        known = {"verl": "0.9.1", "ray": "2.60.0", **{name.replace("_", "-"): what for name, what in versions.items()}}
         monkeypatch.setattr(cluster, "version_of", known.get)
         return {check.name: check for check in examine_cluster(address, verl=verl)}
 
@@ -129,6 +129,23 @@ def test_verl_is_imported_only_when_asked(probed) -> None:
     broken = probed("", answering(1, "", "Traceback\n  ...\nImportError: no module x\n"), verl=True)["verl"]
     assert (broken.status, "ImportError: no module x" in broken.detail) == ("broken", True)
     assert broken.cure
+
+
+def test_megatron_is_looked_at_with_verl(probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = answering(0, '{"device": "cpu"}\n')
+    assert "megatron" not in probed("", fine, megatron_core="0.16.1")
+    missing = probed("", fine, verl=True)["megatron"]
+    assert (missing.status, missing.cure) == ("missing", "pip install 'lightning[verl-megatron]<1'")
+    assert "mbridge" not in probed("", fine, verl=True), "one word is enough"
+    assert probed("", fine, verl=True, megatron_core="0.16.1")["mbridge"].status == "missing"
+    works = probed("", fine, verl=True, megatron_core="0.16.1", mbridge="0.15.1")
+    assert "mbridge" not in works
+    assert (works["megatron"].status, "compute on cpu" in works["megatron"].detail) == ("ok", True)
+    assert "transformer-engine" not in works, "it computes on GPUs"
+    monkeypatch.setattr(cluster, "list_gpus", lambda: [cluster.Gpu("H100", 80.0, 1.0, "570")])
+    found = probed("", answering(1, "", "ImportError: no mbridge\n"), verl=True, megatron_core="0.16.1")
+    assert (found["megatron"].status, "no mbridge" in found["megatron"].detail) == ("broken", True)
+    assert (found["transformer-engine"].status, "pip install" in found["transformer-engine"].cure) == ("missing", True)
 
 
 def test_a_probe_that_hangs_is_a_finding(probed) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from lightning.cli.db import seconds_of
 from lightning.errors import ConfigError
+from lightning.store.sqlite.migrations import MIGRATIONS
 
 Command = Callable[..., Any]
 FROZEN = Path(__file__).parents[1] / "store" / "frozen"
+NEWEST = len(MIGRATIONS)
 
 
 def test_status(lightning: Command, runs: Path) -> None:
@@ -32,14 +34,14 @@ def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_
     connection = sqlite3.connect(path)
     connection.executescript((FROZEN / "version-2.sql").read_text())
     connection.close()
-    assert "2 (this release: 6; `lightning db upgrade" in lightning("db", "status", str(path)).out
+    assert f"2 (this release: {NEWEST}; `lightning db upgrade" in lightning("db", "status", str(path)).out
     shown = lightning("db", "upgrade", str(path)).out
-    assert "has schema 6 (it was 2)" in shown
+    assert f"has schema {NEWEST} (it was 2)" in shown
     assert json.loads(lightning("db", "status", str(tmp_path / "old.db.schema-2"), "--json").out)["schema"] == 2
-    assert "has schema 6 already" in lightning("db", "upgrade", str(path)).out
+    assert f"has schema {NEWEST} already" in lightning("db", "upgrade", str(path)).out
     lightning("db", "restore", str(tmp_path / "old.db.schema-2"), str(tmp_path / "again.db"))
     ran = lightning("db", "upgrade", str(tmp_path / "again.db"), "--no-backup")
-    assert (ran.code, "has schema 6" in ran.out) == (0, True)
+    assert (ran.code, f"has schema {NEWEST}" in ran.out) == (0, True)
     assert not (tmp_path / "again.db.schema-2").exists()
 
 
@@ -53,7 +55,7 @@ def test_an_upgrade_that_broke_off_can_be_gone_on_with(lightning: Command, tmp_p
     assert (ran.code, f"{copy} exists already" in ran.err) == (2, True)
     cure = ran.err.partition("`lightning ")[2].partition("`")[0].split()
     assert cure == ["db", "upgrade", str(path), "--no-backup"]
-    assert "has schema 6 (it was 2)" in lightning(*cure).out
+    assert f"has schema {NEWEST} (it was 2)" in lightning(*cure).out
     assert json.loads(lightning("db", "status", str(copy), "--json").out)["schema"] == 2
 
 

@@ -136,7 +136,7 @@ class Site:
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
-    config = with_settings(Config(), {"runner.concurrency": 4, "runner.timeout": 30, "runner.lease_ttl": 2})
+    config = with_settings(Config(), {"runner.concurrency": 4, "runner.timeout": 60, "runner.lease_ttl": 60})
     async with AsyncExitStack() as resources:
         fake = await resources.enter_async_context(FakeVLLM())
         store = MemoryStore()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import lightning
 import pytest
+from lightning.client import Client, Tally
 from lightning.client import runs as finding
 from lightning.config import with_settings
 from lightning.errors import ConfigError, StoreError, UnavailableError
@@ -28,6 +30,17 @@ async def ended(site: Site, run: str = RUN) -> None:
             await watch.wait(1)
 
 
+async def work_until(client: Client, *events: Coroutine[object, object, None]) -> Tally:
+    """Let a client work until all of this has happened, or it has ended by itself."""
+    stop = asyncio.Event()
+    working = asyncio.create_task(client.work(stop))
+    happening = asyncio.gather(*events)
+    await asyncio.wait([working, happening], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    happening.cancel()
+    stop.set()
+    return await working
+
+
 async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
     async def agent(task: Task, llm: LLM) -> dict[str, float]:
         value = await calling(task, llm)
@@ -47,7 +60,11 @@ async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
     assert len(await site.store.transitions(f"{RUN}/3")) == 1
 
 
-async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(site: Site) -> None:
+async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lightning.client.runs.FIND_SECONDS", "lightning.runner.work.LOOK_SECONDS"):
+        monkeypatch.setattr(name, 300.0)  # only news brings it to lease again
     server = await site.start()
     await site.begin(count=1)
     await site.begin("run-2", count=1)
@@ -55,8 +72,7 @@ async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(sit
     working = asyncio.create_task(site.client(server, runs=[RUN]).work(stop))
     await ended(site)
     await site.store.create_rollouts([lightning.Rollout("late", RUN, Task(7), "g")])
-    async with asyncio.timeout(4):  # less than a look takes without news
-        await ended(site)
+    await asyncio.wait_for(ended(site), 60)
     stop.set()
     tally = await working
     assert tally.succeeded == 2
@@ -118,7 +134,7 @@ async def test_agents_go_on_while_no_server_answers(site: Site, caplog: pytest.L
     async def agent(task: Task, llm: LLM) -> float:
         value = await calling(task, llm)
         await server.wire.cut()
-        asyncio.get_running_loop().call_later(1.0, lambda: asyncio.ensure_future(server.wire.mend()))
+        asyncio.get_running_loop().call_later(0.3, lambda: asyncio.ensure_future(server.wire.mend()))
         return value + 1
 
     await site.begin(count=1)
@@ -127,7 +143,10 @@ async def test_agents_go_on_while_no_server_answers(site: Site, caplog: pytest.L
     assert (found.status, found.reward, found.attempt, tally.succeeded) == (Status.SUCCEEDED, 1.0, 1, 1)
 
 
-async def test_a_client_may_be_started_before_its_server(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_may_be_started_before_its_server(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning.client.client.STARTING_PAUSE", 0.05)
     server = await site.start()
     await server.wire.cut()
     await site.begin(count=1)
@@ -195,13 +214,17 @@ def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         Client("http://127.0.0.1:1", calling)
 
 
-async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(site: Site) -> None:
+async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
     server = await site.start()
     await site.begin(count=2, max_attempts=1)
     await site.fake.close()  # as when the trainer was killed: its word of where the policy server is stays
     tally = await site.client(server, idle=0.3).work()
     assert (tally.leased, {one.attempt for one in (await site.rollouts()).values()}) == (0, {0})
     await site.fake.start()
+    server.gateway._policies.of(RUN).pool.check_every = 0.05
     await Owner(site.store, RUN).open([Upstream(site.fake.url, site.fake.model)], 0)
     assert (await site.client(server, rollouts=2).work()).succeeded == 2
 
@@ -209,6 +232,7 @@ async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(site: Sit
 async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
     monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.05)
     server = await site.start()
     working = asyncio.create_task(site.client(server).work())
     await asyncio.sleep(0.2)
@@ -226,7 +250,7 @@ async def test_work_of_an_old_run_is_found_behind_many_newer_ones(site: Site, mo
     await site.begin(count=1)
     for number in range(7):
         await site.store.put_run(Run(f"newer-{number}", "x", created_at=4e9 + number))
-    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 10)).succeeded == 1
+    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 60)).succeeded == 1
 
 
 async def test_one_rollout_whose_prompt_is_missing_costs_no_other(site: Site) -> None:
@@ -235,7 +259,7 @@ async def test_one_rollout_whose_prompt_is_missing_costs_no_other(site: Site) ->
     await HowToCall(bound={"writer": "prompt"}).keep(site.store, RUN)
     bad = Rollout("bad", RUN, Task(1), "group", max_attempts=1, resources={"prompt": 7})
     await site.store.create_rollouts([bad])
-    assert (await site.client(server, idle=0.5).work()).succeeded == 1
+    assert (await work_until(site.client(server), ended(site))).succeeded == 1
     found = (await site.rollouts())["bad"]
     assert (found.status, found.fault) == (Status.FAILED, Fault.INFRASTRUCTURE)
     assert "version 7 of the prompt 'prompt'" in found.error
@@ -255,7 +279,12 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
         return await lease(run, worker, **asked)
 
     monkeypatch.setattr(site.store, "lease", refusing)
-    assert (await site.client(server, idle=0.5).work()).succeeded == 1
+
+    async def told() -> None:
+        while f"nothing is leased from run {RUN}" not in caplog.text:
+            await asyncio.sleep(0.01)
+
+    assert (await work_until(site.client(server), ended(site, "run-2"), told())).succeeded == 1
     assert f"nothing is leased from run {RUN}" in caplog.text
     with pytest.raises(StoreError, match="this run is broken"):
         await site.client(server, runs=[RUN]).work()
@@ -364,11 +393,16 @@ async def test_an_agent_whose_lease_is_not_prolonged_goes_on(site: Site, monkeyp
     server = await site.start()
     await site.begin(count=1)
     client = site.client(server, agent=agent, rollouts=1, runner__concurrency=1, runner__lease_ttl=0.3)
+    lease = client._store.lease_for_agents
+
+    async def for_long(run: str, worker: str, **asked: Any) -> Any:
+        return await lease(run, worker, **{**asked, "ttl": 60.0})
 
     async def broken(*_: object, **__: object) -> Any:
         asked.set()
         raise StoreError("answered 500")
 
+    monkeypatch.setattr(client._store, "lease_for_agents", for_long)
     monkeypatch.setattr(client._store, "renew", broken)
     assert (await asyncio.wait_for(client.work(), 60)).succeeded == 1
 
@@ -384,7 +418,7 @@ async def test_a_token_that_is_refused_in_the_middle_of_a_rollout_ends_the_clien
 
     server = await site.start()
     await site.begin(count=1)
-    client = site.client(server, agent=agent, runner__lease_ttl=0.3)
+    client = site.client(server, agent=agent, runner__lease_ttl=0.3 if where == "renew" else 60)
 
     async def refusing(*_: object, **__: object) -> Any:
         raise TokenRefusedError("the token was revoked")
@@ -415,6 +449,7 @@ async def test_a_watch_that_fails_for_another_reason_ends_the_client(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.gateway.gateway.SURE_SECONDS", 0.1)  # the gateway cannot watch it, either
     server = await site.start()
     await site.begin()
 

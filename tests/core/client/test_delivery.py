@@ -10,7 +10,7 @@ import pytest
 from lightning.client import delivery
 from lightning.client.delivery import ServerDelivery
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
-from lightning.store.http.transport import TooLongError
+from lightning.store.http.transport import PageError, TooLongError
 from lightning.types import Fault, Lease, Outcome, Rollout, Status, Task, ToolEvent
 
 ROLLOUT = Rollout("rollout", "run", Task(1), "group", attempt=1)
@@ -18,16 +18,24 @@ LEASE = Lease(ROLLOUT, "worker", 0.0)
 EVENT = ToolEvent("search", "ok", arguments={"query": "all"}, output="found")
 OUTCOME = Outcome(reward=1.0, tool_events=(EVENT,))
 LESS = [OUTCOME, Outcome(reward=1.0, tool_events=(replace(EVENT, arguments=None),)), Outcome(reward=1.0)]
-PAGE = StoreError("http://proxy answered 404 to POST /complete, and not as a Lightning Server does")
+PAGE = PageError("http://proxy answered 404 to POST /complete, and not as a Lightning Server does")
+FAULT = StoreError("The server failed at this request, and it is not known why")
 
 
 class Servers:
-    """What the delivery asks of a store: it refuses as it is made to, then takes what comes; `told` has it all, `at` when."""
+    """What the delivery asks of a store: it refuses as it is made to, then takes what comes; `told` has it all, `at` when.
 
-    def __init__(self, *refusals: Exception, but_faults: Exception | None = None) -> None:
-        self._refusals, self._but_faults = list(refusals), but_faults
+    With `everywhere` a page stands in the place of every other answer too.
+    """
+
+    def __init__(self, *refusals: Exception, but_faults: Exception | None = None, everywhere: bool = False) -> None:
+        self._refusals, self._but_faults, self._everywhere = list(refusals), but_faults, everywhere
         self.told: list[Outcome] = []
         self.at: list[float] = []
+
+    async def version(self) -> None:
+        if self._everywhere:
+            raise PAGE
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
         self.told.append(outcome)
@@ -48,7 +56,7 @@ def telling(store: Servers, ttl: float) -> ServerDelivery:
     "refusals",
     [
         [PAGE] * 4,
-        [StoreError("The server failed at this request")] * 3,
+        [FAULT] * 3,
         [SchemaError("the database is newer than this server")] * 3,
         [PAGE, UnavailableError("no server answered"), PAGE, UnavailableError("no server answered")],
     ],
@@ -67,17 +75,33 @@ async def test_a_refusal_that_passes_costs_nothing_of_the_outcome(
     assert caplog.text.count("its outcome is refused, and told again for 60 s") == 1
 
 
+async def test_a_page_in_the_place_of_every_answer_is_waited_for_however_long_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
+        monkeypatch.setattr(delivery, name, 0.001)
+    servers = Servers(*[PAGE] * 20, everywhere=True)
+    tells = telling(servers, 0.001)
+    rollout = await tells.report(LEASE, OUTCOME)
+    assert rollout is not None
+    assert servers.told == [OUTCOME] * 21
+    assert (tells.tally.succeeded, tells.tally.lost) == (1, 0)
+    assert "refused" not in caplog.text
+    assert caplog.text.count("Agents that run go on") == 1
+
+
+@pytest.mark.parametrize("refusal", [PAGE, FAULT], ids=["a proxy at the outcome alone", "a server"])
 async def test_what_is_refused_for_as_long_as_a_lease_lasts_is_told_with_less_in_it(
-    monkeypatch: pytest.MonkeyPatch,
+    refusal: StoreError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ttl = 0.04
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
         monkeypatch.setattr(delivery, name, 0.01)
-    servers = Servers(but_faults=PAGE)
+    servers = Servers(but_faults=refusal)
     rollout = await telling(servers, ttl).report(LEASE, OUTCOME)
     assert rollout is not None
     assert rollout.fault is Fault.INFRASTRUCTURE
-    assert rollout.error == f"servers refused the outcome, also without what its tools did: {PAGE}"
+    assert rollout.error == f"servers refused the outcome, also without what its tools did: {refusal}"
     for told in LESS:
         at = [when for one, when in zip(servers.told, servers.at, strict=True) if one == told]
         assert len(at) >= 5

@@ -7,7 +7,6 @@ import json
 import pytest
 from lightning.gateway.dialects import Messages, Responses
 from lightning.gateway.errors import RefusalError
-from lightning.gateway.tokens import Claims
 from lightning.testing.fake_vllm import Reply, ToolCall
 
 OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}
@@ -24,9 +23,6 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:x", "detail": "low
 FORCED = {"type": "function", "function": {"name": "f"}}
 
 
-CLAIMS = Claims("rollout", 1, 0.0)
-
-
 def extras(body: dict) -> dict:
     return {name: value for name, value in body.items() if name not in OURS}
 
@@ -34,14 +30,14 @@ def extras(body: dict) -> dict:
 def responses(**asked) -> dict:
     """What vLLM is asked for a Responses request."""
     dialect = Responses()
-    chat, _ = dialect.translate({"input": "hi", **asked}, CLAIMS, "resp_1")
+    chat, _ = dialect.translate({"input": "hi", **asked}, (), "resp_1")
     return dialect.plan(chat).body
 
 
 def messages(**asked) -> dict:
     """What vLLM is asked for a Messages request."""
     dialect = Messages()
-    chat, _ = dialect.translate({"messages": [HI], "max_tokens": 5, **asked}, CLAIMS, "msg_1")
+    chat, _ = dialect.translate({"messages": [HI], "max_tokens": 5, **asked}, (), "msg_1")
     return dialect.plan(chat).body
 
 

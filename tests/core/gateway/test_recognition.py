@@ -45,6 +45,10 @@ class Site:
     def pool(self) -> Pool:
         return self.gateway._policies.of("run").pool
 
+    def be_hasty(self) -> None:
+        """From now on a call waits for a tenth of a second when there is no policy server."""
+        self.pool.grace = 0.1
+
     async def until(self, condition: object) -> None:
         async with asyncio.timeout(30):
             while not condition():  # type: ignore[operator]
@@ -58,8 +62,7 @@ async def site() -> AsyncIterator[Site]:
     await store.put_run(Run("run", "run"))
     await store.create_rollouts([Rollout("run/0", "run", Task("q"), "g")])
     (lease,) = await store.lease("run", "worker")
-    settings = GatewayConfig(hold_timeout=0.1)
-    gateway = Gateway(store, [], settings, secret=await gateway_secret(store), shared=True)
+    gateway = Gateway(store, [], GatewayConfig(), secret=await gateway_secret(store), shared=True)
     await gateway.start()
     yield Site(store, gateway, gateway.llm(lease))
     await gateway.close()
@@ -79,6 +82,7 @@ async def test_a_vllm_at_a_dead_trainers_address_is_not_taken_for_its_policy(sit
         await Owner(site.store, "run").open([Upstream(fake.url, "tiny-one")], 7)
         assert (await site.ask()).status_code == 200
         assert fake.requests[0].body["model"] == "tiny-one"
+        site.be_hasty()
         async with in_place_of(fake, "tiny-two") as other:
             answers = [await site.ask(), await site.ask("messages/count_tokens", max_tokens=1)]
             assert [answer.status_code for answer in answers] == [503, 503]
@@ -90,7 +94,7 @@ async def test_a_vllm_at_a_dead_trainers_address_is_not_taken_for_its_policy(sit
             assert "it serves tiny, tiny-two and not tiny-one" in said
             assert fake.url in said
             await Owner(site.store, "run").open([Upstream(other.url, "tiny-two")], 9)  # its own trainer, say
-            await site.until(lambda: site.pool.slots[0].upstream.model == "tiny-two")
+            await site.until(lambda: site.pool.slots[0].upstream.model == "tiny-two" and site.pool.healthy)
             assert (await site.ask()).status_code == 200
     assert [call.version for call in await site.calls()][-1] == 9
 
@@ -105,6 +109,7 @@ async def test_what_is_no_vllm_at_all_is_not_taken_for_one(site):
         runner = aiohttp.web.AppRunner(app)
         await runner.setup()
         await aiohttp.web.TCPSite(runner, "127.0.0.1", fake.port).start()
+        site.be_hasty()
         assert (await site.ask()).status_code == 503
         assert "it serves no model" in site.pool.slots[0].other
         await runner.cleanup()
@@ -119,7 +124,7 @@ async def test_the_same_server_may_come_back(site):
     async with FakeVLLM(aliases=("tiny-one",)) as fake:
         await Owner(site.store, "run").open([Upstream(fake.url, "tiny-one")], 7)
         await site.ask()
-        site.pool.check_every, site.pool.grace = 0.02, 10.0
+        site.pool.check_every = 0.02
         await fake.close()
         asking = asyncio.create_task(site.ask())
         await site.until(lambda: not site.pool.healthy)
@@ -142,6 +147,7 @@ async def test_an_attached_vllm_that_is_somebody_elses_now_gets_no_calls(site, c
         await site.until(lambda: site.pool.slots[0].other)
         fake.resume()
         assert (await asking).status_code == 200
+        site.be_hasty()
         assert (await site.ask()).status_code == 503
         assert len(fake.requests) == 1
         assert [(call.status, call.finish_reason) for call in await site.calls()] == [
@@ -168,6 +174,7 @@ async def test_an_outage_is_said_once_and_its_end_too(site, caplog):
     async with FakeVLLM() as fake:
         await Owner(site.store, "run").open([Upstream(fake.url, "tiny")], 7)
         await site.ask()
+        site.be_hasty()
         site.pool.check_every = 0.02
         for _ in range(2):
             caplog.clear()

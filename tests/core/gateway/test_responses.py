@@ -6,8 +6,6 @@ import json
 
 import openai
 import pytest
-from lightning.gateway.dialects.responses.history import History
-from lightning.gateway.errors import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus
 
@@ -137,19 +135,6 @@ async def test_events_are_numbered_and_named(house):
     ]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert "[DONE]" not in answer.text
-
-
-def test_the_responses_used_least_recently_are_forgotten_first():
-    conversation = [{"role": "user", "content": "x" * 1000}]
-    history = History(most_bytes=3500)
-    keys = [("rollout", 1, f"resp_{number}") for number in range(4)]
-    for key in keys[:3]:
-        history.put(key, conversation)
-    assert history.get(keys[0]) == conversation
-    history.put(keys[3], conversation)
-    with pytest.raises(RefusalError, match="resp_1"):
-        history.get(keys[1])
-    assert all(history.get(key) == conversation for key in (keys[0], keys[2], keys[3]))
 
 
 async def test_an_answer_of_another_shape_is_a_fault_of_the_policy_server(house):

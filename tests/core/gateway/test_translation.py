@@ -74,7 +74,7 @@ def events_of(payload: bytes) -> list[dict]:
 
 def response_translator() -> ResponseTranslator:
     names = {"space__find": ("space", "find")}
-    return ResponseTranslator("resp_1", {"input": "x"}, {"logprobs": True}, names, lambda output: None)
+    return ResponseTranslator("resp_1", {"input": "x"}, {"logprobs": True}, names, ())
 
 
 def without_logprobs(item: dict) -> dict:

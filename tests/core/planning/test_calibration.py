@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from lightning.errors import DataError
@@ -46,9 +47,31 @@ def test_training_and_what_follows_it() -> None:
     trainer = calibrate(recording(groups, [100, 300, 200])).costs.trainer
     assert (trainer.step, trainer.row_token) == (pytest.approx(1.5), pytest.approx(0.01))
     assert (trainer.update, trainer.checkpoint) == (0.25, 0.125)
+    assert trainer.first == 0.0
     alike = calibrate(recording(groups, [100, 101, 102])).costs.trainer
     assert alike.step == 0.0, "nothing tells what comes with a step from what comes with its tokens"
     assert alike.row_token == pytest.approx((1.5 + 1.01) / 101, rel=0.01)
+
+
+def test_the_first_step_trains_while_things_start() -> None:
+    groups = [[one(at, at + 1.0, at + 2.0, 10, 10)] for at in (0.0, 10.0, 20.0, 30.0)]
+    recorded = recording(groups, [200, 100, 300, 200])
+    slow = replace(recorded.steps[0], seconds={**recorded.steps[0].seconds, "train": 9.5})
+    trainer = calibrate(replace(recorded, steps=(slow, *recorded.steps[1:]))).costs.trainer
+    assert (trainer.step, trainer.row_token) == (pytest.approx(1.5), pytest.approx(0.01))
+    assert trainer.first == pytest.approx(9.5 - 1.5 - 200 * 0.01)
+
+
+def test_what_a_step_takes_beside_its_rollouts() -> None:
+    groups = [[one(at, at + 1.0, at + 2.0, 10, 10)] for at in (0.0, 10.0, 20.0)]
+    recorded = recording(groups, [100, 100, 100])
+    steps = tuple(
+        replace(step, seconds={**step.seconds, "rollout": 2.0 + beside})
+        for step, beside in zip(recorded.steps, (7.0, 0.25, 0.25), strict=True)
+    )
+    assert calibrate(replace(recorded, steps=steps)).costs.turn == pytest.approx(0.25)
+    always = replace(recorded, steps=steps, schedule=replace(recorded.schedule, max_staleness=1))
+    assert calibrate(always).costs.turn == 0.0
 
 
 def crowd(limited: bool, tool: float, seed: int = 0) -> Recorded:

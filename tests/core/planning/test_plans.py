@@ -55,6 +55,9 @@ def test_with_other_settings(plan: Callable[..., str]) -> None:
     assert wide["step"]["rollout"] - scaled["step"]["rollout"] == pytest.approx(TOOL / 2)
     (large,) = planned(plan("--json", "--group-size", "4"))
     assert large["step"]["rollout"] == pytest.approx(4 * ROLLOUT, rel=0.05)
+    # The recorded steps are all of one size.
+    assert any("grow with the tokens" in note for note in large["notes"])
+    assert not any("grow with the tokens" in note for note in wide["notes"])
 
 
 def test_bounds_side_by_side(plan: Callable[..., str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,7 +12,8 @@ from lightning.planning.planner import replay
 from lightning.planning.recorded import _Reader, read_run
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.types import Rollout, Run, Task
+from lightning.trainer.publishing import HELD
+from lightning.types import Outcome, Rollout, Run, StepRecord, Task
 
 from .conftest import CALL, GROUP, LEAD, PLACES, STEPS, TASKS, TOOL, TRAIN, call, record
 
@@ -67,6 +69,55 @@ async def test_the_replay_of_a_run_without_noise_is_the_run(store: Store) -> Non
     assert played.simulated.train == pytest.approx(TRAIN)
     assert (played.simulated.checkpoint, played.simulated.update) == (0.25, 0.5)
     assert abs(played.error) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_rollout_takes_place_while_the_engine_trains(store: Store, seed: int) -> None:
+    rng, agents, seconds = random.Random(seed), 12, list[float]()
+    await store.put_run(Run("crowd", "crowd", {"config": {"trainer": {"tasks_per_step": 1}}}))
+    for step in range(STEPS):
+        names = [f"crowd/{step}/{index}" for index in range(agents)]
+        made = [Rollout(name, "crowd", Task(1), f"crowd/{step}", step=step, index=n) for n, name in enumerate(names)]
+        await store.create_rollouts(made)
+        await store.lease("crowd", "worker", limit=agents)
+        ended = []
+        for name in names:
+            # All begin at once, call once, and go on for a while, of which nothing is stored but the seconds of the whole.
+            called = rng.uniform(0.5, 2.0)
+            ended.append(called + CALL + rng.expovariate(1.0))
+            await store.append([call(name, 0, 1000.0 * step + called, [1], [7])])
+            await store.complete(name, 1, Outcome(reward=1.0, seconds=ended[-1]))
+        seconds += ended
+        groups, keys = (f"crowd/{step}",), tuple((name, 1) for name in names)
+        await store.commit_step(StepRecord("crowd", step, step + 1, keys, ("d",) * agents, f"{step}", groups=groups))
+        await store.log_metrics("crowd", step, {"seconds/rollout": max(ended), "seconds/train": TRAIN})
+    recorded = await read_run(store, "crowd")
+    for group, one in zip(recorded.groups, recorded.steps, strict=True):
+        begun = min(rollout.start for rollout in group.rollouts)
+        assert max(rollout.end for rollout in group.rollouts) - begun <= one.seconds["rollout"] + 1e-6
+        for rollout in group.rollouts:
+            assert rollout.start == rollout.calls[0].ready <= rollout.calls[0].started
+        lasted = [rollout.end - rollout.start for rollout in group.rollouts]
+        assert lasted == pytest.approx([seconds.pop(0) for _ in lasted], abs=1e-6), "each as long as it was"
+    assert abs(replay(recorded, calibrate(recorded)).error) < 0.02
+
+
+async def test_calls_before_an_interruption_stay_where_they_were(store: Store) -> None:
+    await record(store)
+    whole = await read_run(store, "run")
+    # The step was sampled up to its last call before the trainer died: it says how long the rest took.
+    await store.log_metrics("run", 1, {"seconds/rollout": 0.5})
+    cut = await read_run(store, "run")
+    assert cut.groups == whole.groups
+
+
+async def test_how_long_calls_stood_still(store: Store) -> None:
+    await record(store)
+    assert calibrate(await read_run(store, "run")).costs.trainer.export == 0.0, "not recorded: all of the update"
+    for step in range(STEPS):
+        await store.log_metrics("run", step, {HELD: 0.125})
+    trainer = calibrate(await read_run(store, "run")).costs.trainer
+    assert (trainer.update, trainer.export) == (0.5, 0.375)
 
 
 async def test_a_run_that_says_nothing_is_refused(store: Store) -> None:

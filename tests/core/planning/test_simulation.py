@@ -95,6 +95,39 @@ def test_an_update_lets_calls_stand_still() -> None:
     assert pair == pytest.approx(10.0 + 2 * 2.0, abs=1.0)
 
 
+@pytest.mark.parametrize(("export", "waited"), [(0.0, 10.0), (3.0, 7.0), (4.0, 6.0)])
+def test_while_the_weights_are_written_calls_go_on(export: float, waited: float) -> None:
+    trainer = TrainerCosts(step=0.0, row_token=0.0, update=4.0, export=export)
+    schedule = replace(ONE, max_staleness=1)
+    simulated = simulate(schedule, Costs(ServerCosts(token=1.0), trainer), forever(agent((0.0, 0.0, 10))))
+    assert simulated.steps[0].update == pytest.approx(4.0)
+    # The second rollout begins when the first update does, and decodes for 10 s besides the time in which it may not.
+    assert simulated.steps[1].rollout == pytest.approx(waited)
+
+
+def test_what_the_first_step_trains_longer_the_next_one_need_not_wait() -> None:
+    trainer = TrainerCosts(step=1.0, row_token=0.0)
+    slow = replace(trainer, first=6.0)
+    team = forever(agent((0.0, 0.0, 100)))
+    for bound, saved in ((0, 0.0), (1, 6.0)):
+        schedule = replace(ONE, max_staleness=bound)
+        usual, late = (simulate(schedule, Costs(SERVER, costs), team) for costs in (trainer, slow))
+        assert (usual.steps[0].train, late.steps[0].train) == (pytest.approx(1.0), pytest.approx(7.0))
+        assert usual.steps[1].rollout - late.steps[1].rollout == pytest.approx(saved)
+
+
+def test_what_agents_do_after_their_last_call_belongs_to_the_rollout() -> None:
+    busy = replace(agent((0.0, 0.0, 10)), wait=3.0, work=1.0)
+    schedule = replace(ONE, group_size=2, concurrency=2)
+    simulated = simulate(schedule, Costs(SERVER, TRAINER, Sharing(agents=1.0)), forever(busy, busy))
+    assert simulated.steps[1].rollout == pytest.approx(1.0 + 3.0 + 2 * 1.0)
+
+
+def test_a_step_in_turns_takes_something_beside_its_rollouts() -> None:
+    costs = Costs(SERVER, TRAINER, turn=0.75)
+    assert simulate(ONE, costs, forever(agent((0.0, 0.0, 10)))).steps[1].rollout == pytest.approx(1.75)
+
+
 def test_in_parallel_calls_of_one_rollout_depend_on_the_call_before() -> None:
     calls = (Call(-1, 0, 0, 1, 1, 10), Call(0, 0, 0, 1, 1, 10), Call(0, 2.0, 0, 1, 1, 10), Call(1, 0, 0, 1, 1, 10))
     simulated = simulate(ONE, Costs(SERVER, TRAINER), forever(Agent(calls, 1)))

@@ -48,6 +48,8 @@ def processes(monkeypatch: pytest.MonkeyPatch, fake: Any) -> list[StubProcess]:
     monkeypatch.setattr(vllm_server, "ServerProcess", StubProcess)
     monkeypatch.setattr(vllm_server, "reserved_port", port)
     monkeypatch.setattr(vllm_server, "require_vllm", lambda device: None)
+    monkeypatch.setattr(vllm_server, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_server, "LOOK_SECONDS", 0.02)
     return StubProcess.made
 
 
@@ -153,7 +155,7 @@ async def test_nobody_is_told_of_a_death_that_was_asked_for(
     await vllm.start()
     died = asyncio.create_task(vllm.wait_died())
     await vllm.close()
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(0.2)
     assert not died.done()
     died.cancel()
     await asyncio.gather(died, return_exceptions=True)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, served_version, vllm_server
+from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
+from lightning.policy_server import attached as attached_module
 from lightning.policy_server.control import VLLMControl
 from lightning.policy_server.protocol import Probe
 
@@ -44,16 +45,6 @@ async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> Non
     assert await server.healthy()
 
 
-async def test_anybody_can_ask_for_the_version(fake: Any) -> None:
-    fake.version = 12
-    assert await served_version(f"{fake.url}/v1") == 12
-    fake.version = None
-    assert await served_version(fake.url) is None
-    fake.routes = False
-    with pytest.raises(PolicyServerError, match="has no RL routes"):
-        await served_version(fake.url)
-
-
 async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> None:
     fake.paused = True
     await attached(fake, model)
@@ -73,9 +64,85 @@ async def test_one_that_only_serves_resumes_what_is_nobodys(
     fake.claim = ""
     await serves.start()
     assert not fake.paused
+    await serves.close()
     fake.paused, fake.claim = True, "a killed trainer's"
     await attached(fake, model)
     assert not fake.paused
+
+
+async def test_one_that_only_serves_resumes_what_a_killed_trainer_left_paused(
+    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.3)):
+        monkeypatch.setattr(attached_module, name, seconds)
+    fake.paused, fake.claim, fake.version = True, "theirs", 1
+    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
+    await serves.start()
+    for version in (None, 2):  # it lives, and is in the middle of an update
+        await asyncio.sleep(0.2)
+        assert (fake.paused, fake.claim) == (True, "theirs")
+        fake.version = version
+    await asyncio.sleep(0.2)
+    assert fake.paused
+    async with asyncio.timeout(30):
+        while fake.paused:
+            await asyncio.sleep(0.01)
+    assert (fake.claim, fake.version) == ("", 2)
+    await serves.close()
+
+
+async def test_one_that_only_serves_resumes_what_was_paused_while_it_served(
+    fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.3)):
+        monkeypatch.setattr(attached_module, name, seconds)
+
+    async def until(reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not reached():
+                await asyncio.sleep(0.005)
+
+    async def pause() -> None:
+        """As a trainer does, until it has been looked at twice."""
+        fake.calls.clear()
+        fake.paused = True
+        await until(lambda: fake.calls.count("attach") >= 4)
+
+    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
+    fake.claim = "theirs"
+    await serves.start()
+    await pause()
+    fake.paused = False
+    await asyncio.sleep(0.35)
+    await pause()
+    assert (fake.paused, fake.claim) == (True, "theirs"), "it has done something since it paused the first time"
+    await until(lambda: not fake.paused)
+    assert fake.claim == ""
+    fake.claim = "the next trainer's"
+    await pause()
+    await until(lambda: not fake.paused)
+    await serves.close()
+
+
+@pytest.mark.parametrize("how", ["no version", "closed"])
+async def test_what_is_of_no_version_or_is_served_no_more_stays_paused(
+    how: str, fake: Any, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("LOOK_SECONDS", 0.01), ("AWAKE_SECONDS", 0.01), ("SILENT_SECONDS", 0.1)):
+        monkeypatch.setattr(attached_module, name, seconds)
+    fake.paused, fake.claim = True, "theirs"
+    serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
+    await serves.start()
+    if how == "closed":
+        await serves.close()
+    else:
+        fake.version = None
+    await asyncio.sleep(0.3)
+    assert (fake.paused, fake.claim) == (True, "theirs")
+    await serves.close()
+    if how == "no version":
+        await serves.start()
+        assert "are of no version" in caplog.text
 
 
 async def test_attach_does_not_resume_unknown_weights(fake: Any, model: Path) -> None:
@@ -101,6 +168,7 @@ async def test_a_data_parallel_vllm_serves_but_takes_no_weights(fake: Any, model
     assert fake.claim == "theirs"
     serves = make_policy_server(model, PolicyServerConfig(attach=fake.url), log=Path("unused"), claims=False)
     await serves.start()
+    await serves.close()
 
 
 async def test_attach_to_nothing(model: Path) -> None:
@@ -368,6 +436,7 @@ async def test_one_that_only_serves_claims_nothing(fake: Any, model: Path) -> No
     server = make_policy_server(model, config, log=Path("unused"), claims=False)
     await server.start()
     assert (fake.claim, server.claim, server.alias) == ("the trainer's", "", "someone's")
+    await server.close()
 
 
 async def test_an_attached_server_that_came_back_gets_its_weights(fake: Any, model: Path) -> None:

@@ -278,13 +278,35 @@ async def test_an_id_that_changed_hands_is_looked_up_again(store: Store, monkeyp
     await fill(store, "theirs", THEIRS)
     theirs = Projects(store).of("theirs")
     assert await theirs.list_steps(THEIRS.run)
-    monkeypatch.setattr("lightning.server.projects.FORGET_AFTER", -1.0)
+    monkeypatch.setattr("lightning.server.known.FORGET_AFTER", -1.0)
 
     async def pruned(run: str) -> Run:
         return Run(run, "somebody else's now", project="mine")
 
     monkeypatch.setattr(store, "get_run", pruned)
     assert await theirs.list_steps(THEIRS.run) == []
+
+
+async def test_rollouts_that_were_listed_are_not_looked_up_one_by_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a trainer does in each step: it lists what has ended, then asks for the calls of all of it."""
+    await fill(store, "theirs", THEIRS)
+    asked: list[str] = []
+    get_rollout = store.get_rollout
+
+    async def counted(rollout: str) -> Rollout | None:
+        asked.append(rollout)
+        return await get_rollout(rollout)
+
+    monkeypatch.setattr(store, "get_rollout", counted)
+    theirs = ProjectStore(store, "theirs")
+    page = await theirs.list_rollouts(THEIRS.run)
+    calls = await theirs.transitions_of([(rollout.id, 1) for rollout in page.rollouts])
+    assert (len(calls), asked) == (3, [])
+    assert not (await ProjectStore(store, "other").list_rollouts(THEIRS.run)).rollouts
+    with pytest.raises(StoreError, match="unknown"):
+        await ProjectStore(store, "other").transitions(THEIRS.done)
 
 
 def test_one_view_for_each_project() -> None:

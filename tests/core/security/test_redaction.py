@@ -17,13 +17,30 @@ from hypothesis import strategies as st
 from lightning import hookimpl
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.redaction import GONE, redacted, redacted_json, redacted_outcome, redacted_span
+from lightning.gateway.redaction import GONE, redacted, redacted_json, redacted_outcome, redacted_span, storable
 from lightning.plugins import plugins
 from lightning.runner.report import report
 from lightning.server.auth import issue_token
+from lightning.store.http import HttpStore
+from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
+from lightning.testing.control import ControlServer
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.types import Fault, Lease, Outcome, Rollout, Run, Scope, Span, Task, ToolEvent
+from lightning.types import (
+    Conversation,
+    Fault,
+    Lease,
+    Outcome,
+    Rollout,
+    Run,
+    Scope,
+    Span,
+    Task,
+    ToolEvent,
+    Transition,
+    logprobs,
+    token_ids,
+)
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJlLW9mLWl0"
 SECRETS = [
@@ -215,6 +232,11 @@ class Broken:
         return self.answer
 
 
+def said(text: str) -> Conversation:
+    """A conversation with a text in it."""
+    return Conversation(({"role": "user", "content": [{"type": "text", "text": text}]},), "resp_1", 2)
+
+
 def test_a_plugin_is_asked_of_every_text(plugin: Callable[[object], None]) -> None:
     names = Names()
     plugin(names)
@@ -222,8 +244,10 @@ def test_a_plugin_is_asked_of_every_text(plugin: Callable[[object], None]) -> No
     outcome = redacted_outcome(Outcome(fault=Fault.AGENT, error="Ada failed", tool_events=(event,)))
     span = redacted_span(Span("r", 1, "f" * 32, "e" * 16, name="for Ada", error="Ada?", attributes={"a": {"b": "Ada"}}))
     assert "Ada" not in repr((outcome, span))
+    assert storable(said("I am Ada")) is None
     assert set(names.asked) == {
         "outcome.error", "tool.arguments", "tool.output", "tool.error", "span.name", "span.error", "span.attributes",
+        "conversation",
     }  # fmt: skip
 
 
@@ -239,6 +263,7 @@ def test_a_plugin_that_fails_costs_the_text_and_not_the_secret(
 ) -> None:
     plugin(Broken(answer))
     assert redacted("a private matter", "x") == "[left out: the plugin 'redactor-0' failed to redact it]"
+    assert storable(said("a private matter")) is None
     assert "a private matter" not in caplog.text
     assert "redactor-0" in caplog.text
 
@@ -280,6 +305,8 @@ async def test_no_credential_of_a_run_lies_in_its_database_or_in_a_log(
         async with httpx.AsyncClient(base_url=llm.base_url, timeout=20) as client:
             chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             assert (await client.post("chat/completions", json=chat, headers=headers)).status_code == 200
+            asked = {"input": f"password={secrets['password']}"}
+            assert (await client.post("responses", json=asked, headers=headers)).status_code == 200
             for path, status in (("chat/completions", 200), ("nowhere", 404)):
                 assert (await client.post(f"{llm.url_with_token}/{path}", json=chat)).status_code == status
             spans = spans_with(secrets, llm.api_key)
@@ -321,3 +348,23 @@ def test_what_must_stay_exact_stays() -> None:
     assert redacted_outcome(outcome) == outcome
     span = Span("r", 1, "f" * 32, "e" * 16, attributes={"n": 5, "l": [1.5, True, None]})
     assert redacted_span(span) == replace(span)
+    assert storable(said("hi there")) == said("hi there")
+
+
+async def test_a_conversation_that_comes_through_the_control_api_is_looked_at_too() -> None:
+    with ControlServer() as server:
+        url, token = server.add(MemoryStore())
+        store = HttpStore(url, token=token)
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout("a", "run", Task("find it"), "g")])
+        await store.lease("run", "worker")
+        texts = ("hi there", "password=hunter2-and-more")
+        calls = [
+            Transition("a", 1, seq, f"c{seq}", token_ids(), token_ids(), logprobs(), conversation=said(text))
+            for seq, text in enumerate(texts)
+        ]
+        assert await store.append(calls) == 2
+        assert await store.append(calls) == 0
+        assert [call.conversation for call in await store.transitions("a")] == [said("hi there"), None]
+        await store.close()

@@ -53,6 +53,31 @@ async def test_a_runner_s_token_is_kept_as_long_as_it_is_good(store: MemoryStore
     assert (await runner_token(store, tmp_path))[1] not in (first, second)
 
 
+async def test_a_runner_s_token_is_of_the_project_that_was_asked_for(store: MemoryStore, tmp_path: Path) -> None:
+    file, default = await runner_token(store, tmp_path)
+    _, team = await runner_token(store, tmp_path, "team-a", only=True)
+    assert team != default
+    assert await runner_token(store, tmp_path, "team-a", only=True) == (file, team)
+    principal = await Authenticator(store).principal(f"Bearer {team}")
+    assert (principal.scope, principal.project) == (Scope.RUNNER, "team-a")
+    for project in ("default", "team-b"):
+        assert await runner_token(store, tmp_path, project) == (file, team), "a server leaves a trainer's"
+    assert (await runner_token(store, tmp_path, only=True))[1] not in (default, team)
+
+
+async def test_a_server_makes_its_first_runner_token_for_the_project_of_the_settings(tmp_path: Path) -> None:
+    url = sqlite_url(tmp_path / "shared.db")
+    async with serve_store(url, with_settings(Config(), {"trainer.project": "team-a"}), tmp_path) as server:
+        (token,) = (token for token in await server.store.list_tokens() if token.scope is Scope.RUNNER)
+        assert token.project == "team-a"
+    for project in ("default", "team-b"):
+        async with serve_store(url, with_settings(Config(), {"trainer.project": project}), tmp_path) as server:
+            assert [token.scope for token in await server.store.list_tokens()].count(Scope.RUNNER) == 1
+    with pytest.raises(ConfigError, match=r"^trainer\.project: 'a b' cannot name a project"):
+        async with serve_store(url, with_settings(Config(), {"trainer.project": "a b"}), tmp_path):
+            pass
+
+
 async def test_a_token_that_cannot_be_written_is_not_made(store: MemoryStore, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="the first admin token cannot be written to"):

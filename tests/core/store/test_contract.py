@@ -20,6 +20,7 @@ from lightning.store.rules import EXCUSED
 from lightning.types import (
     Caller,
     CallStatus,
+    Conversation,
     Fault,
     Outcome,
     Resource,
@@ -522,8 +523,9 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
             started_at=1.7e9 + 0.123456,
             ended_at=1.7e9 + 1.5,
             tool_calls=("call_1", "\ud800 \0"),
+            conversation=Conversation(({"role": "user", "content": "\ud800 \0 é", "n": [2**70, None]},), "call-0", 3),
         ),
-        call(2, (), (), logprobs=logprobs(), status=CallStatus.ERROR, caller=Caller("")),
+        call(2, (), (), logprobs=logprobs(), status=CallStatus.ERROR, caller=Caller(""), conversation=Conversation(())),
     ]
     assert await leased.append(given) == 3
     found = await leased.transitions("a")
@@ -545,6 +547,7 @@ async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: S
         replace(nan, id="other"),
         replace(nan, caller=Caller("other")),
         replace(nan, tool_calls=("call_1",)),
+        replace(nan, conversation=Conversation(())),
     ):
         with pytest.raises(ConflictError, match=r"\('a', 1, 0\)"):
             await leased.append([call(7), other])

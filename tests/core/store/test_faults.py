@@ -200,6 +200,8 @@ EDITS = (
     "UPDATE transitions SET temperature = 0.5 WHERE seq = 1",
     "UPDATE transitions SET tool_calls = '[\"x\"]' WHERE seq = 1",
     "UPDATE transitions SET tool_calls = '5' WHERE seq = 1",
+    "UPDATE transitions SET conversation = '[\"\",0]' WHERE seq = 1",
+    "UPDATE transitions SET conversation = '5' WHERE seq = 1",
     "UPDATE transitions SET parent = NULL WHERE seq = 1",
     "UPDATE transitions SET parent = n WHERE seq = 1",
     "UPDATE transitions SET parent = 77 WHERE seq = 2",

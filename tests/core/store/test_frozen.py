@@ -15,6 +15,7 @@ from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.types import (
     Caller,
+    Conversation,
     Fault,
     Outcome,
     Resource,
@@ -76,6 +77,8 @@ async def test_calls_are_read_back_equal(tmp_path: Path, call: CallOf, version: 
     assert await store.transitions("a") == expected_calls(version, call)
     (found,) = await store.transitions("b")
     assert (found.id, list(found.prompt_ids), list(found.response_ids)) == ("call-b0", [1, 2, 3], [8])
+    said = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "é"}), "call-x", 1)
+    assert found.conversation == (said if version > 6 else None)
     assert await store.append([found]) == 0  # its digest is still what the older release wrote
     await store.close()
 

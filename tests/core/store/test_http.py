@@ -371,9 +371,10 @@ def test_an_error_is_the_same_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
     [
-        ((200, "<html>hello</html>"), StoreError, "the answer to GET /runs/run is not JSON"),
+        ((200, "{hello"), StoreError, "the answer to GET /runs/run is not JSON"),
         ((200, {"name": "no id"}), StoreError, "lacks 'id'"),
-        ((404, "<html>not here</html>"), StoreError, "not as a Lightning Server does"),
+        ((200, "<html>hello</html>"), transport.PageError, "answered 200 to GET /api/v1/runs/run, and not as a Light"),
+        ((404, "<html>not here</html>"), transport.PageError, "answered 404 .*look at the proxy before it"),
         ((500, refused("server_fault")), StoreError, "for a reason"),
         ((401, refused("invalid_token")), StoreError, "for a reason .*127.0.0.1"),
         ((409, refused("conflict")), ConflictError, "for a reason"),
@@ -389,14 +390,86 @@ def test_an_error_is_the_same_on_both_sides() -> None:
     ids=str,
 )
 async def test_answers_become_errors(answer: tuple[int, object], error: type[Exception], words: str) -> None:
-    async with server(Script(run=[answer])) as url, opened(url) as store:
+    async with server(Script(run=[answer])) as url, opened(url, patience=0.1) as store:
         with pytest.raises(error, match=words):
             await store.get_run("run")
 
 
 @pytest.mark.parametrize(
-    "answer", [(404, "<html>no backend yet</html>"), (500, refused("server_fault")), (503, refused("schema"))], ids=str
+    "page", [(200, ""), (200, "<html>"), (302, ""), (403, "<html>"), (404, '{"message": 1}')], ids=str
 )
+async def test_a_page_of_somebody_else_is_an_error_until_a_server_has_answered_and_waited_for_since(
+    page: tuple[int, object],
+) -> None:
+    run = (200, {"id": "run", "name": "a run"})
+    async with server(Script(version=[page, (200, VERSION)], run=[page, page, run])) as url:
+        store = HttpStore(url, token=TOKEN, patience=60)
+        with pytest.raises(StoreError, match=f"answered {page[0]} .*Give the URL") as error:
+            await asyncio.wait_for(store.open(), 5)
+        assert not isinstance(error.value, UnavailableError)
+        await store.open()
+        assert await asyncio.wait_for(store.get_run("run"), 5) == Run("run", "a run")
+        await store.close()
+
+
+async def test_where_a_server_s_own_refusal_was_heard_the_url_is_right() -> None:
+    script = Script(version=[(200, VERSION)], run=[(401, refused("revoked_token"))])
+    async with server(script) as url, opened(url) as store:
+        with pytest.raises(transport.TokenRefusedError, match="for a reason"):
+            await store.get_run("run")
+        assert script.asked.count("GET run") == 1, "and it is no reason to ask again"
+
+
+class HangsUp:
+    """A server that hangs up at bodies of `longest` bytes or more, and while `away` at everything."""
+
+    def __init__(self, longest: int, away: bool = False) -> None:
+        self._longest, self.away = longest, away
+        self.long = 0
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        long = (request.content_length or 0) >= self._longest
+        self.long += long
+        if long or self.away:
+            assert request.transport is not None
+            request.transport.abort()
+        name = request.path.rsplit("/", 1)[1]
+        return web.json_response(VERSION if name == "version" else {"appended": 1})
+
+
+async def test_what_is_hung_up_at_for_its_length_is_too_long() -> None:
+    calls = [Transition("r", 1, 0, "c", token_ids(range(30_000)), token_ids([1]), logprobs([-1.0]))]
+    proxy = HangsUp(transport.LONG_BODY)
+    async with server(proxy) as url, opened(url, patience=0) as store:
+        for _ in range(transport.CUTS - 1):
+            with pytest.raises(UnavailableError, match="went away"):
+                await store.append(calls)
+        with pytest.raises(transport.TooLongError, match=r"hung up 4 times .* of 160\d{3} bytes.*client_max_body_size"):
+            await store.append(calls)
+        assert proxy.long == transport.CUTS
+
+
+@pytest.mark.parametrize(("count", "away"), [(10, False), (30_000, True)], ids=["short", "nothing is answered"])
+async def test_a_server_that_hangs_up_for_another_reason_is_away(count: int, away: bool) -> None:
+    calls = [Transition("r", 1, 0, "c", token_ids(range(count)), token_ids([1]), logprobs([-1.0]))]
+    proxy = HangsUp(1)
+    async with server(proxy) as url, opened(url, patience=0) as store:
+        proxy.away = away
+        for _ in range(2 * transport.CUTS):
+            with pytest.raises(UnavailableError, match="went away"):
+                await store.append(calls)
+
+
+async def test_behind_a_page_the_next_server_is_asked() -> None:
+    well = Script(run=[(200, {"id": "run", "name": "a run"})])
+    ill = Script(run=[(404, "<html>no backend yet</html>")])
+    async with server(ill) as first, server(well) as second, opened([first, second]) as store:
+        store._transport._current = 0  # type: ignore[union-attr]
+        assert await store.get_run("run") == Run("run", "a run")
+        assert store.answering == second
+
+
+@pytest.mark.parametrize("answer", [(500, refused("server_fault")), (503, refused("schema"))], ids=str)
 async def test_after_a_refusal_that_may_be_one_server_s_alone_another_one_is_asked(answer: tuple[int, object]) -> None:
     other = Script(run=[(200, {"id": "run", "name": "a run"})])
     async with server(Script(run=[answer])) as ill, server(other) as well, opened([ill, well]) as store:

@@ -23,6 +23,7 @@ from lightning.store.http import HttpStore
 from lightning.store.rules import EXCUSED
 from lightning.types import (
     Caller,
+    Conversation,
     Fault,
     Lease,
     Outcome,
@@ -199,6 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
                 token_ids([choice, 8]),
                 logprobs([-0.5, float("-inf")]),
                 tool_calls=(f"t{seq}",) * choice,
+                conversation=Conversation((seq,), "c", choice) if choice else None,
             )
             for seq, prompt, choice in calls
         ]

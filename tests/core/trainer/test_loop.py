@@ -35,6 +35,10 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path) -> None:
         await made.loop.run({"seconds/start": 1.0})
         await assert_finished(made)
         summary = await summarize(made.store, "run")
+        points = [point.values for point in await made.store.metrics("run") if "seconds/update" in point.values]
+    # Before calls stand still the weights are written.
+    assert all(0.0 < values["held_seconds"] < values["seconds/update"] for values in points), points
+    assert len(points) == STEPS
     assert [result.step for result in summary.evaluations] == [0, 1, 2, 3]
     assert (summary.steps, summary.rollouts, summary.failed, summary.drift_tokens) == (STEPS, STEPS * 8, 0, 0)
     assert summary.time["start"] == 1.0

@@ -255,6 +255,28 @@ def test_killed_at_any_moment_a_resume_ends_where_an_undisturbed_run_does(
     assert [(rollout.id, rollout.reward) for rollout in rollouts] == undisturbed
 
 
+@pytest.mark.slow
+def test_a_prompt_is_tuned_in_a_project(tmp_path: Path, writer: ChatServer) -> None:
+    team = {"trainer.project": "team-a"}
+    summary = trainer(tmp_path, small(writer), settings=team).fit(agent, TRAIN, VAL)
+    assert (summary.before, summary.after) == (0.0, 1.0)
+
+    async def read(store: Store) -> Any:
+        run = await store.get_run("run")
+        assert run is not None
+        rollouts = (await store.list_rollouts("run")).rollouts
+        return run.project, {item.name for item in await store.list_resources()}, {*rollouts[0].resources}
+
+    assert look(tmp_path / "run", read) == ("team-a", {"project::team-a::greeter"}, {"project::team-a::greeter"})
+    live = {**team, "runner.prompts": {"greeter": "resource:greeter@production"}}
+    report = trainer(tmp_path, small(writer), settings=live).dev(agent, TRAIN, count=1)
+    assert [row.reward for row in report.rows] == [1.0]
+    with pytest.raises(ConfigError, match="run 'run' is of the project 'team-a'"):
+        trainer(tmp_path, small(writer), resume=True).fit(agent, TRAIN, VAL)
+    again = trainer(tmp_path, small(writer), settings=team, resume=True).fit(agent, TRAIN, VAL)
+    assert again.after == 1.0
+
+
 def test_what_waits_of_a_killed_run_is_leased_with_its_prompt_before_the_resumed_search_begins(
     tmp_path: Path, writer: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

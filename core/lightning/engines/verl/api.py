@@ -6,6 +6,7 @@ Importing this takes seconds. On a machine without an accelerator `platform.choo
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of engines that are not installed, and of names that Ray has moved
@@ -23,7 +24,16 @@ with warnings.catch_warnings():
     from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig
     from verl.workers.config import FSDPOptimizerConfig as FSDPOptimizerConfig
     from verl.workers.config import HFModelConfig as HFModelConfig
+    from verl.workers.config import McoreEngineConfig as McoreEngineConfig
+    from verl.workers.config import McoreOptimizerConfig as McoreOptimizerConfig
     from verl.workers.config import TrainingWorkerConfig as TrainingWorkerConfig
     from verl.workers.engine import EngineRegistry as EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as FSDPEngineWithLMHead
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker as TinkerTrainingWorker
+
+
+def megatron_engine() -> Any:
+    """verl's engine class over Megatron, which is imported here alone. Raises `ImportError` where it is not installed."""
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    return MegatronEngineWithLMHead

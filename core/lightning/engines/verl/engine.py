@@ -6,12 +6,11 @@ be dealt evenly some get a copy of a row without weights; and every rank's loss 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critics import Trunk, no_critic, refuse_targets, same_critic
+from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -27,7 +26,9 @@ from lightning.engines.tally import Tally
 from lightning.engines.tokens import Numbers, Tokens, trained_tokens
 from lightning.engines.verl.deal import deal, share
 from lightning.engines.verl.device import choose
+from lightning.engines.verl.megatron_settings import layout, refuse_critic
 from lightning.engines.verl.sender import FirstWorker
+from lightning.engines.verl.state import Taken, read_state, write_state
 from lightning.errors import EngineError, WorkersLostError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FORMAT = 1
-_STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,6 @@ class _Opened:
     """Of the critic, if there is one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Optimizer steps that were taken, and how many of them moved the policy and the critic: Adam counts them apart."""
-
-    steps: int = 0
-    policy: int = 0
-    critic: int = 0
-
-
 class VerlEngine:
     """Implements `lightning.engines.protocol.Engine`. All that is set is in `Config.engine` and `Config.engine.verl`."""
 
@@ -73,8 +63,8 @@ class VerlEngine:
         self._group: Group | None = None
         self._own_cluster = False
         self._ranks: list[tuple[int, bool]] = []
-        self._taken = _Taken()
-        self._saved: tuple[Path, _Taken] | None = None
+        self._taken = Taken()
+        self._saved: tuple[Path, Taken] | None = None
         self._restarts = 0
         self._turn = threading.Lock()
         """Held during a call, and during a transfer: weights may have to be sent to a vLLM that was started again while a step
@@ -88,10 +78,12 @@ class VerlEngine:
         if self._config.engine.step == "tree":
             logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
         self.close()
+        if critic and self._config.engine.verl.strategy == "megatron":
+            raise refuse_critic()
         self._device = choose(self._config.engine.device)
         trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
         self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk)
-        self._taken, self._saved = _Taken(), None
+        self._taken, self._saved = Taken(), None
         self._start()
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -125,21 +117,18 @@ class VerlEngine:
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
         opened, taken = self._ready(), self._taken
-        state = {
-            "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(opened.optimizer),
-            "critic": opened.trunk or "", "policy_steps": taken.policy, "critic_steps": taken.critic,
-        }  # fmt: skip
         with self._turn, whole_folder(folder) as path:
             for host, files in self._run("save", path.resolve(), taken.policy):
                 _check_seen(host, [path / file for file in files], folder)
-            (path / _STATE).write_text(json.dumps(state, indent=1) + "\n")
+            write_state(path, taken, opened.optimizer, opened.trunk, layout(self._config))
         self._saved = folder.resolve(), taken
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, with however many workers; the optimizer's settings stay those given to `open`."""
+        """Restore what `save` wrote, with however many workers (Megatron's: with as many, cut alike); the optimizer's settings
+        stay those given to `open`."""
         opened = self._ready()
         recover(folder)
-        taken = _read_state(folder, opened.trunk)
+        taken = read_state(folder, opened.trunk, layout(self._config))
         self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
         self._taken, self._saved = taken, (folder.resolve(), taken)
 
@@ -281,7 +270,7 @@ class VerlEngine:
                 f"the gradient is not finite at step {steps}, so the step was not taken and the weights are as "
                 "before: lower engine.lr or use float32"
             )
-        self._taken = _Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
+        self._taken = Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
         return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
@@ -376,20 +365,3 @@ def _vocab_size(model: Path) -> int:
         return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
     except (OSError, ValueError, AttributeError) as error:
         raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error
-
-
-def _read_state(folder: Path, trunk: Trunk | None) -> _Taken:
-    """The steps after which a state was saved. Raises `EngineError` for one that is not the verl engine's, or that has not
-    the same critic."""
-    try:
-        state: Mapping[str, Any] = json.loads((folder / _STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{folder} holds no training state: {error}") from error
-    if state.get("engine") != "verl" or state.get("format") != FORMAT:
-        raise EngineError(
-            f"{folder} holds a training state of another engine or version: go on with the one that wrote it, or start anew "
-            "from the model that `lightning export` writes"
-        )
-    same_critic(folder, str(state.get("critic", "")), trunk or "")
-    steps = int(state["steps"])
-    return _Taken(steps, int(state.get("policy_steps", steps)), int(state.get("critic_steps", 0)))

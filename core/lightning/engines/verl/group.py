@@ -76,7 +76,9 @@ class Alone:
 
     def close(self) -> None:
         """See `Group.close`."""
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
         if self._owns_processes and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ engine decides itself, with the setting that decides it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -15,6 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.verl import api
+from lightning.engines.verl.megatron_settings import (
+    OWN_ENGINE,
+    OWN_OPTIMIZER,
+    given,
+    megatron_engine,
+    megatron_optimizer,
+    refuse,
+    refuse_model,
+)
 from lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +43,7 @@ OWN = {
         "load_tokenizer": "the engine",
     },
     "sharding": {
-        "strategy": "the engine, which shards by FSDP2",
+        "strategy": "engine.verl.strategy",
         "max_token_len_per_gpu": "engine.tokens_per_microbatch",
         "infer_max_token_len_per_gpu": "engine.tokens_per_microbatch",
         "use_dynamic_bsz": "the engine",
@@ -55,9 +65,31 @@ OWN = {
 
 
 def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
-    """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do."""
+    """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do, and `MissingExtraError`
+    for a strategy that is not installed."""
     theirs = config.engine.verl
+    cut, unused, other = (
+        ("megatron", "sharding", "fsdp2") if theirs.strategy == "megatron" else ("fsdp2", "megatron", "megatron")
+    )
+    if options := getattr(theirs, unused):
+        raise ConfigError(
+            f"engine.verl.{unused} is not for engine.verl.strategy = {cut}: leave {', '.join(sorted(options))} away, or set "
+            f"engine.verl.strategy = {other}"
+        )
+    if theirs.strategy == "megatron":
+        refuse(config, device)
     of_model = _model(config, model, device)
+    if theirs.strategy == "megatron":
+        refuse_model(config, of_model.hf_config)
+        return api.TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=of_model,
+            engine_config=_megatron(config, seed, device),
+            optimizer_config=_made(
+                api.McoreOptimizerConfig, "optimizer", megatron_optimizer(optimizer), theirs.optimizer, OWN_OPTIMIZER
+            ),
+            checkpoint_config=api.CheckpointConfig(),
+        )
     sharding = _made(api.FSDPEngineConfig, "sharding", _sharding(config, seed, device), theirs.sharding)
     attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
     if sharding.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
@@ -117,6 +149,15 @@ def _sharding(config: Config, seed: int, device: str) -> dict[str, object]:
     }
 
 
+def _megatron(config: Config, seed: int, device: str) -> Any:
+    dtype = compute_dtype(config, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that mbridge is the older bridge, and that one rank shares out no sequence
+        made = _made(api.McoreEngineConfig, "megatron", megatron_engine(config, seed), given(config), OWN_ENGINE)
+    object.__setattr__(made, "dtype", dtype)  # verl's check knows bfloat16 alone, its engine float32 as well
+    return made
+
+
 def _optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
     return {
         "lr": optimizer.lr,
@@ -127,13 +168,20 @@ def _optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
     }
 
 
-def _made(kind: type[T], section: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> T:
-    """One of verl's dataclasses from our values and the user's."""
+def _made(
+    kind: type[T],
+    section: str,
+    ours: Mapping[str, object],
+    theirs: Mapping[str, object],
+    own: Mapping[str, str] | None = None,
+) -> T:
+    """One of verl's dataclasses from our values and the user's, but for `own` options, which other settings decide."""
+    own = OWN[section] if own is None else own
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]  # verl has no types
     for name in theirs:
         setting = f"engine.verl.{section}.{name}"
-        if name in OWN[section]:
-            raise ConfigError(f"{setting} is decided by {OWN[section][name]}: leave it away")
+        if name in own:
+            raise ConfigError(f"{setting} is decided by {own[name]}: leave it away")
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""

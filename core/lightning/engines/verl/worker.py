@@ -6,37 +6,34 @@ raised (no memory, a dead peer) ends the whole group.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines.critics import Trunk
-from lightning.engines.dropout import silence_dropout
-from lightning.engines.export import whole_weights, write_file, write_folder
+from lightning.engines.export import write_file, write_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.verl import api
-from lightning.engines.verl.critic import WANTED, Learner, PolicyEngine, Wanted
+from lightning.engines.verl.critic import WANTED, Learner, Wanted
 from lightning.engines.verl.passes import LossPass, Report
 from lightning.engines.verl.reference import ReferenceWeights
-from lightning.engines.verl.shards import load_shards, save_shards
+from lightning.engines.verl.strategy import Strategy
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
 from lightning.policy_server.weight_transfer.sender import LocalSender
 
-# verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.
-api.EngineRegistry.register(
-    model_type="language_model", backend="fsdp2", device=api.get_device_name(), vendor=api.get_vendor()
-)(PolicyEngine)
+MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
+"""By strategy, what says how a model is cut: Megatron is imported where it is used."""
 
 
 class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
@@ -52,24 +49,19 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             if not dist.is_initialized():  # verl would ask for gloo twice, which torch refuses
                 dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
         torch.manual_seed(seed)
+        # Each makes its engine known to verl.
+        import_module(f"lightning.engines.verl.{MODULES[config.engine_config.strategy]}")
         super().__init__(config)
         self.engine.initialize()
-        silence_dropout(self._module)
-        # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
-        self._module.register_forward_hook(_in_float32)
-        _spare_vectors(self.engine.optimizer)
+        self._part: Strategy = self.engine
+        self._part.begin()
         self._sender = LocalSender()
         self._moved = False
         # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
-        self._reference = ReferenceWeights.of(self._module) if config.model_config.lora_rank else None
-        self._learner = None if trunk is None else Learner(self._module, trunk, optimizer)
+        self._reference = self._part.first_weights(moved=False) if config.model_config.lora_rank else None
+        self._learner = None if trunk is None else Learner(self._part.trained, trunk, optimizer)
         if self._learner is not None:
             self.engine.attach(self._learner.critic)
-
-    @property
-    def _module(self) -> torch.nn.Module:
-        module: torch.nn.Module = self.engine.module
-        return module
 
     def place(self) -> tuple[int, bool]:
         """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
@@ -112,29 +104,28 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         """Logprobs (T,) of this rank's rows, by the model or by the one that training began with; index 0 is NaN."""
         data = self._data(samples, budget, calculate_entropy=False, values="none")
         first = self._first_weights() if reference else None
-        with self.engine.eval_mode(), torch.no_grad():
-            if first is None:
-                return _rows(self._infer(data, "log_probs"))
-            with first.in_place(self._module):
-                return _rows(self._infer(data, "log_probs"))
+        with self.engine.eval_mode(), torch.no_grad(), self._other_weights(first):
+            found = self._infer(data, "log_probs")
+        return [] if found is None else _rows(found)
 
     def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
         """What the states before the calls (spans,) of each of this rank's rows are worth to the critic."""
         data = self._data(samples, budget, calculate_entropy=False, values="only")
         with self.engine.eval_mode(), torch.no_grad():
-            found = self._infer(data, "values").unbind()
+            found = self._infer(data, "values")
+        assert found is not None, "all ranks of FSDP2 have the last layer, and others no critic"
         columns = [[span.start - 1 for span in sample.spans] for sample in samples]
-        return [own[at].cpu().numpy() for own, at in zip(found, columns, strict=True)]
+        return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
 
     def write_weights(self, file: Path, dtype: str) -> None:
         """Write the full weights; every rank takes part, the first one writes."""
-        weights = whole_weights(self._module, getattr(torch, dtype), _whole, wanted=self.rank == 0)
+        weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
             write_file(weights, file)
 
     def write_model(self, source: Path, folder: Path, dtype: str) -> None:
         """Write a model folder; every rank takes part, the first one writes."""
-        weights = whole_weights(self._module, getattr(torch, dtype), _whole, wanted=self.rank == 0)
+        weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
             write_folder(source, weights, dtype, folder)
 
@@ -153,26 +144,32 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
     def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
         """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
         machine's name and the files that it sees there."""
-        save_shards(self.engine, self._learner, folder, steps)
+        self._part.save(self._learner, folder, steps)
         return socket.gethostname(), sorted(file.name for file in folder.iterdir())
 
     def load(self, folder: Path, steps: int, critic_steps: int) -> None:
         """Read weights and moments, written by however many ranks; the policy took so many steps, and the critic so many."""
-        load_shards(self.engine, self._learner, folder, steps, critic_steps)
+        self._part.load(self._learner, folder, steps, critic_steps)
         self._moved = steps > 0
+
+    def end(self) -> None:
+        """Leave this process as it was before."""
+        self._part.end()
 
     def _first_weights(self) -> ReferenceWeights:
         """What training began with, kept from when it is first asked for, which all ranks do together. Where the weights have
         moved by then, as in a run that was resumed, the folder's are read again."""
         if self._reference is None:
-            self._reference = ReferenceWeights.of(self.engine.read_again() if self._moved else self._module)
-            if self._moved:
-                _let_go()
+            self._reference = self._part.first_weights(moved=self._moved)
         return self._reference
 
-    def _infer(self, data: Any, name: str) -> torch.Tensor:
+    def _other_weights(self, other: ReferenceWeights | None) -> AbstractContextManager[None]:
+        return nullcontext() if other is None else other.in_place(self._part.trained)
+
+    def _infer(self, data: Any, name: str) -> torch.Tensor | None:
+        """None on a rank that has not the last layer."""
         output = self.engine.forward_backward_batch(data, loss_function=None, forward_only=True)
-        found: torch.Tensor = output["model_output"][name]
+        found: torch.Tensor | None = output["model_output"][name] if output else None
         return found
 
     def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
@@ -207,33 +204,6 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
             **{WANTED: values},
         )
         return data
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _in_float32(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
-    """A forward hook."""
-    if getattr(output, "logits", None) is not None:
-        output.logits = output.logits.float()
-    return output
-
-
-def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:
-    """Weight decay is for matrices; norms and biases do without, as in the torch engine."""
-    (group,) = optimizer.param_groups
-    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
-    group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
-    if vectors:
-        optimizer.add_param_group({**group, "params": vectors, "weight_decay": 0.0})
-
-
-def _let_go() -> None:
-    """Give the memory of a sharded model back that nothing uses: FSDP2 leaves it in cycles, which Python seldom looks for."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:

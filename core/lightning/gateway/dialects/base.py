@@ -9,12 +9,12 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lightning.gateway.errors import RefusalError, UpstreamError
 from lightning.gateway.sampling import Body
-from lightning.gateway.tokens import Claims
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 MOST_CHOICES = 16_384
@@ -109,8 +109,9 @@ class Translator(Protocol):
     def broken(self, refusal: RefusalError) -> bytes:
         """The event that tells that a stream broke off."""
 
-    def recorded(self) -> None:
-        """The call is durable; its last bytes leave next."""
+    def conversation(self) -> list[Body] | None:
+        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
+        where none may."""
 
 
 class Dialect(Protocol):
@@ -120,8 +121,12 @@ class Dialect(Protocol):
     upstream: str
     id_prefix: str
 
-    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
-        """The request as `upstream` takes it. Raises `RefusalError` for what cannot be said there."""
+    def continues(self, body: Body) -> str | None:
+        """The id of the response whose conversation a request goes on with, if it names one."""
+
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
+        """The request as `upstream` takes it, after the messages `before` it. Raises `RefusalError` for what cannot be said
+        there."""
 
     def plan(self, body: Body) -> Plan:
         """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
@@ -148,7 +153,11 @@ class Dialect(Protocol):
 class Native:
     """What the dialects have in common that vLLM speaks itself: nothing is translated."""
 
-    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
+    def continues(self, body: Body) -> str | None:
+        """See `Dialect`."""
+        return None
+
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""
         return body, None
 

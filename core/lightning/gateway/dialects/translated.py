@@ -21,6 +21,10 @@ class Translated:
 
     upstream = "/chat/completions"
 
+    def continues(self, body: Body) -> str | None:
+        """See `Dialect`."""
+        return None
+
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
         plan = plan_chat(body)

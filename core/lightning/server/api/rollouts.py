@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.errors import LightningError
-from lightning.gateway.redaction import redacted_span
+from lightning.gateway.redaction import redacted_span, storable
 from lightning.server.api.paging import page
 from lightning.server.api.table import (
     ANY,
@@ -28,6 +28,7 @@ from lightning.store import messages
 from lightning.store.rules import unknown_rollout
 from lightning.store.wire import Slice
 from lightning.types import (
+    Conversation,
     Fault,
     Lease,
     Outcome,
@@ -183,7 +184,14 @@ async def release(call: Call[NoQuery, messages.Release]) -> messages.Released:
 
 async def append(call: Call[NoQuery, messages.Transitions]) -> messages.Appended:
     """Store calls durably. A repeated one changes nothing; 409 for another content under the same key."""
-    return messages.Appended(await call.store.append(call.body.transitions))
+    given = call.body.transitions
+    if any(item.conversation for item in given):
+        given = await asyncio.to_thread(lambda: tuple(map(_storable, call.body.transitions)))
+    return messages.Appended(await call.store.append(given))
+
+
+def _storable(call: Transition) -> Transition:
+    return replace(call, conversation=call.conversation and storable(call.conversation))
 
 
 async def next_seq(call: Call[NoQuery, None]) -> messages.NextSeq:
@@ -211,10 +219,11 @@ async def transitions_of(call: Call[NoQuery, messages.Attempts]) -> messages.Tra
 
 
 def _size(call: Transition) -> int:
-    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500
+    said = 0 if call.conversation is None else _text_size(call.conversation)
+    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500 + said
 
 
-def _text_size(told: ToolEvent | Span) -> int:
+def _text_size(told: ToolEvent | Span | Conversation) -> int:
     """About; what agents tell may be long anywhere."""
     return len(repr(told))
 

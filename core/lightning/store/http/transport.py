@@ -2,7 +2,8 @@
 
 The invariant: a request ends with an answer of a server, or with `UnavailableError` when its patience is over; one that must
 not be done twice has a name by which every server knows it again. After a refusal that may be one server's alone another one is
-asked next. The token is sent in one header and shown nowhere.
+asked next. Once a Lightning Server has answered, a page that is no answer of one means that it is away; before, a wrong URL.
+The token is sent in one header and shown nowhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -54,10 +56,20 @@ LONG: Final = 30.0
 BUSY: Final = 429
 TOO_LONG: Final = 413
 AWAY: Final = (502, 503, 504)
+LOOK: Final = "look at the proxy before it, and at whether the server behind that runs"
+LONG_BODY: Final = 64 * 1024
+"""Bytes from which on a body may be what a connection was cut off for: proxies that do so take shorter ones."""
+CUTS: Final = 4
+"""A body that was cut off so often, without an answer, is asked about (`Transport._is_too_long`)."""
 
 
 class TooLongError(DataError):
-    """What was sent is longer than the server, or a proxy before it, takes (413)."""
+    """What was sent is longer than the server, or a proxy before it, takes: it said so (413), or hangs up at it."""
+
+
+class PageError(UnavailableError):
+    """Something before the servers answers in their place, such as a proxy with an error page. It may be because of what was
+    asked."""
 
 
 KINDS: Final[Mapping[str, type[LightningError]]] = {
@@ -102,13 +114,15 @@ class Transport:
         self._current = random.randrange(len(self._urls))  # noqa: S311 — spreads clients over servers
         self._process = os.getpid()
         self._closing = False
+        self._met = False  # a Lightning Server has answered: the URLs are right
+        self._cuts: Counter[tuple[str, int]] = Counter()  # of long bodies, by path and length, until they are answered
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lightning-store-http", daemon=True)
         self._thread.start()
         self._over = asyncio.Event()
-        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        self._session, self._fresh = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
 
     def __repr__(self) -> str:
         return f"Transport({', '.join(self._urls)})"
@@ -137,7 +151,8 @@ class Transport:
         with self._lock:
             pending = list(self._pending)
         await asyncio.gather(*(asyncio.wrap_future(future) for future in pending), return_exceptions=True)
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._session.close(), self._loop))
+        for session in (self._session, self._fresh):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.close(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
@@ -159,9 +174,15 @@ class Transport:
             self._pending.discard(future)
 
     # in the thread ----------------------------------------------------------------------------------------------
-    async def _open(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
-        return aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar())
+    async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
+        """Connections that are kept, and new ones for what was cut off: a kept one may have been dead before."""
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
+        fresh = aiohttp.TCPConnector(limit=0, force_close=True)
+        none = aiohttp.DummyCookieJar()
+        first, second = (
+            aiohttp.ClientSession(connector=one, headers=self._headers, cookie_jar=none) for one in (kept, fresh)
+        )
+        return first, second
 
     async def _send(self, request: Request, patience: float) -> bytes:
         deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False
@@ -170,7 +191,9 @@ class Transport:
             try:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
-                left, pause, problem = deadline - time.monotonic(), away.pause, str(away)
+                if away.cut and await self._is_too_long(at, request):
+                    raise TooLongError(_hung_up(self._urls[at], request)) from away
+                left, problem = deadline - time.monotonic(), away
             except StoreError as error:
                 if type(error) in (StoreError, SchemaError):  # of another release, at fault, or no server of ours
                     self._pass_over(at)
@@ -181,7 +204,7 @@ class Transport:
                 continue  # the next server may be there
             if left <= 0 or self._closing:
                 doubt = "; it is not known whether it was done: look, then ask again" if request.once else ""
-                raise UnavailableError(
+                raise (PageError if problem.page else UnavailableError)(
                     f"no server answered within {patience:g} s ({problem}){doubt}. Servers: {', '.join(self._urls)}. "
                     "Start one with `lightning serve`, or give the right URL"
                 )
@@ -190,7 +213,7 @@ class Transport:
                 warned = True
             spread = delay * random.uniform(0.5, 1.0)  # noqa: S311 — clients that lost one server must not come back as one
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), min(left, max(pause, spread)))
+                await asyncio.wait_for(self._over.wait(), min(left, max(problem.pause, spread)))
             delay = min(delay * 2, LONGEST_DELAY)
 
     def _pass_over(self, at: int) -> None:
@@ -213,6 +236,20 @@ class Transport:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _is_too_long(self, at: int, request: Request) -> bool:
+        """Whether it is because of its length that a request was cut off: a long one, some times, by a server that answers a
+        short one."""
+        if len(request.body or b"") < LONG_BODY:
+            return False
+        self._cuts[_same(request)] += 1
+        if self._cuts[_same(request)] < CUTS:
+            return False
+        try:
+            await self._attempt(self._urls[at], Request("GET", "/version", {}, answer_seconds=LEASE_ANSWER))
+        except _AwayError:
+            return False
+        return True
+
     async def _attempt(self, base: str, request: Request) -> bytes:
         query = "&".join(f"{name}={value}" for name, value in request.query.items())
         url = URL(f"{base}{PREFIX}{request.path}" + (f"?{query}" if query else ""), encoded=True)
@@ -222,31 +259,39 @@ class Transport:
         headers = {"content-type": "application/json"} if request.body is not None else {}
         if request.once:
             headers[ONCE_HEADER] = request.once
+        session = self._fresh if self._cuts[_same(request)] else self._session
         try:
-            async with self._session.request(
+            async with session.request(
                 request.method, url, data=request.body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 body = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _AwayError(f"{base} cannot be reached ({error})") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _AwayError(f"{base} went away ({error!r})") from error
-        if response.status == 200:
+            cut = not isinstance(error, TimeoutError)
+            raise _AwayError(f"{base} went away ({error!r})", cut=cut) from error
+        self._cuts.pop(_same(request), None)
+        if response.status == 200 and body.lstrip()[:1] == b"{":  # as every answer of ours begins
+            self._met = True
             return body
         raise self._refusal(base, request, response.status, response.headers.get("retry-after", ""), body)
 
     def _refusal(self, base: str, request: Request, status: int, retry_after: str, body: bytes) -> Exception:
         problem = _problem(body)
+        asked = _asked(request)
+        self._met = self._met or problem is not None
+        pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
         if status == BUSY or (status in AWAY and (problem is None or problem.type not in KINDS)):
-            pause = min(float(retry_after), LONGEST_DELAY) if retry_after.isdecimal() else 0.0
-            said = problem.message if problem else "no word of why"
+            said = problem.message if problem else f"not as a Lightning Server does: {LOOK}"
             return _AwayError(f"{base} answered {status} ({said})", pause)
-        asked = f"{request.method} {PREFIX}{request.path}"
         if status == TOO_LONG and (problem is None or problem.type not in KINDS):
             return TooLongError(
                 f"{base} answered {status} to {asked} of {len(request.body or b'')} bytes, and not as a Lightning Server does: "
                 "a proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
             )
+        if problem is None and self._met:
+            said = f"{base} answered {status} to {asked}, and not as a Lightning Server does: {LOOK}"
+            return _AwayError(said, pause, page=True)
         if problem is None:
             return StoreError(
                 f"{base} answered {status} to {asked}, and not as a Lightning Server does: "
@@ -261,11 +306,28 @@ class Transport:
 
 
 class _AwayError(Exception):
-    """No answer, or one that says to ask again, after `pause` seconds."""
+    """No answer, or one that says to ask again, after `pause` seconds. `cut`: the connection was there, and broke off; `page`:
+    something else answered that has no word for this."""
 
-    def __init__(self, message: str, pause: float = 0.0) -> None:
+    def __init__(self, message: str, pause: float = 0.0, *, cut: bool = False, page: bool = False) -> None:
         super().__init__(message)
-        self.pause = pause
+        self.pause, self.cut, self.page = pause, cut, page
+
+
+def _asked(request: Request) -> str:
+    return f"{request.method} {PREFIX}{request.path}"
+
+
+def _same(request: Request) -> tuple[str, int]:
+    """What a request has in common with one that says the same again."""
+    return request.path, len(request.body or b"")
+
+
+def _hung_up(base: str, request: Request) -> str:
+    return (
+        f"{base} hung up {CUTS} times at {_asked(request)} of {len(request.body or b'')} bytes, and answers what is short: a "
+        "proxy before it takes no more. Raise the proxy's limit (client_max_body_size in nginx), or send less"
+    )
 
 
 def _problem(body: bytes) -> Problem | None:

@@ -17,7 +17,19 @@ from typing import Final, TypeAlias
 from lightning.errors import StoreError
 from lightning.store.maintenance.prune import rollouts_of
 from lightning.store.protocol import Store
-from lightning.types import Caller, Json, LogProbs, Rollout, Run, Span, StepReward, TokenIds, ToolEvent, Transition
+from lightning.types import (
+    Caller,
+    Conversation,
+    Json,
+    LogProbs,
+    Rollout,
+    Run,
+    Span,
+    StepReward,
+    TokenIds,
+    ToolEvent,
+    Transition,
+)
 
 BATCH: Final = 32
 """Attempts whose calls are read together."""
@@ -116,11 +128,16 @@ def _transition(call: Transition) -> Record:
         "started_at": call.started_at,
         "ended_at": call.ended_at,
         "tool_calls": list(call.tool_calls),
+        "conversation": _conversation(call.conversation),
         "versions": [{"start": part.start, "version": part.version} for part in call.versions],
         "prompt_ids": call.prompt_ids,
         "response_ids": call.response_ids,
         "logprobs": call.logprobs,
     }
+
+
+def _conversation(said: Conversation | None) -> Json:
+    return None if said is None else {"after": said.after, "kept": said.kept, "messages": list(said.messages)}
 
 
 async def _tool_events(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
@@ -280,6 +297,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 started_at=_N,
                 ended_at=_N,
                 tool_calls=Kind.TEXTS,
+                conversation=_J,
                 versions=_J,
                 prompt_ids=Kind.IDS,
                 response_ids=Kind.IDS,

@@ -17,12 +17,11 @@ from typing import Final
 from lightning.errors import StoreError
 from lightning.store.maintenance.keeper import Keeper, Weight
 from lightning.store.protocol import Store
-from lightning.types import Json, Rollout, Run, Status, StepRecord
+from lightning.types import Json, Rollout, Run, StepRecord
 
 PRUNED: Final = "pruned"
 """The key of a run's state that says that calls were removed: `at` (Unix seconds), `rollouts` (how many lost theirs), `trained`
 (whether some of them had been trained)."""
-ENDED: Final = (Status.SUCCEEDED, Status.FAILED)
 
 NOTHING: Final = Weight()
 
@@ -69,7 +68,7 @@ class _Group:
     def add(self, rollout: Rollout) -> None:
         self.rollouts += 1
         self.step = max(self.step, rollout.step)
-        self.ended &= rollout.status in ENDED
+        self.ended &= rollout.status.ended
         self.trained += rollout.trained_at_step is not None
 
 

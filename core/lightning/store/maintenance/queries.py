@@ -36,7 +36,10 @@ ACTIVITY: Final = (
 BUSY: Final = "SELECT DISTINCT run FROM rollouts WHERE status = 'running' AND lease_until > ?"
 
 _MEMBERS: Final = "(SELECT n FROM rollouts WHERE run = ? AND group_id = ?)"
-WEIGH_CALLS: Final = f"SELECT count(*), coalesce(sum(length(tokens)), 0) FROM transitions WHERE rollout IN {_MEMBERS}"  # noqa: S608
+WEIGH_CALLS: Final = (
+    "SELECT count(*), coalesce(sum(length(tokens) + length(conversation)), 0) FROM transitions "  # noqa: S608
+    f"WHERE rollout IN {_MEMBERS}"
+)
 WEIGH_SPANS: Final = f"SELECT count(*) FROM spans WHERE rollout IN {_MEMBERS}"  # noqa: S608
 UNENDED: Final = (
     "SELECT count(*) FROM rollouts WHERE run = ? AND group_id = ? AND status NOT IN ('succeeded', 'failed')"

@@ -188,7 +188,9 @@ _ANSWERS: Final = (
     "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _ANSWERS)
+_CONVERSATIONS: Final = (f"ALTER TABLE transitions ADD COLUMN conversation {_TEXT} DEFAULT ''",)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _ANSWERS, _CONVERSATIONS)
 """`MIGRATIONS[i]` brings a schema from version i to i + 1."""
 
 _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = $1 ORDER BY tablename"

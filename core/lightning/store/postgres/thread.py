@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from lightning.loops import new_loop
+
 T = TypeVar("T")
 
 
@@ -49,7 +51,7 @@ class LoopThread:
     """An event loop of its own. Loops are woken once for all jobs that came or ended together."""
 
     def __init__(self, name: str) -> None:
-        self.loop = _new_loop()
+        self.loop = new_loop()
         self._lock = threading.Lock()
         self._closed = False
         self._arrived: deque[_Job[Any]] = deque()
@@ -123,12 +125,3 @@ class LoopThread:
 def _deliver_here(jobs: list[_Job[Any]]) -> None:
     for job in jobs:
         job.deliver()
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """The fastest loop there is: uvloop has none for Windows and PyPy."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

@@ -18,6 +18,8 @@ from lightning.store.redis.parents import CallKey, Known
 from lightning.types import Transition
 
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
+WITHOUT_CONVERSATION: Final = 11
+"""Columns of a call that has none: it takes no place, and calls that were kept before there was one are read."""
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -53,6 +55,7 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
             rows.finite(transition.started_at, f"started_at {what}"),
             rows.finite(transition.ended_at, f"ended_at {what}"),
             rows.dump(list(transition.tool_calls), f"a tool call {what}"),
+            *([rows.conversation_to_text(transition.conversation)] if transition.conversation else []),
         ]
     ).encode()
     return b"".join((digest, _LENGTH.pack(len(text)), text, blob))
@@ -65,6 +68,8 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
         (length,) = _LENGTH.unpack_from(value, DIGEST_BYTES)
         key = (rollout, attempt, int(seq))
         parent, *columns = json.loads(value[start : start + length])
+        if len(columns) == WITHOUT_CONVERSATION:
+            columns.append("")
         if isinstance(parent, int):
             above: CallKey | None = (rollout, attempt, parent)
         else:

@@ -135,6 +135,7 @@ def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
         rows.finite(transition.started_at, f"started_at {what}"),
         rows.finite(transition.ended_at, f"ended_at {what}"),
         rows.dump(list(transition.tool_calls), f"a tool call {what}"),
+        rows.conversation_to_text(transition.conversation),
         rules.transition_digest(transition, content),
     )
 

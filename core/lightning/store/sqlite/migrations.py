@@ -193,7 +193,17 @@ _ANSWERS: Final = (
     "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
 )
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _LABELS, _SPANS, _RESOURCES, _PROJECTS, _ANSWERS)
+_CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT NOT NULL DEFAULT ''",)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
+    _FIRST,
+    _LABELS,
+    _SPANS,
+    _RESOURCES,
+    _PROJECTS,
+    _ANSWERS,
+    _CONVERSATIONS,
+)
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 
 

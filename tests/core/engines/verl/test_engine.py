@@ -19,7 +19,6 @@ from lightning.config import LoraConfig
 from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
-from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, TokenBatch
 from lightning.policy_server.weight_transfer.gloo import Spec, join
 from lightning.policy_server.weight_transfer.layout import Sender, entries
@@ -27,14 +26,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.core.engines.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
-OpenVerl = Callable[..., Engine]
-LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
-CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3")
-"""Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
 UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2, weight_decay=0.5)
-VOCAB = 320
-ALONE = 0
 
 
 def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:

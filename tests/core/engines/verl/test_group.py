@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 from lightning.config.verl import VerlConfig
-from lightning.engines.verl.group import connect
+from lightning.engines.verl.device import choose
 from lightning.errors import EngineError
 
 ray = pytest.importorskip("ray")
 
+pytestmark = pytest.mark.slow  # what the group imports of verl takes seconds, although no Ray starts
+
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_ray_is_started_once_more(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose("cpu")  # before verl is imported, by whichever test is the first to do so
+    from lightning.engines.verl.group import connect
+
     asked: list[str] = []
 
     def init(**how: Any) -> None:

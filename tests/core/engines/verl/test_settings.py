@@ -35,13 +35,45 @@ def test_ours_and_theirs(model: Path) -> None:
     assert (of_model.lora_rank, of_model.hf_config._attn_implementation) == (4, "sdpa")
 
 
+def test_megatrons(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own checks of them, too; Megatron itself is not needed for that."""
+    monkeypatch.setattr("lightning.engines.verl.megatron_settings._installed", lambda _: True)
+    megatron = {"verl.strategy": "megatron", "verl.world_size": 4}
+    cut = {"tensor_model_parallel_size": 2, "optimizer_offload": True}
+    made_of = made(model, **megatron, tokens_per_microbatch=777, **{"verl.megatron": cut})
+    engine, optimizer = made_of.engine_config, made_of.optimizer_config  # type: ignore[attr-defined]
+    assert (engine.strategy, engine.tensor_model_parallel_size, engine.optimizer_offload) == ("megatron", 2, True)
+    assert (engine.dtype, engine.max_token_len_per_gpu, engine.vanilla_mbridge) == ("float32", 777, True)
+    assert (optimizer.lr, optimizer.override_optimizer_config["adam_eps"]) == (3e-5, 1e-6)
+    refused: list[tuple[dict[str, object], str]] = [
+        (
+            {"verl.megatron": {"tensor_parallel_size": 2}},
+            r"megatron\.tensor_parallel_size: .*mean 'tensor_model_parallel_size'",
+        ),
+        ({"verl.megatron": {"use_dist_checkpointing": True}}, r"decided by the engine, which writes safetensors"),
+        ({"verl.megatron": {"param_offload": True}}, r"decided by the engine, which keeps a gradient .* forgets it"),
+        ({"verl.optimizer": {"optimizer": "muon"}}, r"engine\.verl\.optimizer\.optimizer is decided by the engine"),
+        (
+            {"verl.sharding": {"param_offload": True}},
+            r"sharding is not for engine\.verl\.strategy = megatron: leave param_",
+        ),
+        (
+            {"verl.strategy": "fsdp2", "verl.megatron": cut},
+            r"megatron is not for .* set engine\.verl\.strategy = megatron",
+        ),
+    ]
+    for settings, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            made(model, **{**megatron, **settings})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"verl.sharding": {"param_ofload": True}}, r"engine.verl.sharding.param_ofload: .*mean 'param_offload'"),
         ({"verl.optimizer": {"lr": 1.0}}, r"engine.verl.optimizer.lr is decided by engine.lr"),
         ({"verl.model": {"path": "x"}}, r"decided by the model that is trained"),
-        ({"verl.sharding": {"strategy": "fsdp"}}, r"the engine, which shards by FSDP2"),
+        ({"verl.sharding": {"strategy": "fsdp"}}, r"decided by engine.verl.strategy"),
         ({"verl.sharding": {"reshard_after_forward": False}}, r"decided by the engine, which reads shards"),
         ({"verl.sharding": {"ulysses_sequence_parallel_size": 2}}, r"needs flash_attention_2, and .* with sdpa"),
         ({"lora.alpha": 1.5}, r"engine.lora.alpha is 1.5"),

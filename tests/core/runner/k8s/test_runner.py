@@ -267,11 +267,11 @@ async def test_an_image_that_cannot_be_pulled_is_told_at_once_and_ends_the_run_i
     cluster: FakeCluster, site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.kubelet = lambda _: cluster.waiting("ImagePullBackOff", 'Back-off pulling image "agents:1"')
-    config = config_for(cluster, tmp_path, start_timeout=0.3, pods=2)
+    config = config_for(cluster, tmp_path, start_timeout=1.0, pods=2)
     async with attending(config, site) as task:
         await until(lambda: "Back-off pulling" in caplog.text, task)
         assert not task.done()
-        with pytest.raises(RunnerError, match=r"(?s)after 0.3 s.*ImagePullBackOff.*Check runner.k8s.image"):
+        with pytest.raises(RunnerError, match=r"(?s)after 1 s.*ImagePullBackOff.*Check runner.k8s.image"):
             await task
     assert caplog.text.count("Back-off pulling") == 1  # two pods, one problem
     cluster.kubelet = lambda _: cluster.waiting("InvalidImageName", 'couldn\'t parse image "Agents:1"')
@@ -353,8 +353,8 @@ async def test_there_is_a_job_for_each_rollout_that_is_not_done(
 async def test_jobs_that_are_not_wanted_are_not_missed(
     cluster: FakeCluster, store: Store, site: Site, tmp_path: Path
 ) -> None:
-    async with attending(config_for(cluster, tmp_path, mode="job", start_timeout=2.0), site) as task:
-        await asyncio.sleep(2.3)  # the trainer loads its model, or trains
+    async with attending(config_for(cluster, tmp_path, mode="job", start_timeout=0.3), site) as task:
+        await asyncio.sleep(0.5)  # the trainer loads its model, or trains
         assert not task.done()
 
 

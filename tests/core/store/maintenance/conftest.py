@@ -11,6 +11,7 @@ from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
     Caller,
+    Conversation,
     Fault,
     Outcome,
     Resource,
@@ -49,6 +50,7 @@ def call_of(rollout: str, seq: int, prompt: list[int], *, attempt: int = 1, rng:
         started_at=1.25,
         ended_at=2.5,
         tool_calls=("t-1",),
+        conversation=Conversation(({"role": "user", "content": "q"},), "call", 1) if seq == 0 else None,
     )
 
 

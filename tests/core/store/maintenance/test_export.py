@@ -76,6 +76,8 @@ async def test_calls_are_exported_bit_for_bit(store: Store, tmp_path: Path, kind
         assert row["versions"] == [{"start": 0, "version": 3}, {"start": 2, "version": 4}]
         assert (row["split"], row["temperature"], row["constrained"]) == (row["split"], 0.7, False)
         assert (row["started_at"], row["ended_at"], row["tool_calls"]) == (1.25, 2.5, ["t-1"])
+        said = {"after": "call", "kept": 1, "messages": [{"role": "user", "content": "q"}]}
+        assert row["conversation"] == (said if call.seq == 0 else None)
     assert {row["split"] for row in found} == {"train", "val"}
 
 

@@ -271,6 +271,8 @@ async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServe
     store = PostgresStore.from_url(postgres_server.url_of(name, pool=2))
     await store.open()
     assert [call.id for call in await store.transitions("a")] == ["call-a0", "call-a1"]
+    (call,) = await store.transitions("b")
+    assert (call.id, call.conversation is not None) == ("call-b0", version > 2)
     rollout = await store.get_rollout("a")
     assert rollout is not None
     assert (rollout.reward, rollout.trained_at_step, rollout.resources) == (0.5, 0, {"writer": 2})

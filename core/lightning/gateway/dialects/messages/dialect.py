@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import orjson
 
 from lightning.gateway.dialects.base import Translator, refuse_parameter
@@ -11,7 +13,6 @@ from lightning.gateway.dialects.messages.request import chat_request
 from lightning.gateway.dialects.translated import Translated, readable
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
-from lightning.gateway.tokens import Claims
 
 IN_THE_PROMPT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
@@ -22,7 +23,7 @@ class Messages(Translated):
     path = "/messages"
     id_prefix = "msg_"
 
-    def translate(self, body: Body, claims: Claims, response_id: str) -> tuple[Body, Translator | None]:
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """See `Dialect`."""
         most = body.get("max_tokens")
         if not isinstance(most, int) or most < 1:

@@ -88,8 +88,8 @@ class MessageTranslator:
         """See `Translator`."""
         return event(error_object(refusal.status, str(refusal)))
 
-    def recorded(self) -> None:
-        """See `Translator`. Nothing is kept: a request of this API has the whole conversation."""
+    def conversation(self) -> None:
+        """See `Translator`. A request of this API has the whole conversation."""
 
     def _events(self, happened: Event) -> Iterator[Body]:
         step, part, piece = happened

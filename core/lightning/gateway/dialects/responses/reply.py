@@ -6,9 +6,10 @@ The invariant: the object in the last event of a stream is the one the whole ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
+from lightning.gateway.dialects.responses.items import messages_of
 from lightning.gateway.dialects.translated import event
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.sampling import Body
@@ -38,7 +39,7 @@ PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
 
 class ResponseTranslator:
     """One call. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says which tools have a
-    namespace; `remember` is called with the output once the call is durable."""
+    namespace; `said` is the conversation so far, without the instructions."""
 
     def __init__(
         self,
@@ -46,9 +47,9 @@ class ResponseTranslator:
         asked: Body,
         chat: Body,
         names: Mapping[str, tuple[str, str]],
-        remember: Callable[[list[Body]], None],
+        said: Sequence[Body],
     ) -> None:
-        self._id, self._asked, self._chat, self._names, self._remember = response_id, asked, chat, names, remember
+        self._id, self._asked, self._chat, self._names, self._said = response_id, asked, chat, names, said
         self._parts = Parts()
         self._created, self._sequence = int(time.time()), 0
         self._model, self._finish = "", ""
@@ -155,9 +156,9 @@ class ResponseTranslator:
         error = refusal.error
         return self._numbered([{**error, "type": "error", "error": error}])
 
-    def recorded(self) -> None:
+    def conversation(self) -> list[Body] | None:
         """See `Translator`."""
-        self._remember(self._output())
+        return None if self._asked.get("store") is False else messages_of(self._output(), self._said)
 
     def _numbered(self, said: list[Body]) -> bytes:
         out = bytearray()

@@ -24,7 +24,7 @@ WITHOUT_EFFECT = frozenset(
 """They concern OpenAI's accounts, caches and built-in tools, not the answer (or are renamed)."""
 REFUSED = {
     "background": "is not supported: the gateway answers while you wait. Leave it out, or use 'stream'.",
-    "conversation": "is not supported: conversations are not kept. Send the whole input, or previous_response_id.",
+    "conversation": "is not supported: the gateway has no conversation objects. Send the whole input, or previous_response_id.",
     "moderation": "is not supported: the gateway asks no other model. Moderate in the agent.",
     "prompt": "is not supported: prompt templates lie on OpenAI's servers. Send their text as instructions and input.",
     "context_management": "is not supported: the policy must see the context as it is. Shorten the input in the agent.",

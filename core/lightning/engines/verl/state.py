@@ -1,0 +1,74 @@
+"""What a training state of the verl engine says of itself, beside the files of the workers.
+
+The invariant: no worker is asked to read what another engine wrote, or a job that was cut another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.engines.critics import Trunk, same_critic
+from lightning.engines.protocol import OptimizerConfig
+from lightning.errors import EngineError
+
+FORMAT = 1
+_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Optimizer steps that were taken, and how many of them moved the policy and the critic: Adam counts them apart."""
+
+    steps: int = 0
+    policy: int = 0
+    critic: int = 0
+
+
+def write_state(
+    folder: Path, taken: Taken, optimizer: OptimizerConfig, trunk: Trunk | None, layout: Mapping[str, object]
+) -> None:
+    """Say what the workers have written to a folder."""
+    state = {
+        "format": FORMAT, "engine": "verl", "steps": taken.steps, "optimizer": asdict(optimizer), "critic": trunk or "",
+        "policy_steps": taken.policy, "critic_steps": taken.critic, "layout": layout,
+    }  # fmt: skip
+    (folder / _FILE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) -> Taken:
+    """The steps after which a state was saved. Raises `EngineError` for one that is not the verl engine's, that has not the
+    same critic, or that these workers cannot read."""
+    try:
+        state: Mapping[str, Any] = json.loads((folder / _FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder} holds no training state: {error}") from error
+    if state.get("engine") != "verl" or state.get("format") != FORMAT:
+        raise EngineError(
+            f"{folder} holds a training state of another engine or version: go on with the one that wrote it, or start anew "
+            "from the model that `lightning export` writes"
+        )
+    same_critic(folder, str(state.get("critic", "")), trunk or "")
+    _same_layout(folder, state.get("layout", {"strategy": "fsdp2"}), layout)
+    steps = int(state["steps"])
+    return Taken(steps, int(state.get("policy_steps", steps)), int(state.get("critic_steps", 0)))
+
+
+def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[str, object]) -> None:
+    others = {name: value for name, value in written.items() if present.get(name) != value}
+    if not others and written.keys() == present.keys():
+        return
+    if "strategy" in others:
+        cure = f"set engine.verl.strategy = {written['strategy']}"
+    else:
+        cure = "set " + ", ".join(
+            f"engine.verl.{name} = {value}" if name == "world_size" else f"engine.verl.megatron.{name} = {value}"
+            for name, value in others.items()
+        )
+    raise EngineError(
+        f"{folder} was saved by workers that had the model in other parts, and Megatron's are read by such alone: {cure}, or "
+        "start anew from the model that `lightning export` writes"
+    )
