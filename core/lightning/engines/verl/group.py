@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -42,7 +43,12 @@ class Group(Protocol):
 
 
 class Alone:
-    """One rank, in this process."""
+    """One rank, in this process and in a thread of its own, which ends with it.
+
+    torch keeps process groups for each thread that computed with DTensors, also after they were destroyed. When another thread
+    forks, as Ray does to start its processes, the child forgets such a thread and joins the group's threads, which it does not
+    have: it hangs or crashes.
+    """
 
     size = 1
 
@@ -56,8 +62,12 @@ class Alone:
         before = {name: os.environ.get(name) for name in alone}
         self._owns_processes = not dist.is_initialized()
         os.environ.update(alone)
+        self._thread = ThreadPoolExecutor(1, "lightning-verl")
         try:
-            self._worker: PolicyWorker | None = PolicyWorker(worker_config, **arguments)
+            self._worker: PolicyWorker | None = self._thread.submit(PolicyWorker, worker_config, **arguments).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
         finally:  # agents and vLLM inherit this process's environment
             for name, value in before.items():
                 os.environ.pop(name, None)
@@ -68,7 +78,7 @@ class Alone:
         if self._worker is None:
             raise EngineError(ENDED)
         try:
-            return [getattr(self._worker, method)(*parts[0], **named)]
+            return [self._thread.submit(getattr(self._worker, method), *parts[0], **named).result()]
         except LightningError:
             raise
         except Exception as error:
@@ -78,9 +88,10 @@ class Alone:
         """See `Group.close`."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.end()
+            self._thread.submit(worker.end).result()
         if self._owns_processes and dist.is_initialized():
             dist.destroy_process_group()
+        self._thread.shutdown()
 
 
 class OnRay:

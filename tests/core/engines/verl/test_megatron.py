@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample, Span
+from lightning.config import RunnerConfig
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.verl.device import choose
 from lightning.errors import EngineError
 from lightning.losses.protocol import LossOutput, TokenBatch
+from lightning.runner.ray.cluster import connect
 from lightning.testing.tiny_models import make_tiny_model
 from safetensors.torch import load_file
 
@@ -203,3 +206,14 @@ def test_two_workers_compute_it_however_the_model_is_cut(
     resumed.load(tmp_path / "state")
     same_steps(resumed, expected, range(3, 5))
     expected.close()
+
+
+def test_ray_starts_after_it(open_verl: OpenVerl) -> None:
+    """And after those above: what torch keeps of a destroyed process group for a thread hangs or crashes what another thread
+    forks."""
+    engine = open_verl(ALONE, **{STRATEGY: "megatron"})
+    engine.step(rows(0), LOSS)
+    engine.close()
+    cluster = asyncio.run(connect(RunnerConfig(concurrency=1)))
+    assert cluster.thread is not None
+    asyncio.run(cluster.close())
