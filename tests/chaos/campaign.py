@@ -271,7 +271,6 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
     settings = {
         "trainer.steps": 100_000, "trainer.tasks_per_step": tasks_per_step, "trainer.eval_every": 0, "engine.lr": 2e-3,
         "policy_server.max_model_len": 1024, "server.port": ports[0], "trainer.trackers": "[]", "runner.max_attempts": 20,
-        "runner.lease_ttl": 10,
     }  # fmt: skip
     trainer = Service(
         "trainer",
@@ -287,7 +286,7 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
     )
     runners = [
         Service(
-            name, [*command, "runner", AGENT, "--server", servers, "--concurrency", str(AGENTS)],
+            name, [*command, "runner", AGENT, "--server", servers, "--concurrency", str(AGENTS), "--set", "runner.lease_ttl=10"],
             folder / f"{name}.log", env | {"CHAOS_RUNNER": name},
         )
         for name in (f"runner-{number}" for number in range(clients))
