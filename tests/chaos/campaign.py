@@ -286,7 +286,11 @@ def prepare(folder: Path, database: Database, seed: int, say: Callable[[str], No
     )
     runners = [
         Service(
-            name, [*command, "runner", AGENT, "--server", servers, "--concurrency", str(AGENTS), "--set", "runner.lease_ttl=10"],
+            name,
+            [
+                *command, "runner", AGENT, "--server", servers, "--concurrency", str(AGENTS),
+                "--set", "runner.lease_ttl=10",
+            ],
             folder / f"{name}.log", env | {"CHAOS_RUNNER": name},
         )
         for name in (f"runner-{number}" for number in range(clients))
