@@ -47,8 +47,8 @@ def plan(
     gpu: Annotated[
         str, typer.Option(help="h100, h200, a100, or memory=GB,tflops=N,bandwidth=TB/s[,link=GB/s].")
     ] = "h100",
-    serve_on: Annotated[int, typer.Option(min=0, help="GPUs that only serve; with 0 all of them train and serve.")] = 0,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of one policy server.")] = 1,
+    serve_on: Annotated[int, typer.Option(min=0, help="GPUs that only serve; with 0 all of them train.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(min=0, help="GPUs of the policy server; 0: all that may serve.")] = 0,
     group_size: Annotated[int, typer.Option(min=0, help="Rollouts of a task; 0: as recorded.")] = 0,
     max_staleness: Annotated[
         list[int] | None,
@@ -157,7 +157,8 @@ def _show(
 def _where(shape: Shape | None, cluster: Cluster | None) -> str:
     if shape is None or cluster is None:
         return "the machine of the recorded run"
-    how = "all train and serve" if cluster.shared else f"{cluster.training} train, {cluster.serving} serve"
+    serving = "all" if cluster.server_gpus == cluster.gpus else str(cluster.server_gpus)
+    how = f"all train, {serving} serve" if cluster.shared else f"{cluster.training} train, {cluster.serving} serve"
     return f"{shape.name} ({shape.parameters / 1e9:.2f} B) on {cluster.gpus} x {cluster.gpu.name}: {how}"
 
 

@@ -109,13 +109,16 @@ def assume(given: Sequence[str]) -> Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`gpus` of a kind, `serving` of which only serve; with 0 all of them train and serve. A policy server takes
-    `tensor_parallel` of them. Raises `ConfigError` for a division that leaves somebody without."""
+    """`gpus` of a kind, `serving` of which only serve; with 0 all of them train, and some serve as well.
+
+    A run has one policy server. It takes `tensor_parallel` GPUs, with 0 all that serve. Raises `ConfigError` for a division
+    that leaves somebody without, and for one that would need another number of policy servers.
+    """
 
     gpu: Gpu
     gpus: int
     serving: int = 0
-    tensor_parallel: int = 1
+    tensor_parallel: int = 0
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def __post_init__(self) -> None:
@@ -123,14 +126,20 @@ class Cluster:
             raise ConfigError(f"--gpus {self.gpus}: a cluster has at least one")
         if not 0 <= self.serving < self.gpus:
             raise ConfigError(f"--serve-on {self.serving} of {self.gpus} GPUs: at least one has to train")
-        if self.tensor_parallel < 1 or self.servers_on % self.tensor_parallel:
+        if not 0 <= self.tensor_parallel <= self.gpus:
             raise ConfigError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide the {self.servers_on} GPUs that serve"
+                f"--tensor-parallel {self.tensor_parallel}: the cluster has {self.gpus} GPUs; leave it away to take all that "
+                "serve"
+            )
+        if self.serving and self.tensor_parallel not in (0, self.serving):
+            raise ConfigError(
+                f"--tensor-parallel {self.tensor_parallel} on {self.serving} GPUs that only serve: a run has one policy "
+                f"server, on all of them; leave --tensor-parallel away, or give --serve-on {self.tensor_parallel}"
             )
 
     @property
     def shared(self) -> bool:
-        """Whether the same GPUs train and serve."""
+        """Whether the policy server's GPUs train, too."""
         return self.serving == 0
 
     @property
@@ -139,14 +148,9 @@ class Cluster:
         return self.gpus - self.serving
 
     @property
-    def servers_on(self) -> int:
-        """GPUs that serve."""
-        return self.serving or self.gpus
-
-    @property
-    def servers(self) -> int:
-        """Policy servers."""
-        return self.servers_on // self.tensor_parallel
+    def server_gpus(self) -> int:
+        """GPUs of the policy server."""
+        return self.tensor_parallel or self.serving or self.gpus
 
     @property
     def exchange(self) -> float:

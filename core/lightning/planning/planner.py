@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from lightning.config import Config, settings, with_settings
+from lightning.config import Config, EngineConfig, settings, with_settings
 from lightning.planning.calibration import Calibration, calibrate
 from lightning.planning.cluster import Cluster
 from lightning.planning.costs import Costs, Schedule, Sharing
-from lightning.planning.memory import Memory, memory
-from lightning.planning.recorded import PHASES, Recorded
+from lightning.planning.memory import Memory, memory, uncounted
+from lightning.planning.recorded import PHASES, Recorded, forward_passes
 from lightning.planning.roofline import server_costs, trainer_costs
 from lightning.planning.shape import Shape
 from lightning.planning.simulation import Simulated, simulate
@@ -93,20 +93,21 @@ class Plan:
 
 
 def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> Plan:
-    """Simulate a target with a calibrated run's work. Raises `ConfigError` for a model that its cluster has no room for."""
+    """Simulate a target with a calibrated run's work. Raises `ConfigError` for a model that its cluster has no room for, and
+    for an engine that cannot be planned."""
     teams = [target.changes.apply(team) for team in calibration.steady]
-    costs, notes = _costs(recorded, calibration, target, teams)
-    simulated = simulate(target.schedule, costs, draw(teams, target.schedule.group_size, target.seed))
-    total = simulated.mean(lambda step: step.seconds)
     memories: Sequence[Memory] = ()
     if target.shape is not None and target.cluster is not None:
         share = target.config.policy_server.gpu_memory_utilization
         memories = memory(target.shape, target.cluster, target.config.engine, share)
-        notes += [
-            f"{use.role}: {use.used / 1e9:.0f} GB do not fit into {use.available / 1e9:.0f} GB"
-            for use in memories
-            if not use.fits
-        ]
+    costs, notes = _costs(recorded, calibration, target, teams)
+    simulated = simulate(target.schedule, costs, draw(teams, target.schedule.group_size, target.seed))
+    total = simulated.mean(lambda step: step.seconds)
+    notes += [
+        f"{use.role}: {use.used / 1e9:.0f} GB do not fit into {use.available / 1e9:.0f} GB"
+        for use in memories
+        if not use.fits
+    ]
     return Plan(
         schedule=target.schedule,
         costs=costs,
@@ -143,12 +144,14 @@ def recorded_config(recorded: Recorded) -> Config:
     """The settings of the recorded run; what this release does not know any more is left out."""
     stored = recorded.config.get("config")
     known: dict[str, object] = {}
-    for setting in settings():
+    keys = [setting.key for setting in settings()]
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in keys:
         value: Json = stored
-        for part in setting.key.split("."):
+        for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is not None and not isinstance(value, dict):
-            known[setting.key] = value
+        if value is not None and key not in sections:
+            known[key] = value
     return with_settings(Config(), known)
 
 
@@ -200,17 +203,31 @@ def _costs(
     context = statistics.fmean(call.prompt + call.response / 2 for call in calls) if calls else 1.0
     rows = [agent.rows for team in teams for agent in team.agents if agent.rows]
     length = statistics.fmean(rows) if rows else 1.0
+    passes = forward_passes(recorded) or 0
     return (
         Costs(
             server=server_costs(shape, cluster, share, context),
-            trainer=trainer_costs(shape, cluster, target.config.engine, length),
+            trainer=trainer_costs(shape, cluster, target.config.engine, length, passes),
             sharing=Sharing(agents=power, one_device=cluster.shared),
             dispatch=known.dispatch,
             turn=known.turn,
-            servers=cluster.servers,
         ),
-        [*notes, "calls are as many and as long as those of the recorded model"],
+        [*notes, *_notes_on_gpus(recorded, target.config.engine, cluster)],
     )
+
+
+def _notes_on_gpus(recorded: Recorded, engine: EngineConfig, cluster: Cluster) -> list[str]:
+    notes = ["calls are as many and as long as those of the recorded model"]
+    if forward_passes(recorded) is None:
+        notes.append(
+            "the record does not say what the algorithm computes before a step's gradient: passes for a reference model, a "
+            "loss of whole steps or a critic are not in the seconds of training"
+        )
+    if cluster.server_gpus > 1:
+        notes.append(
+            f"one policy server on {cluster.server_gpus} GPUs, since a run has one: what these exchange is not in its seconds"
+        )
+    return [*notes, *uncounted(engine, cluster.training)]
 
 
 def _phases(simulated: Simulated) -> Phases:

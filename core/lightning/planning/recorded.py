@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning.algorithms.low_level import PRESETS
 from lightning.batch import Trajectory, build_samples
 from lightning.errors import DataError
 from lightning.planning.costs import Schedule
@@ -126,6 +127,23 @@ async def read_run(store: Store, run: str) -> Recorded:
     schedule = _schedule(stored.config, max(len(group.rollouts) for group in groups))
     groups = groups if schedule.max_staleness else _within_steps(groups, steps)
     return Recorded(run, str(stored.config.get("model", "")), schedule, groups, steps, stored.config)
+
+
+def forward_passes(recorded: Recorded) -> int | None:
+    """Forward passes over each trained row before its gradient's, as the recorded algorithm makes them: of the reference model,
+    of the policy for a loss of whole steps (`StepLoss`), and of a critic. None where the record does not tell."""
+    algorithm = _table(recorded.config.get("algorithm"))
+    name, arguments = algorithm.get("name"), _table(algorithm.get("arguments"))
+    if name == "dpo":
+        return 2
+    if name == "sft":
+        return 0
+    preset = next((preset for level, preset in PRESETS.items() if level == arguments.get("low_level")), None)
+    if name != "lightning_rl" or preset is None:
+        return None
+    credit = _table(arguments.get("credit")).get("type", arguments.get("credit"))
+    prepares = preset.ratio == "sequence" and arguments.get("tis_cap") is None
+    return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
 
 
 def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]) -> tuple[RecordedGroup, ...]:

@@ -5,7 +5,8 @@ are added, so that an estimate is rather too slow than too fast.
 
     decoding: each iteration reads the weights once and every sequence's keys and values (arXiv 2309.06180)
     a token forward: 2 operations for each parameter it is multiplied with; backward twice that (arXiv 2001.08361), and one
-    forward more where layers are checkpointed; attention adds 4 x layers x width x tokens before it, of which half are
+    forward more where layers are checkpointed, and for each pass that the algorithm makes before the gradient's; attention
+    adds 4 x layers x width x tokens before it, which are half a row in the mean
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ TRAFFIC = 7 * FULL
 def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -> ServerCosts:
     """A policy server's costs at a mean `context` of tokens in a sequence.
 
-    Raises `ConfigError` when the model does not fit into vLLM's share of the memory.
+    Raises `ConfigError` when the model does not fit into vLLM's share of the memory, or its heads cannot be divided.
     """
-    gpu, assumed, together = cluster.gpu, cluster.assumptions, cluster.tensor_parallel
+    gpu, assumed, together = cluster.gpu, cluster.assumptions, cluster.server_gpus
+    _check_heads(shape, cluster)
     room = kv_tokens(shape, cluster, share)
     if room < context:
         raise ConfigError(
             f"{shape.name} leaves vLLM no room for a KV cache in {share:.0%} of {together} x {gpu.name}: raise "
-            "policy_server.gpu_memory_utilization, --tensor-parallel, or --serve-on"
+            f"policy_server.gpu_memory_utilization, or {_option(cluster)}"
         )
     traffic = together * gpu.bandwidth * assumed.bandwidth_share
     operations = together * gpu.flops * assumed.prompt_mfu
@@ -50,14 +52,35 @@ def server_costs(shape: Shape, cluster: Cluster, share: float, context: float) -
     )
 
 
-def trainer_costs(shape: Shape, cluster: Cluster, engine: EngineConfig, length: float) -> TrainerCosts:
-    """Training's costs for rows of a mean `length` of tokens."""
+def _check_heads(shape: Shape, cluster: Cluster) -> None:
+    """Raises `ConfigError` where vLLM would: each GPU of a server has as many heads, and each key head is whole."""
+    able = [
+        number
+        for number in range(1, shape.heads + 1)
+        if not shape.heads % number and (not shape.kv_heads % number or not number % shape.kv_heads)
+    ]
+    if cluster.server_gpus not in able:
+        raise ConfigError(
+            f"vLLM cannot divide the {shape.heads} heads and {shape.kv_heads} key heads of {shape.name} among "
+            f"{cluster.server_gpus} GPUs: give {_option(cluster)} as one of {', '.join(map(str, able))}"
+        )
+
+
+def _option(cluster: Cluster) -> str:
+    return "--tensor-parallel" if cluster.shared else "--serve-on"
+
+
+def trainer_costs(
+    shape: Shape, cluster: Cluster, engine: EngineConfig, length: float, forward_passes: int = 0
+) -> TrainerCosts:
+    """Training's costs for rows of a mean `length` of tokens, each of which has `forward_passes` before its own pass."""
     gpu, assumed, ranks = cluster.gpu, cluster.assumptions, cluster.training
-    passes = 4.0 if engine.gradient_checkpointing else 3.0
+    passes = (4.0 if engine.gradient_checkpointing else 3.0) + forward_passes
     operations = passes * (2.0 * shape.computed + 2.0 * shape.layers * shape.queries * length)
     computing = operations / (ranks * gpu.flops * assumed.train_mfu)
-    # A micro-batch of every rank gathers the weights twice and scatters the gradients once; it overlaps with computing.
-    exchanged = (2 * HALF + FULL) * shape.parameters * (ranks - 1) / ranks
+    # A micro-batch of every rank gathers the weights twice and scatters the gradients once; it overlaps with computing. In a
+    # forward pass alone they are gathered once.
+    exchanged = ((2 + forward_passes) * HALF + FULL) * shape.parameters * (ranks - 1) / ranks
     sharding = exchanged / cluster.exchange / (ranks * engine.tokens_per_microbatch)
     learned = shape.parameters if engine.lora is None else shape.adapters(engine.lora.rank)
     machines = math.ceil(ranks / assumed.gpus_per_machine)

@@ -1,7 +1,8 @@
 """What a model's `config.json` says of its size: parameters, bytes of its KV cache, floating point operations.
 
 The invariant: counts are exact for decoders of the Llama kind (attention with or without grouped heads, a gated
-feed-forward, dense or a mixture of experts); a configuration that lacks what is needed to count is refused, not guessed.
+feed-forward, dense or a mixture of experts); a configuration that lacks what is needed to count, or is of another kind, is
+refused, not guessed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
     },
 }  # fmt: skip
 """The models of the recipes, as their `config.json` on the hub has them, so that a plan for them needs no network."""
+COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of `model_type` whose parameters the formulas count."""
+OTHER = ("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank", "mlp_only_layers")
+"""Keys that a configuration has for parts that the formulas do not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +129,16 @@ def read_shape(model: str) -> Shape:
 
 
 def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
-    """The shape that a configuration describes. Raises `ConfigError` naming what it lacks."""
+    """The shape that a configuration describes. Raises `ConfigError` naming what it lacks, or what cannot be counted."""
     values = {**values, **values.get("text_config", {})}
+    _check_kind(name, values)
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in needed if not isinstance(values.get(key), int)]
     if missing:
         raise ConfigError(
             f"the configuration of {name} says nothing of {', '.join(missing)}: the planner knows decoders of the Llama kind"
         )
-    heads, kind = values["num_attention_heads"], values.get("model_type", "")
+    heads, kind = values["num_attention_heads"], values["model_type"]
     experts = values.get("num_experts") or values.get("num_local_experts") or 1
     wide = values.get("moe_intermediate_size") if experts > 1 else None
     return Shape(
@@ -150,6 +156,26 @@ def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
         attention_bias=bool(values.get("attention_bias", kind == "qwen2")),
         head_norms=kind.startswith("qwen3"),
     )
+
+
+def _check_kind(name: str, values: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a model that the formulas would count wrongly."""
+    kind = values.get("model_type")
+    cure = "plan for a model of one of these kinds that is as large"
+    if kind not in COUNTED:
+        raise ConfigError(
+            f"{name} has model_type {kind!r}, whose parameters the planner cannot count; it counts {', '.join(COUNTED)}: {cure}"
+        )
+    odd = [key for key in OTHER if values.get(key)]
+    if any(layer not in ("full_attention", "sliding_attention") for layer in values.get("layer_types") or ()):
+        odd.append("layer_types")
+    if values.get("decoder_sparse_step", 1) != 1:
+        odd.append("decoder_sparse_step")
+    if odd:
+        raise ConfigError(
+            f"the configuration of {name} (model_type {kind!r}) has {', '.join(odd)}, which the planner cannot count; it "
+            f"counts {', '.join(COUNTED)} with equal layers of plain attention: {cure}"
+        )
 
 
 def _from_hub(model: str) -> Path:

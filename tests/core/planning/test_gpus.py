@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.config import EngineConfig, LoraConfig
+from lightning.config.verl import VerlConfig
 from lightning.errors import ConfigError
 from lightning.planning.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
-from lightning.planning.memory import kv_tokens, layer_activations, memory, training_items
+from lightning.planning.memory import kv_tokens, layer_activations, memory, training_items, uncounted
 from lightning.planning.roofline import server_costs, trainer_costs
 from lightning.planning.shape import KNOWN, read_shape, shape_of
 
@@ -44,11 +45,39 @@ def test_a_model_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
+    odd = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 5}
     with pytest.raises(ConfigError, match=r"says nothing of .*intermediate_size"):
-        shape_of("odd", {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 5})
+        shape_of("odd", odd)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next", None])
+def test_a_model_of_another_kind_is_refused_by_its_name(kind: str | None) -> None:
+    with pytest.raises(ConfigError, match=rf"model_type {kind!r}.* it counts llama, mistral, mixtral, qwen2"):
+        shape_of("other", {**KNOWN["Qwen/Qwen3-4B"], "model_type": kind})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"n_routed_experts": 256},
+        {"shared_expert_intermediate_size": 5632},
+        {"kv_lora_rank": 512},
+        {"mlp_only_layers": [0, 1]},
+        {"decoder_sparse_step": 2},
+        {"layer_types": ["full_attention", "linear_attention"]},
+    ],
+)
+def test_a_part_that_the_formulas_do_not_know_is_refused(part: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(part))):
+        shape_of("odd", {**MIXTURE, **part})
+
+
+def test_what_such_a_configuration_says_of_nothing_is_counted() -> None:
+    plain = {"mlp_only_layers": [], "decoder_sparse_step": 1, "layer_types": ["full_attention"] * 48}
+    assert shape_of("m", {**MIXTURE, **plain}).parameters == shape_of("m", MIXTURE).parameters
 
 
 def test_gpus_by_name_and_by_data_sheet() -> None:
@@ -73,7 +102,15 @@ def test_assumptions_can_be_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("division", "says"), [((0,), "at least one"), ((8, 8), "has to train"), ((8, 6, 4), "does not divide")]
+    ("division", "says"),
+    [
+        ((0,), "at least one"),
+        ((8, 8), "has to train"),
+        ((8, 0, 9), "the cluster has 8 GPUs"),
+        ((8, 0, -1), "the cluster has 8 GPUs"),
+        ((8, 4, 1), "one policy server, on all of them.* --serve-on 1"),
+        ((8, 4, 6), "one policy server"),
+    ],
 )
 def test_a_cluster_has_to_be_divisible(division: tuple[int, ...], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -81,9 +118,10 @@ def test_a_cluster_has_to_be_divisible(division: tuple[int, ...], says: str) -> 
 
 
 def test_who_serves_and_who_trains() -> None:
-    assert (NODE.shared, NODE.training, NODE.servers) == (True, 8, 8)
-    split = Cluster(GPUS["h100"], 16, serving=4, tensor_parallel=2)
-    assert (split.shared, split.training, split.servers) == (False, 12, 2)
+    assert (NODE.shared, NODE.training, NODE.server_gpus) == (True, 8, 8)
+    assert Cluster(GPUS["h100"], 8, tensor_parallel=2).server_gpus == 2
+    split = Cluster(GPUS["h100"], 16, serving=4)
+    assert (split.shared, split.training, split.server_gpus) == (False, 12, 4)
     assert NODE.exchange == GPUS["h100"].link
     assert split.exchange == split.assumptions.network, "12 GPUs are more than one machine"
 
@@ -92,19 +130,80 @@ def named(items: list[object]) -> dict[str, float]:
     return {item.name: item.bytes for item in items}  # type: ignore[attr-defined]
 
 
+def verl(engine: EngineConfig | None = None, **sharding: object) -> EngineConfig:
+    return (engine or EngineConfig()).model_copy(update={"verl": VerlConfig.model_validate({"sharding": sharding})})
+
+
+def state(items: dict[str, float]) -> float:
+    return items["weights"] + items["gradients"] + items["AdamW's moments"]
+
+
 def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks() -> None:
+    assert state(named(training_items(SMALL, 1, EngineConfig()))) == 16 * SMALL.parameters
+    exchanged = verl(use_no_sync_for_gradient_accumulation=False)
+    assert state(named(training_items(SMALL, 8, exchanged))) * 8 == 16 * SMALL.parameters
+
+
+def test_gradients_of_many_ranks_are_whole_unless_verl_is_told_to_exchange_them() -> None:
+    items = named(training_items(SMALL, 8, EngineConfig()))
+    assert items["gradients"] == 4 * SMALL.parameters
+    assert items["weights"] + items["AdamW's moments"] == 12 * SMALL.parameters / 8
+    adapters = named(training_items(SMALL, 8, EngineConfig(lora=LoraConfig(rank=16))))
+    assert adapters["gradients"] == 4 * SMALL.adapters(16)
+
+
+def test_verl_keeps_weights_as_it_is_told_and_shares_them_among_as_many_ranks() -> None:
+    small = named(training_items(SMALL, 8, verl(model_dtype="bf16", use_no_sync_for_gradient_accumulation=False)))
+    assert state(small) * 8 == 8 * SMALL.parameters
+    grouped = named(training_items(SMALL, 8, verl(fsdp_size=2, use_no_sync_for_gradient_accumulation=False)))
+    assert state(grouped) * 2 == 16 * SMALL.parameters
+    with pytest.raises(ConfigError, match="model_dtype = 'int8'"):
+        training_items(SMALL, 8, verl(model_dtype="int8"))
+
+
+def test_verl_computes_logits_in_float32_and_keeps_the_entropys_probabilities() -> None:
+    each = EngineConfig().tokens_per_microbatch * SMALL.vocabulary
+    assert named(training_items(SMALL, 8, EngineConfig()))["logits"] == 12 * each
+    assert named(training_items(SMALL, 8, verl(entropy_checkpointing=True)))["logits"] == 10 * each
+
+
+def test_a_model_whose_whole_gradients_do_not_fit_is_said_not_to() -> None:
+    shape, engine = shape_of("Qwen/Qwen3-30B-A3B", MIXTURE), EngineConfig(gradient_checkpointing=True)
+    whole, exchanged = (
+        memory(shape, Cluster(GPUS["h100"], 20, serving=4), one, 0.9)[0]
+        for one in (engine, verl(engine, use_no_sync_for_gradient_accumulation=False))
+    )
+    assert not whole.fits, "30.5 B x 4 bytes of gradients alone are more than 80 GB"
+    assert exchanged.fits
+
+
+def test_megatron_is_refused_and_what_is_not_counted_is_said() -> None:
+    engine = EngineConfig(verl=VerlConfig(strategy="megatron"))
+    with pytest.raises(ConfigError, match=r"engine\.verl\.strategy = megatron.*--set engine\.verl\.strategy=fsdp2"):
+        training_items(SMALL, 8, engine)
+    assert uncounted(verl(fsdp_size=2, model_dtype="bf16"), 8) == []
+    (note,) = uncounted(verl(param_offload=True), 8)
+    assert "engine.verl.sharding.param_offload" in note
+    assert uncounted(verl(param_offload=True), 1) == [], "the torch engine trains on one"
+
+
+def test_float32_takes_more_than_bfloat16() -> None:
+    half, full = EngineConfig(), EngineConfig(dtype="float32")
     for ranks in (1, 8):
-        items = named(training_items(SMALL, ranks, EngineConfig()))
-        state = items["weights"] + items["gradients"] + items["AdamW's moments"]
-        assert state * ranks == 16 * SMALL.parameters
+        few, many = (named(training_items(SMALL, ranks, engine)) for engine in (half, full))
+        assert many["activations"] > few["activations"] * 1.2
+    assert many["layers at hand"] > few["layers at hand"], "gathered in float32"
+    assert "layers at hand" not in named(training_items(SMALL, 1, full)), "no copies without autocast"
+    assert "bfloat16 peak" in uncounted(full, 1)[0]
 
 
-def test_lora_keeps_the_model_in_bfloat16() -> None:
-    items = named(training_items(SMALL, 1, EngineConfig(lora=LoraConfig(rank=16))))
-    learned = SMALL.adapters(16)
+def test_lora_keeps_the_model_in_bfloat16_on_one_gpu_and_in_float32_on_more() -> None:
+    learned, lora = SMALL.adapters(16), EngineConfig(lora=LoraConfig(rank=16))
+    items = named(training_items(SMALL, 1, lora))
     assert items["weights"] == 2 * SMALL.parameters + 4 * learned
     assert items["gradients"] + items["AdamW's moments"] == 12 * learned
     assert "layers at hand" not in items
+    assert named(training_items(SMALL, 8, lora))["weights"] == 4 * (SMALL.parameters + learned) / 8
 
 
 def test_checkpointing_keeps_one_layer() -> None:
@@ -128,16 +227,31 @@ def test_each_kind_of_gpu_has_its_memory() -> None:
 
 
 def test_the_cache_is_what_the_weights_leave() -> None:
-    room = kv_tokens(SMALL, NODE, 0.4)
+    one = replace(NODE, tensor_parallel=1)
+    room = kv_tokens(SMALL, one, 0.4)
     assert room * 147_456 < 0.4 * 80e9 - 2 * SMALL.parameters
     assert kv_tokens(SMALL, replace(NODE, tensor_parallel=2), 0.4) > 2 * room
-    with pytest.raises(ConfigError, match="no room for a KV cache"):
-        server_costs(LARGE, NODE, 0.1, 1000.0)
+    with pytest.raises(ConfigError, match=r"no room for a KV cache.*--tensor-parallel"):
+        server_costs(LARGE, one, 0.1, 1000.0)
+
+
+def test_more_gpus_than_key_heads_keep_some_twice() -> None:
+    eight, sixteen = (kv_tokens(SMALL, Cluster(GPUS["h100"], 32, serving=gpus), 0.4) for gpus in (8, 16))
+    assert sixteen == pytest.approx(eight, rel=0.05)
+
+
+def test_heads_that_vllm_cannot_divide_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"32 heads and 8 key heads .* among 6 GPUs: give --serve-on as one of 1, 2, 4, 8"
+    ):
+        server_costs(SMALL, Cluster(GPUS["h100"], 8, serving=6), 0.4, 1000.0)
+    with pytest.raises(ConfigError, match="among 12 GPUs: give --tensor-parallel"):
+        server_costs(SMALL, Cluster(GPUS["h100"], 12), 0.4, 1000.0)
 
 
 def test_decoding_reads_the_weights_and_training_computes_six_operations_a_parameter() -> None:
     assumed = Assumptions()
-    server = server_costs(SMALL, NODE, 0.4, context=0.0)
+    server = server_costs(SMALL, replace(NODE, tensor_parallel=1), 0.4, context=0.0)
     assert server.token == pytest.approx(2 * SMALL.parameters / (3.35e12 * assumed.bandwidth_share) + 0.003)
     assert (
         server.prompt_token
@@ -148,6 +262,8 @@ def test_decoding_reads_the_weights_and_training_computes_six_operations_a_param
     assert trainer.row_token == pytest.approx(6 * SMALL.computed / (8 * 989e12 * assumed.train_mfu))
     again = trainer_costs(SMALL, NODE, EngineConfig(gradient_checkpointing=True), length=0.0)
     assert again.row_token == pytest.approx(trainer.row_token * 4 / 3)
+    wanted = trainer_costs(SMALL, NODE, EngineConfig(), length=0.0, forward_passes=2)
+    assert wanted.row_token == pytest.approx(trainer.row_token * 5 / 3)
     tiny = trainer_costs(SMALL, replace(NODE, gpus=16), EngineConfig(tokens_per_microbatch=64), length=0.0)
     assert tiny.row_token > trainer.row_token, "so small micro-batches wait for the network"
 
@@ -173,8 +289,8 @@ def test_more_is_never_less(ranks: int, tokens: int, context: float, share: floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("master", [True, False])
-def test_activations_are_the_tensors_that_autograd_saves(kind: str, master: bool) -> None:
+@pytest.mark.parametrize(("master", "size"), [(True, 2), (False, 2), (False, 4)])
+def test_activations_are_the_tensors_that_autograd_saves(kind: str, master: bool, size: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -186,7 +302,9 @@ def test_activations_are_the_tensors_that_autograd_saves(kind: str, master: bool
 
     def saved(layers: int, tokens: int = 333) -> float:
         config = AutoConfig.for_model(kind, num_hidden_layers=layers, attn_implementation="sdpa", **shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if master else torch.bfloat16).train()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if master or size == 4 else torch.bfloat16
+        ).train()
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         copies = {parameter.numel() * 2 for parameter in model.parameters() if parameter.ndim == 2} if master else set()
         seen: dict[int, tuple[int, torch.Tensor]] = {}
@@ -203,6 +321,5 @@ def test_activations_are_the_tensors_that_autograd_saves(kind: str, master: bool
         return sum(size for size, _ in seen.values()) / tokens
 
     measured = (saved(3) - saved(1)) / 2
-    assert layer_activations(shape_of(kind, {**shape, "model_type": kind, "num_hidden_layers": 1}), master=master) == (
-        pytest.approx(measured, rel=0.005)
-    )
+    counted = shape_of(kind, {**shape, "model_type": kind, "num_hidden_layers": 1})
+    assert layer_activations(counted, master=master, size=size) == pytest.approx(measured, rel=0.005)

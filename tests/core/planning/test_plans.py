@@ -74,12 +74,29 @@ def test_on_gpus(plan: Callable[..., str]) -> None:
     (split,) = planned(plan(*shared, "--serve-on", "4", "--gpu", "h200"))
     assert [use["role"] for use in both["memory"]] == ["training and serving"]
     assert [use["role"] for use in split["memory"]] == ["training", "serving"]
-    assert (both["costs"]["servers"], split["costs"]["servers"]) == (8, 4)
+    assert both["costs"]["servers"] == split["costs"]["servers"] == 1, "a run has one policy server"
+    assert any("one policy server on 4 GPUs" in note for note in split["notes"])
+    (own,) = planned(plan(*shared, "--tensor-parallel", "1"))
+    assert own["costs"]["server"]["token"] > both["costs"]["server"]["token"], "one GPU reads all the weights"
+    assert not any("one policy server" in note for note in own["notes"])
     assert split["step"]["train"] != both["step"]["train"]
     (careful,) = planned(plan(*shared, "--assume", "train_mfu=0.1"))
     assert careful["step"]["train"] > both["step"]["train"]
     (longer,) = planned(plan(*shared, "--token-scale", "100"))
     assert longer["step"]["train"] > both["step"]["train"]
+
+
+def test_options_of_verl_count_and_those_that_do_not_are_said(plan: Callable[..., str]) -> None:
+    model = ("--json", "--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "4")
+    options = ("use_no_sync_for_gradient_accumulation=false", "param_offload=true")
+    given = [part for option in options for part in ("--set", f"engine.verl.sharding.{option}")]
+    (whole,), (exchanged,) = planned(plan(*model)), planned(plan(*model, *given))
+    gradients = [
+        next(item["bytes"] for item in one["memory"][0]["items"] if item["name"] == "gradients")
+        for one in (whole, exchanged)
+    ]
+    assert gradients[0] == 4 * gradients[1]
+    assert any("engine.verl.sharding.param_offload" in note for note in exchanged["notes"])
 
 
 def test_what_people_see(plan: Callable[..., str]) -> None:
@@ -100,6 +117,8 @@ def test_what_people_see(plan: Callable[..., str]) -> None:
         (("--set", "trainer.stpes=3"), "did you mean 'trainer.steps'"),
         (("--max-staleness", "-1"), "--max-staleness -1"),
         (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "8"), "at least one has to train"),
+        (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--serve-on", "4", "--tensor-parallel", "2"), "one policy server"),
+        (("--model", "Qwen/Qwen3-4B", "--gpus", "8", "--set", "engine.verl.strategy=megatron"), "strategy=fsdp2"),
     ],
 )
 def test_what_cannot_be_planned_is_said(plan: Callable[..., str], arguments: tuple[str, ...], says: str) -> None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
+from lightning.algorithms.dpo import DPO
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.sft import SFT
+from lightning.config import Config, with_settings
+from lightning.credit.critic import Critic
 from lightning.errors import DataError
+from lightning.losses.protocol import StepLoss, needs_reference
 from lightning.planning.calibration import calibrate
-from lightning.planning.planner import replay
-from lightning.planning.recorded import _Reader, read_run
+from lightning.planning.cluster import GPUS, Cluster
+from lightning.planning.costs import Schedule
+from lightning.planning.planner import Target, make_plan, recorded_config, replay
+from lightning.planning.recorded import Recorded, _Reader, forward_passes, read_run
+from lightning.planning.shape import read_shape
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.trainer.publishing import HELD
+from lightning.trainer.runs import describe_algorithm
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task
 
 from .conftest import CALL, GROUP, LEAD, PLACES, STEPS, TASKS, TOOL, TRAIN, call, record
@@ -136,3 +148,61 @@ async def test_calls_that_were_pruned_are_missed(store: Store, monkeypatch: pyte
     monkeypatch.setattr(store, "transitions_of", none)
     with pytest.raises(DataError, match="not in its store any more"):
         await read_run(store, "run")
+
+
+def recorded_with(**config: object) -> Recorded:
+    return Recorded("run", "model", Schedule(1, 1, 1), (), (), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        (LightningRL(), 0),
+        (LightningRL(kl_coefficient=0.01), 1),
+        (LightningRL("gspo"), 1),
+        (LightningRL("gspo", kl_coefficient=0.01), 2),
+        (LightningRL("gspo", tis_cap=2.0), 0),
+        (LightningRL("ppo", kl_coefficient=0.01), 2),
+        (LightningRL("ppo", credit=Critic(lam=0.5)), 1),
+        (DPO(), 2),
+        (SFT(), 0),
+    ],
+)
+def test_passes_before_the_gradients_are_those_of_the_recorded_algorithm(algorithm: Algorithm, passes: int) -> None:
+    assert forward_passes(recorded_with(algorithm=describe_algorithm(algorithm))) == passes
+    loss, critic = algorithm.loss, getattr(algorithm, "critic", False)
+    assert isinstance(loss, StepLoss) + needs_reference(loss) + critic == passes, "as the engines decide it"
+
+
+def test_passes_of_an_algorithm_that_is_not_known_are_not_guessed() -> None:
+    assert forward_passes(recorded_with()) is None
+    assert forward_passes(recorded_with(algorithm={"name": "mine", "arguments": {"low_level": "grpo"}})) is None
+    assert forward_passes(recorded_with(algorithm={"name": "lightning_rl", "arguments": None})) is None
+
+
+async def test_a_plan_for_gpus_has_the_passes_of_the_recorded_algorithm(store: Store) -> None:
+    await record(store)
+    recorded = await read_run(store, "run")
+    target = Target(
+        recorded.schedule, Config(), shape=read_shape("Qwen/Qwen3-4B"), cluster=Cluster(GPUS["h100"], 8, serving=4)
+    )
+    named = {
+        name: replace(recorded, config={"algorithm": described})
+        for name, described in {
+            "grpo": describe_algorithm(LightningRL()),
+            "kl": describe_algorithm(LightningRL(kl_coefficient=0.01)),
+            "unknown": {"name": "mine"},
+        }.items()
+    }
+    plans = {name: make_plan(one, calibrate(one), target) for name, one in named.items()}
+    assert plans["kl"].costs.trainer.row_token > plans["grpo"].costs.trainer.row_token
+    assert [
+        name for name, plan in plans.items() if any("does not say what the algorithm" in one for one in plan.notes)
+    ] == ["unknown"]
+
+
+def test_settings_that_are_tables_are_those_of_the_recorded_run() -> None:
+    own = with_settings(Config(), {"engine.verl.sharding": {"fsdp_size": 2}, "engine.lora.rank": 4, "engine.lr": 1.0})
+    read = recorded_config(recorded_with(config=own.model_dump(mode="json")))
+    assert read.engine.verl.sharding == {"fsdp_size": 2}
+    assert read == own
