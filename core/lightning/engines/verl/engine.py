@@ -20,6 +20,7 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.files import recover, whole_folder
+from lightning.engines.memory import MORE_ROOM
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.tally import Tally
@@ -72,6 +73,8 @@ class VerlEngine:
         self._sends = threading.Lock()
         """Held during one call of a transfer: the call that leaves it is made while another is under way."""
         self._budget = config.engine.tokens_per_microbatch
+        self._longest = 0
+        """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Start the workers and load a model folder, which every machine of the cluster must see."""
@@ -230,18 +233,29 @@ class VerlEngine:
     def _revive(self, error: WorkersLostError) -> None:
         if self._opened is None:
             raise EngineError("the engine was closed while it computed") from error
-        allowed = self._config.engine.verl.restarts
+        allowed, short, cure = self._config.engine.verl.restarts, "out of memory" in str(error), "resume the run"
+        longest, self._longest = self._longest, 0
+        if short:
+            if self._budget <= longest:
+                raise EngineError(
+                    f"{error}; no smaller micro-batch is left, for one row has {longest} tokens: set "
+                    "engine.gradient_checkpointing = true and resume; or begin a new run with LoRA adapters (engine.lora) or "
+                    "shorter calls (policy_server.max_model_len)"
+                ) from error
+            cure = (
+                f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
+            )
         if self._restarts >= allowed:
-            raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: resume the run") from error
+            raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: {cure}") from error
         steps = self._taken.steps
         if steps and (self._saved is None or self._saved[1].steps != steps):
             raise EngineError(
-                f"{error}; the last checkpoint is older than step {steps}, so nothing can be done again from here: "
-                "resume the run (trainer.checkpoint_every = 1 lets the engine go on by itself)"
+                f"{error}; the last checkpoint is older than step {steps}, so nothing can be done again from here "
+                f"(trainer.checkpoint_every = 1 lets the engine go on by itself): {cure}"
             ) from error
         self._restarts += 1
-        if "out of memory" in str(error):
-            self._budget = max(1, self._budget // 2)
+        if short:
+            self._budget = max(1, longest, self._budget // 2)
             logger.warning("going on with %d tokens per micro-batch", self._budget)
         logger.warning("%s; starting the workers again at step %d", error, steps)
         self._start(again=True)
@@ -308,9 +322,10 @@ class VerlEngine:
         hands = deal([len(sample) for sample in samples], self._places())
         count = max(len(hand) for hand in hands)
         shares = [share(samples, hand, count) for hand in hands]
-        budget = max(self._budget, *(len(sample) for sample in samples))
-        parts = [(shares[place], *arguments, budget) for place, _ in self._ranks]
+        self._longest = max(len(sample) for sample in samples)
+        parts = [(shares[place], *arguments, max(self._budget, self._longest)) for place, _ in self._ranks]
         answers = self._working().run(method, parts, **named)
+        self._longest = 0
         spoken = {place: answer for (place, speaks), answer in zip(self._ranks, answers, strict=True) if speaks}
         return [(hand, spoken[place]) for place, hand in enumerate(hands)]
 

@@ -1,6 +1,7 @@
 """The model of a job that FSDP2 cuts: every weight and its moments in pieces, one for each rank.
 
-The invariant: what is saved may be read by any number of ranks.
+The invariant: what is saved may be read by any number of ranks; and weights and moments are touched in one of verl's modes,
+since outside of them those that it offloads may still be on their way.
 """
 
 from __future__ import annotations
@@ -44,22 +45,26 @@ class Fsdp2Engine(PolicyEngine):
     def first_weights(self, *, moved: bool) -> ReferenceWeights:
         """See `Strategy.first_weights`."""
         if not moved:
-            return ReferenceWeights.of(self.trained)
+            with self.eval_mode():
+                return ReferenceWeights.of(self.trained)
         found = ReferenceWeights.of(self.read_again())
         _let_go()
         return found
 
     def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
         """See `Strategy.whole_weights`."""
-        return export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
+        with self.eval_mode():
+            return export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
 
     def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
         """See `Strategy.save`."""
-        save_shards(self, critic, folder, steps)
+        with self.train_mode(zero_grad_on_exit=False):
+            save_shards(self, critic, folder, steps)
 
     def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
         """See `Strategy.load`."""
-        load_shards(self, critic, folder, steps, critic_steps)
+        with self.train_mode(zero_grad_on_exit=True):
+            load_shards(self, critic, folder, steps, critic_steps)
 
     def end(self) -> None:
         """See `Strategy.end`."""

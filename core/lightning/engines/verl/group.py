@@ -9,21 +9,23 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from lightning.config.verl import VerlConfig
-from lightning.engines.memory import ran_out
+from lightning.engines.memory import MORE_ROOM, ran_out
 from lightning.engines.verl import api
 from lightning.engines.verl.device import environment
 from lightning.engines.verl.worker import PolicyWorker
 from lightning.errors import ConfigError, EngineError, LightningError, WorkersLostError
+from lightning.runner.ray.connection import begin
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
@@ -64,9 +66,9 @@ class Alone:
         os.environ.update(alone)
         self._thread = ThreadPoolExecutor(1, "lightning-verl")
         try:
-            self._worker: PolicyWorker | None = self._thread.submit(PolicyWorker, worker_config, **arguments).result()
+            self._worker: PolicyWorker | None = self._done("the start", PolicyWorker, worker_config, **arguments)
         except BaseException:
-            self._thread.shutdown()
+            self._leave()
             raise
         finally:  # agents and vLLM inherit this process's environment
             for name, value in before.items():
@@ -77,18 +79,32 @@ class Alone:
         """See `Group.run`."""
         if self._worker is None:
             raise EngineError(ENDED)
-        try:
-            return [self._thread.submit(getattr(self._worker, method), *parts[0], **named).result()]
-        except LightningError:
-            raise
-        except Exception as error:
-            raise EngineError(f"{method} of the verl engine failed: {error!r}") from error
+        return [self._done(method, getattr(self._worker, method), *parts[0], **named)]
 
     def close(self) -> None:
         """See `Group.close`."""
         worker, self._worker = self._worker, None
-        if worker is not None:
-            self._thread.submit(worker.end).result()
+        try:
+            if worker is not None:
+                self._done("the end", worker.end)
+        finally:
+            self._leave()
+
+    def _done(self, what: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """What a function returns in the worker's thread. Raises `EngineError` for whatever it raises."""
+        try:
+            return self._thread.submit(function, *arguments, **named).result()
+        except LightningError:
+            raise
+        except Exception as error:
+            if ran_out(error):
+                raise EngineError(
+                    f"out of memory in {what} of the verl engine: lower engine.tokens_per_microbatch or set "
+                    f"engine.gradient_checkpointing = true and resume the run; or {MORE_ROOM}"
+                ) from error
+            raise EngineError(f"{what} of the verl engine failed: {error!r}") from error
+
+    def _leave(self) -> None:
         if self._owns_processes and dist.is_initialized():
             dist.destroy_process_group()
         self._thread.shutdown()
@@ -146,27 +162,33 @@ class OnRay:
             if ran_out(error):
                 raise WorkersLostError(f"out of memory in {method} of the verl engine") from error
             raise EngineError(f"{method} failed on a worker of the verl engine: {error}") from error
+        except errors.RayError as error:
+            self.close()  # Ray itself ends a worker whose machine is short of memory
+            if isinstance(error, errors.OutOfMemoryError):
+                raise WorkersLostError(f"out of memory on a worker's machine in {method}: {error}") from error
+            raise WorkersLostError(f"Ray lost a worker of the verl engine in {method}: {error}") from error
 
     def close(self) -> None:
         """See `Group.close`."""
-        for worker in self._workers:
+        workers, self._workers = self._workers, []
+        if not self._ray.is_initialized():
+            return  # the workers have ended with the connection, and `ray.kill` would begin another one
+        for worker in workers:
             with suppress(Exception):  # it may be dead already, or Ray gone: what matters is that it is not left
                 self._ray.kill(worker, no_restart=True)
         for places in self._pool.pgs or ():
             with suppress(Exception):
                 self._ray.util.remove_placement_group(places)
-        self._workers = []
 
 
 def connect(config: VerlConfig, device: str) -> bool:
-    """Connect this process to a cluster, or start one; whether it was started here, so that `ray.shutdown` ends it.
+    """Connect this process to a cluster, or start one; whether it was started here, so that `ray.shutdown` ends it. A
+    connection that the process has is used.
 
     Raises `ConfigError` when there is none at the address, and `EngineError` when none could be started here.
     """
     import ray
 
-    if ray.is_initialized():
-        return False
     local: dict[str, Any] = {"num_cpus": config.world_size + CPUS_FOR_RAY, "include_dashboard": False}
     if device == "cpu":
         # Workers ask for a GPU each, wherever they are: here one stands for a process.
@@ -174,22 +196,34 @@ def connect(config: VerlConfig, device: str) -> bool:
     given = {"address": config.address} if config.address else {"address": "local", **local}
     for tries_left in (1, 0):
         try:
-            ray.init(**given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning")
+            if not begin(ray, **given, log_to_driver=False, logging_level=logging.ERROR, namespace="lightning"):
+                _say_which(ray, config.address)
+                return False
             break
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}"
-            ) from error
         except Exception as error:  # Ray waits 30 s for its own processes, then raises nothing narrower
+            if config.address:
+                raise ConfigError(
+                    f"cannot reach the Ray cluster engine.verl.address = {config.address!r}: {error}"
+                ) from error
             if not tries_left:
                 raise EngineError(
                     f"Ray did not start on this machine, twice: {error} On a busy one start it beforehand (`ray start --head "
                     f"--num-gpus={config.world_size}`) and set engine.verl.address = auto; Ray's logs "
                     "are in /tmp/ray/session_latest"
                 ) from error
-            logger.warning("Ray did not start in the 30 s that it allows itself; it is started once more: %s", error)
-            ray.shutdown()
+            logger.warning("Ray did not start; it is started once more: %s", error)
     return not config.address
+
+
+def _say_which(ray: Any, address: str) -> None:
+    """Warn of an address that nobody looked at: a process is connected to one cluster."""
+    present = getattr(ray.get_runtime_context(), "gcs_address", "") if address not in ("", "auto") else ""
+    if present and present != address:
+        logger.warning(
+            "engine.verl.address = %s was not used: this process is connected to the Ray cluster at %s",
+            address,
+            present,
+        )
 
 
 def _room(ray: Any, config: VerlConfig, patience: float) -> int:

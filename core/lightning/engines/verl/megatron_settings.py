@@ -63,6 +63,7 @@ OWN_OPTIMIZER = {
     "betas": "engine.betas",
     "weight_decay": "engine.weight_decay",
     "clip_grad": "engine.max_grad_norm",
+    "grad_clip": "engine.max_grad_norm",
     "lr_warmup_steps": "engine.warmup_steps",
     "lr_decay_style": "engine.warmup_steps",
     "lr_decay_steps": "engine.warmup_steps",

@@ -49,7 +49,7 @@ def read_state(folder: Path, trunk: Trunk | None, layout: Mapping[str, object]) 
     if state.get("engine") != "verl" or state.get("format") != FORMAT:
         raise EngineError(
             f"{folder} holds a training state of another engine or version: go on with the one that wrote it, or start anew "
-            "from the model that `lightning export` writes"
+            "from the `model` folder of a finished run"
         )
     same_critic(folder, str(state.get("critic", "")), trunk or "")
     _same_layout(folder, state.get("layout", {"strategy": "fsdp2"}), layout)
@@ -70,5 +70,5 @@ def _same_layout(folder: Path, written: Mapping[str, object], present: Mapping[s
         )
     raise EngineError(
         f"{folder} was saved by workers that had the model in other parts, and Megatron's are read by such alone: {cure}, or "
-        "start anew from the model that `lightning export` writes"
+        "start anew from the `model` folder of a finished run"
     )

@@ -1,13 +1,12 @@
 """The connection to a Ray cluster: begun once, ended only by who began it.
 
-The invariant: a program that uses Ray itself keeps its connection; `ray` is imported here and nowhere else.
+The invariant: a program that uses Ray itself keeps its connection; of the runner's modules only this one imports `ray`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from lightning.config import RunnerConfig
 from lightning.errors import MissingExtraError, RunnerError
+from lightning.runner.ray.connection import begin
 from lightning.runner.ray.host import AgentHost
 
 LOCAL_STARTS = 3
@@ -78,7 +78,8 @@ class RayCluster:
 
     def kill(self, actor: object) -> None:
         """End an actor at once, and its processes with it."""
-        self.ray.kill(actor, no_restart=True)
+        if self.ray.is_initialized():  # else it has ended with the connection, and this would begin another one
+            self.ray.kill(actor, no_restart=True)
 
     async def close(self) -> None:
         """Disconnect, if it was we who connected."""
@@ -105,8 +106,6 @@ async def connect(config: RunnerConfig) -> RayCluster:
         import ray
     except ImportError as error:
         raise MissingExtraError("ray", "ray") from error
-    if ray.is_initialized():
-        return RayCluster(ray, config)
     settings = config.ray
     arguments: dict[str, Any] = {
         "address": settings.address or "local",
@@ -123,21 +122,30 @@ async def connect(config: RunnerConfig) -> RayCluster:
     for _ in range(1 if settings.address else LOCAL_STARTS):
         # Ray's processes die with the thread that started them, so it is kept until they are to end.
         thread = concurrent.futures.ThreadPoolExecutor(1, "lightning-ray")
+        coming = thread.submit(begin, ray, **arguments)
         try:
-            await asyncio.get_running_loop().run_in_executor(thread, functools.partial(ray.init, **arguments))
+            ours = await asyncio.wrap_future(coming)
         except asyncio.CancelledError:
-            thread.submit(ray.shutdown)
+            thread.submit(_leave, ray, coming)
             thread.shutdown(wait=False)
             raise
         except Exception as error:  # noqa: BLE001 — Ray raises whatever it likes; the last one is told
             failed = error
             thread.shutdown(wait=False)
         else:
-            return RayCluster(ray, config, thread)
+            if not ours:
+                thread.shutdown(wait=False)
+            return RayCluster(ray, config, thread if ours else None)
     raise RunnerError(
         f"no Ray cluster at {settings.address or 'this machine'}: {failed}. Check runner.ray.address and "
         "runner.ray.runtime_env, and that the cluster has this Ray and Python version"
     ) from failed
+
+
+def _leave(ray: Any, coming: concurrent.futures.Future[bool]) -> None:
+    """End the connection of a start that nobody waits for any more, if it was made by it."""
+    if not coming.cancelled() and coming.exception() is None and coming.result():
+        ray.shutdown()
 
 
 def _first_lines(error: BaseException) -> str:

@@ -268,6 +268,60 @@ def test_first_weights_are_kept_when_a_loss_wants_them_and_are_the_folders(open_
     np.testing.assert_allclose(reference(resumed), expected, atol=1e-5)
 
 
+class Elsewhere:
+    """In the place of verl's offloading, which leaves tensors of a CPU where they are: outside of a mode they are NaN."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.kept = engine, list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def to(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
+        """Called when a mode begins, and when it ends."""
+        for tensor, value in self.kept:
+            tensor.copy_(value)
+        ends, self.kept = not self.kept, []
+        if ends:
+            self.leave()
+
+    def leave(self) -> None:
+        moments = [value for state in self.engine.optimizer.state.values() for value in state.values()]
+        for tensor in (*self.engine.module.parameters(), *moments):
+            local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
+            self.kept.append((local, local.clone()))
+            local.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=8)], ids=["whole", "adapters"])
+def test_what_is_kept_elsewhere_is_brought_before_it_is_read_or_written(
+    open_verl: OpenVerl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    sharding = {"param_offload": True, "optimizer_offload": True}
+    plain = open_verl(ALONE, lora=lora)
+    for batch in (rows(0), rows(1)):
+        plain.step(batch, CALLS)
+    plain.save(tmp_path / "plain")
+    expected = load_file(plain.weights(tmp_path / "expected"))
+    after = plain.step(rows(2), CALLS).metrics
+    plain.close()
+
+    engine = open_verl(ALONE, lora=lora, **{"verl.sharding": sharding})
+    worker = engine._group._worker  # type: ignore[attr-defined]
+    elsewhere = Elsewhere(worker.engine)
+    monkeypatch.setattr(worker.engine, "to", elsewhere.to)
+    with torch.no_grad():
+        elsewhere.leave()
+        for batch in (rows(0), rows(1)):
+            engine.step(batch, CALLS)
+        found = load_file(engine.weights(tmp_path / "found"))
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        engine.save(tmp_path / "state")
+        engine.step(rows(3), LOSS)
+        for state in ("state", "plain"):
+            engine.load(tmp_path / state)
+            found = load_file(engine.weights(tmp_path / "found"))
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert engine.step(rows(2), CALLS).metrics == pytest.approx(after)
+
+
 def test_bfloat16_rounds_no_logprob(open_verl: OpenVerl, model: Path) -> None:
     """The softmax is float32, whatever the model computes in."""
     found = np.concatenate([row[1:] for row in open_verl(ALONE, dtype="bfloat16").logprobs(rows(0))])

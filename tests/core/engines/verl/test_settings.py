@@ -53,6 +53,7 @@ def test_megatrons(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"verl.megatron": {"use_dist_checkpointing": True}}, r"decided by the engine, which writes safetensors"),
         ({"verl.megatron": {"param_offload": True}}, r"decided by the engine, which keeps a gradient .* forgets it"),
         ({"verl.optimizer": {"optimizer": "muon"}}, r"engine\.verl\.optimizer\.optimizer is decided by the engine"),
+        ({"verl.optimizer": {"grad_clip": 1.0}}, r"optimizer\.grad_clip is decided by engine\.max_grad_norm"),
         (
             {"verl.sharding": {"param_offload": True}},
             r"sharding is not for engine\.verl\.strategy = megatron: leave param_",
@@ -72,6 +73,9 @@ def test_megatrons(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"verl.sharding": {"param_ofload": True}}, r"engine.verl.sharding.param_ofload: .*mean 'param_offload'"),
         ({"verl.optimizer": {"lr": 1.0}}, r"engine.verl.optimizer.lr is decided by engine.lr"),
+        ({"verl.optimizer": {"grad_clip": 1.0}}, r"optimizer.grad_clip is decided by engine.max_grad_norm"),
+        ({"verl.optimizer": {"override_optimizer_config": {}}}, r"is decided by engine.betas and engine.eps"),
+        ({"verl.model": {"use_fused_kernels": True}}, r"decided by the engine, whose losses want the entropy"),
         ({"verl.model": {"path": "x"}}, r"decided by the model that is trained"),
         ({"verl.sharding": {"strategy": "fsdp"}}, r"decided by engine.verl.strategy"),
         ({"verl.sharding": {"reshard_after_forward": False}}, r"decided by the engine, which reads shards"),

@@ -31,6 +31,8 @@ class Cluster:
         self.machines = 1
         self.made: list[Workers] = []
         self.on_start: Callable[[], None] = lambda: None
+        self.short: list[str] = []
+        """Methods whose workers run out of memory."""
 
     def connect(self, *_: object) -> bool:
         was, self.up = self.up, True
@@ -44,7 +46,7 @@ class Cluster:
 
     def group(self, *_: object, again: bool) -> Workers:
         self.on_start()
-        self.made.append(Workers())
+        self.made.append(Workers(self.short))
         return self.made[-1]
 
 
@@ -53,7 +55,8 @@ class Workers:
 
     size = 1
 
-    def __init__(self) -> None:
+    def __init__(self, short: Sequence[str]) -> None:
+        self.short, self.budgets = short, list[int]()
         self.calls: list[str] = []
         self.computing, self.free, self.killed = threading.Event(), threading.Event(), False
 
@@ -63,6 +66,9 @@ class Workers:
             return [(Meeting(parts[0][1][1], 4711, 2, 1.0) if self.calls[-1] == "listen" else None, "")]
         if method == "place":
             return [(0, True)]
+        if method in self.short:
+            self.budgets.append(parts[0][-1])
+            raise WorkersLostError(f"out of memory in {method} of the verl engine")
         self.computing.set()
         assert self.free.wait(WAIT)
         if self.killed:
@@ -158,3 +164,27 @@ def test_a_vllm_on_the_trainers_machine_is_reached_from_where_the_workers_are(
     cluster.machines = 2
     assert sender.listen("gloo", "127.0.0.1", 2, 1.0).address == "192.0.2.7"
     assert sender.listen("gloo", "192.0.2.1", 2, 1.0).address == "192.0.2.1"
+
+
+def row(length: int) -> Sample:
+    ids, numbers = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    return Sample(ids, numbers, numbers, numbers, ids, (Span("r", 1, 0, 1, length),), 1.0)
+
+
+def test_a_row_that_is_too_long_by_itself_is_not_tried_again_and_again(cluster: Cluster) -> None:
+    settings = {"engine.device": "cpu", "engine.verl.world_size": 1, "engine.tokens_per_microbatch": 20}
+    engine = VerlEngine(with_settings(Config(), settings))
+    engine.open(Path("model"), OptimizerConfig(), seed=0)
+    cluster.short = cluster.made[0].short = ["logprobs"]
+    with pytest.raises(EngineError, match=r"one row has 8 tokens: set engine\.gradient_checkpointing .*max_model_len"):
+        engine.logprobs([row(4), row(8)])
+    assert [workers.budgets for workers in cluster.made] == [[20], [10], [8]]
+    engine.close()
+
+
+def test_a_shortage_after_which_nothing_is_tried_again_says_what_helps(engine: VerlEngine, cluster: Cluster) -> None:
+    cluster.short = cluster.made[0].short = ["logprobs"]
+    cure = r"restarts = 3 were used up: lower engine\.tokens_per_microbatch, which is 1024 now, .*engine\.lora"
+    with pytest.raises(EngineError, match=cure):
+        engine.logprobs([row(4)])
+    assert len(cluster.made) == 4
