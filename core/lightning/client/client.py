@@ -1,7 +1,7 @@
 """`Client`: leases rollouts from Lightning Servers, runs the agent on them, and reports what came of it.
 
-The invariant: what is leased is reported or given back before `run` returns; a server that is away is waited for, a server that
-refuses (the token, say) ends it with an error that says why.
+The invariant: what is leased is reported or given back before `run` returns; a server that is away is waited for, one that
+refuses something is asked again. A refused token ends it with an error that says why, and so do named runs that stay refused.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class Client:
         """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.
 
         SIGTERM and Ctrl-C drain: nothing more is leased, agents get `runner.drain` seconds, then their leases are given back. A
-        second one ends everything at once. Raises `StoreError` when a server refuses, `RunnerError` when no agent can run, and
-        `RuntimeError` where an event loop runs already: await `work` there.
+        second one ends everything at once. Raises `StoreError` when servers refuse the token, or leases of all of `runs` for as
+        long as a lease lasts, `RunnerError` when no agent can run, and `RuntimeError` where an event loop runs already: await
+        `work` there.
         """
         return loops.run(self._until_told(), instead="`await client.work()` in place of client.run()")
 
@@ -99,13 +100,13 @@ class Client:
             await self._runner.start()
             if not await self._open(stop):
                 return Tally()
-            presence = Presence()
+            presence, ttl = Presence(), self.config.runner.lease_ttl
             delivery = ServerDelivery(
                 self._store,
                 servers,
-                Runs(self._store, runs, math.inf if idle is None else idle, presence),
+                Runs(self._store, runs, math.inf if idle is None else idle, presence, ttl),
                 worker,
-                self.config.runner.lease_ttl,
+                ttl,
                 rollouts,
                 idle,
                 presence,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
-from lightning.errors import DataError, LightningError, StaleAttemptError, StoreError, UnavailableError
+from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError
@@ -67,7 +67,7 @@ class ServerDelivery:
         return self.runs.watching()
 
     async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
-        """See `Delivery.lease`. Nothing while no server answers."""
+        """See `Delivery.lease`. Nothing while no server answers, or refuses."""
         if self.rollouts is not None:
             limit = min(limit, self.rollouts - self.tally.leased)
         found: list[tuple[Lease, LLM]] = []
@@ -82,10 +82,11 @@ class ServerDelivery:
                 break
             except TokenRefusedError:
                 raise
-            except StoreError as error:
+            except LightningError as error:
                 self.runs.drop(run, error)
                 continue
             self._back()
+            self.runs.answered(run)
             if leased:
                 self.runs.gave_work(run)
                 found += await self._at_server(leased)
@@ -218,7 +219,7 @@ class ServerDelivery:
         url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
         if outcome.fault not in (Fault.AGENT, Fault.TIMEOUT):
             return outcome
-        if process and await self.servers.process_at(url) == process:
+        if not await self.servers.is_gone(url, process):
             return outcome
         message = f"the server at {url} went away while the agent ran, then the agent failed: {outcome.error}"
         return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)

@@ -2,7 +2,8 @@
 
 The invariant: every run that begins to have work is found: one of the newest within `FIND_SECONDS`, an older one when its turn
 comes. One that gave work lately is watched, so that its next rollouts are leased as soon as they are there. No task of finding
-or watching ends unheard. A run that is not there yet is waited for, and so are servers that do not answer.
+or watching ends unheard. A run that is not there yet is waited for, and so are servers that do not answer. What servers refuse
+is asked again after growing pauses; only a refused token ends the client at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from lightning.client.presence import Presence
-from lightning.errors import DataError, StoreError, UnavailableError
+from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.store.http import HttpStore
+from lightning.store.http.transport import TokenRefusedError
 from lightning.types import Status
 
 logger = logging.getLogger(__name__)
@@ -29,8 +31,8 @@ OLDER = 32
 WATCHED_SECONDS = 600.0
 """How long a run without work is watched: an optimizer step lies between two lots of it."""
 ROUND = 25.0
-DROPPED_SECONDS = 60.0
-"""How long a run is left alone that servers refuse to lease from."""
+FIRST_PAUSE, DROPPED_SECONDS = 5.0, 60.0
+"""How long what servers refuse is left alone: the first time, and at most."""
 AWAY_SECONDS = 1.0
 """Between two questions that no server answered."""
 FINDING = "which runs have work"
@@ -39,17 +41,23 @@ FINDING = "which runs have work"
 
 class Runs:
     """The runs to lease from. `given` names them; empty: find them. No wait is longer than `longest` seconds. `presence` hears
-    whether servers answer."""
+    whether servers answer. Given runs that are all refused for `patience` seconds are an error."""
 
     def __init__(
-        self, store: HttpStore, given: Sequence[str], longest: float = math.inf, presence: Presence | None = None
+        self,
+        store: HttpStore,
+        given: Sequence[str],
+        longest: float = math.inf,
+        presence: Presence | None = None,
+        patience: float = DROPPED_SECONDS,
     ) -> None:
         self._store, self._longest, self._presence = store, longest, presence or Presence()
-        self._given = tuple(given)
+        self._given, self._patience = tuple(given), patience
         self._active = {run: time.monotonic() for run in given}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._finding: asyncio.Task[None] | None = None
         self._dropped: dict[str, float] = {}
+        self._refused: dict[str, float] = {}  # seconds for which what servers refuse was left alone until now
         self._news = asyncio.Event()
         self._turn, self._looked_at = 0, ""
 
@@ -64,12 +72,16 @@ class Runs:
         """Keep watching this run."""
         self._active[run] = time.monotonic()
 
-    def drop(self, run: str, error: StoreError) -> None:
-        """Leave a run alone for a while that servers refuse to lease from. Raises the error when no other given one is left."""
-        if self._given and set(self._active) <= {run}:
+    def answered(self, run: str) -> None:
+        """Servers refuse this run no more."""
+        self._refused.pop(_leasing(run), None)
+
+    def drop(self, run: str, error: LightningError) -> None:
+        """Leave a run alone for a while that servers refuse to lease from. Raises the error when they have refused all
+        the given ones for long."""
+        if self._given and all(self._refused.get(_leasing(one), -1.0) >= self._patience for one in self._given):
             raise error
-        logger.warning("nothing is leased from run %s for %g s: %s", run, DROPPED_SECONDS, error)
-        self._dropped[run] = time.monotonic() + DROPPED_SECONDS
+        self._dropped[run] = time.monotonic() + self._pause(_leasing(run), error)
         self._active.pop(run, None)
         if (watch := self._watches.pop(run, None)) is not None:
             watch.cancel()
@@ -89,7 +101,7 @@ class Runs:
             self._watches.clear()
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`. Raises what ended the finding or a watch, but for servers that are away."""
+        """See `Watch.wait`. Raises what ended the finding or a watch: `TokenRefusedError`, or what should not happen."""
         for task in (self._finding, *self._watches.values()):
             if task is not None and task.done():
                 task.result()
@@ -101,20 +113,40 @@ class Runs:
         return True
 
     async def _find(self) -> None:
+        what = "no run is looked for"
         while True:
+            pause = FIND_SECONDS
             try:
-                for run in await self._to_look_at():
-                    if run not in self._active and not self._is_dropped(run) and await self._has_work(run):
-                        self._active[run] = time.monotonic()
-                        self._news.set()
+                await self._look(await self._to_look_at())
             except UnavailableError as error:
                 self._presence.away(FINDING, error)
+            except TokenRefusedError:
+                raise
+            except LightningError as error:
+                pause = self._pause(what, error)
             else:
                 self._presence.back(FINDING)
+                self._refused.pop(what, None)
             now = time.monotonic()
             self._active = {run: since for run, since in self._active.items() if now - since < WATCHED_SECONDS}
             self._watch_active()
-            await asyncio.sleep(FIND_SECONDS)
+            await asyncio.sleep(pause)
+
+    async def _look(self, runs: list[str]) -> None:
+        """Lease from those that have work, from now on. One about which servers refuse to say it is left alone for a while."""
+        for run in runs:
+            if run in self._active or self._is_dropped(run):
+                continue
+            try:
+                found = await self._has_work(run)
+            except (UnavailableError, TokenRefusedError):
+                raise
+            except LightningError as error:
+                self.drop(run, error)
+                continue
+            if found:
+                self._active[run] = time.monotonic()
+                self._news.set()
 
     async def _to_look_at(self) -> list[str]:
         """The newest runs, and the next ones in turn of all that are older."""
@@ -157,6 +189,10 @@ class Runs:
                 await self._heed(run)
             except UnavailableError:
                 await asyncio.sleep(AWAY_SECONDS)
+            except TokenRefusedError:
+                raise
+            except LightningError as error:
+                await asyncio.sleep(self._pause(_watching(run), error))
             else:
                 if not told:
                     logger.warning(
@@ -175,6 +211,7 @@ class Runs:
                 while True:
                     if await watch.wait(ROUND):
                         self._news.set()
+                    self._refused.pop(_watching(run), None)
         except UnavailableError:
             raise
         except StoreError:
@@ -186,3 +223,20 @@ class Runs:
             if (await self._store.list_rollouts(run, status=status, limit=1)).rollouts:
                 return True
         return False
+
+    def _pause(self, what: str, error: LightningError) -> float:
+        """Seconds for which to leave alone what servers refuse, more each time. It is told once until they do no more."""
+        before = self._refused.get(what, 0.0)
+        pause = min(max(before, FIRST_PAUSE), DROPPED_SECONDS)
+        self._refused[what] = before + pause
+        level = logging.INFO if before else logging.WARNING
+        logger.log(level, "%s for %g s, then servers are asked again: %s", what, pause, error)
+        return pause
+
+
+def _leasing(run: str) -> str:
+    return f"nothing is leased from run {run}"
+
+
+def _watching(run: str) -> str:
+    return f"no news of run {run} is heard"

@@ -1,10 +1,12 @@
 """Which process of a server answers: what tells that the one an agent used is gone.
 
-The invariant: an agent that failed is taken to be at fault only if the very process that its model calls went to still answers.
+The invariant: the server of an agent that failed is taken to be gone only if its process was known and answers no more, however
+many others answer at the same URL.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import aiohttp
@@ -14,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0
 """Seconds a server has to say who it is."""
+QUESTIONS = 8
+"""How often nobody but others must answer until a process is gone: servers behind one URL take turns."""
 
 
 class Servers:
@@ -25,7 +29,8 @@ class Servers:
     async def process_at(self, url: str) -> str:
         """The word of the process that answers at a server's URL; empty when none does."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT))
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some share out connections, not requests
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
         try:
             async with self._session.get(f"{url}/health", allow_redirects=False) as reply:
                 said = orjson.loads(await reply.read())
@@ -33,6 +38,12 @@ class Servers:
             logger.info("the server at %s does not say that it is well: %r", url, error)
             return ""
         return str(said.get("server", "")) if isinstance(said, dict) else ""
+
+    async def is_gone(self, url: str, process: str) -> bool:
+        """Whether a process that answered at a server's URL does so no more. False when it is not known which did."""
+        if not process or await self.process_at(url) == process:
+            return False
+        return process not in await asyncio.gather(*(self.process_at(url) for _ in range(QUESTIONS - 1)))
 
     async def close(self) -> None:
         """Disconnect. Idempotent."""

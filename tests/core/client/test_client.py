@@ -11,7 +11,7 @@ import pytest
 from lightning.client import Client, Tally
 from lightning.client import runs as finding
 from lightning.config import with_settings
-from lightning.errors import ConfigError, StoreError, UnavailableError
+from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
 from lightning.gateway.owner import Owner
 from lightning.instrument import emit
@@ -286,8 +286,80 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
 
     assert (await work_until(site.client(server), ended(site, "run-2"), told())).succeeded == 1
     assert f"nothing is leased from run {RUN}" in caplog.text
-    with pytest.raises(StoreError, match="this run is broken"):
-        await site.client(server, runs=[RUN]).work()
+
+
+@pytest.fixture
+def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers refuse is asked again soon."""
+    for name in ("client.runs.FIND_SECONDS", "client.runs.FIRST_PAUSE", "runner.work.LOOK_SECONDS"):
+        monkeypatch.setattr(f"lightning.{name}", 0.02)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, client: Client, name: str, *errors: Exception) -> None:
+    """Let the client's servers refuse one kind of question so often, in this way."""
+    real, left = getattr(client._store, name), list(errors)
+
+    def asked(*of: Any, **how: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return real(*of, **how)
+
+    monkeypatch.setattr(client._store, name, asked)
+
+
+FAULT, NOT_SO = StoreError("the server failed at this request"), DataError("not like that")
+
+
+@pytest.mark.usefixtures("asked_often")
+@pytest.mark.parametrize("runs", [(), (RUN,)], ids=["found", "named"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("newest_runs", "no run is looked for"),
+        ("list_rollouts", f"nothing is leased from run {RUN}"),
+        ("watch", f"no news of run {RUN} is heard"),
+        ("lease_for_agents", f"nothing is leased from run {RUN}"),
+    ],
+)
+async def test_what_servers_refuse_some_times_ends_nothing(
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    said: str,
+    runs: tuple[str, ...],
+) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    client = site.client(server, runs=runs, rollouts=2)
+    refuse(monkeypatch, client, name, FAULT, NOT_SO, FAULT)
+    working = asyncio.create_task(client.work())
+    await asyncio.wait_for(ended(site), 30)
+    await site.store.create_rollouts([Rollout("late", RUN, Task(7), "group")])
+    assert (await asyncio.wait_for(working, 30)).succeeded == 2
+    if not runs or name in ("watch", "lease_for_agents"):
+        warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert len([text for text in warned if text.startswith(said)]) == 1
+
+
+@pytest.mark.usefixtures("asked_often")
+async def test_a_client_ends_when_all_its_runs_are_refused_for_as_long_as_a_lease_lasts(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    await site.begin("run-2")
+    client = site.client(server, runs=[RUN, "run-2"], runner__lease_ttl=0.1)
+    asked: list[str] = []
+
+    async def refusing(run: str, worker: str, **_: Any) -> Any:
+        asked.append(run)
+        raise FAULT
+
+    monkeypatch.setattr(client._store, "lease_for_agents", refusing)
+    with pytest.raises(StoreError, match="the server failed at this request"):
+        await asyncio.wait_for(client.work(), 30)
+    assert min(asked.count(RUN), asked.count("run-2")) > 2
 
 
 @pytest.mark.parametrize("error", [UnavailableError("the server starts again"), StoreError("answered 404")], ids=repr)
@@ -443,19 +515,3 @@ async def test_a_run_that_is_named_may_begin_later(
     await site.begin(count=1)
     assert (await asyncio.wait_for(working, 60)).succeeded == 1
     assert caplog.text.count("there is no run") == 1
-
-
-async def test_a_watch_that_fails_for_another_reason_ends_the_client(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("lightning.gateway.gateway.SURE_SECONDS", 0.1)  # the gateway cannot watch it, either
-    server = await site.start()
-    await site.begin()
-
-    def broken(run: str) -> Any:
-        raise StoreError(f"{run} cannot be watched")
-
-    monkeypatch.setattr(site.store, "watch", broken)
-    with pytest.raises(StoreError, match="cannot be watched"):
-        await asyncio.wait_for(site.client(server, runs=[RUN]).work(), 60)

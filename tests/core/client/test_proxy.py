@@ -1,4 +1,5 @@
-"""A proxy before the servers that answers in their place, or hangs up: the client waits, and its agents go on."""
+"""A proxy before the servers that answers in their place, hangs up, or asks them in turn: the client waits, and its agents go
+on."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from lightning.client import Client
 from lightning.client import runs as finding
 from lightning.errors import StoreError, UnavailableError
 from lightning.instrument import emit
-from lightning.types import LLM, Rollout, Status, Task, ToolEvent
+from lightning.types import LLM, Fault, Rollout, Status, Task, ToolEvent
 
 from tests.core.client.conftest import RUN, Server, Site, calling
 
@@ -22,13 +23,15 @@ HOP = ("host", "content-length", "transfer-encoding", "connection", "content-enc
 
 @dataclass
 class Proxy:
-    """Passes requests on to a server. Answers each with `page` where there is one; hangs up at bodies of `longest` bytes."""
+    """Passes requests of one kind on to its servers in turn. Answers each with `page` where there is one; hangs up at bodies of
+    `longest` bytes."""
 
-    to: str
+    to: list[str]
     page: tuple[int, str] | None = None
     longest: int = 2**30
     url: str = ""
     turned_away: list[str] = field(default_factory=list)
+    passed_on: list[str] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.page is not None:
@@ -39,7 +42,9 @@ class Proxy:
             request.transport.abort()
             return web.Response()
         sent = {name: value for name, value in request.headers.items() if name.lower() not in HOP}
-        target, data = f"{self.to}{request.raw_path}", await request.read()
+        self.passed_on.append(request.path.rpartition("/")[2])
+        to = self.to[self.passed_on.count(self.passed_on[-1]) % len(self.to)]
+        target, data = f"{to}{request.raw_path}", await request.read()
         async with (
             ClientSession() as session,
             session.request(request.method, target, data=data, headers=sent) as reply,
@@ -55,7 +60,7 @@ async def proxy(site: Site, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pr
     monkeypatch.setattr(finding, "AWAY_SECONDS", 0.05)
     monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
     server: Server = await site.start()
-    proxy = Proxy(server.url)
+    proxy = Proxy([server.url])
     app = web.Application()
     app.router.add_route("*", "/{rest:.*}", proxy.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -130,3 +135,66 @@ async def test_an_outcome_at_which_a_proxy_hangs_up_is_told_with_less_in_it(
     assert [(event.arguments, event.output) for event in events] == [(None, "found")] * 40
     assert "less of it is told now" in caplog.text
     assert "hung up 4 times" in caplog.text
+
+
+async def test_servers_that_take_turns_are_not_asked_for_news_without_end(
+    site: Site, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.to.append((await site.start()).url)
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 300.0)
+
+    async def agent(task: Task, llm: LLM) -> float:
+        await asyncio.sleep(0.5)
+        return await calling(task, llm)
+
+    await site.begin(count=1)
+    await asyncio.wait_for(client_of(site, proxy, agent, runs=(RUN,), rollouts=1).work(), 30)
+    assert proxy.passed_on.count("watch") <= 4
+    assert proxy.passed_on.count("leases") <= 5
+
+
+async def test_news_is_heard_from_servers_that_take_turns(
+    site: Site, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.to.append((await site.start()).url)
+    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 300.0)
+    for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
+        monkeypatch.setattr(f"lightning.store.http.watching.{name}", 0.02)
+    await site.begin(count=1)
+    working = asyncio.create_task(client_of(site, proxy, runs=(RUN,), rollouts=2).work())
+    while (await site.rollouts())[f"{RUN}/0"].status is not Status.SUCCEEDED:
+        await asyncio.sleep(0.02)
+    await site.store.create_rollouts([Rollout("late", RUN, Task(7), "group")])
+    assert (await asyncio.wait_for(working, 30)).succeeded == 2
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_an_agent_is_at_fault_whichever_of_the_servers_behind_one_url_answers(
+    site: Site, proxy: Proxy, gone: bool
+) -> None:
+    proxy.to += [(await site.start()).url for _ in range(2)]
+
+    async def agent(task: Task, llm: LLM) -> float:
+        if gone:
+            proxy.to[:] = [(await site.start()).url]
+        raise ValueError("a bug of the agent's")
+
+    await site.begin(count=4, max_attempts=1)
+    await asyncio.wait_for(client_of(site, proxy, agent, rollouts=4, runner__concurrency=1).work(), 30)
+    faults = [one.fault for one in (await site.rollouts()).values()]
+    assert faults == [Fault.INFRASTRUCTURE if gone else Fault.AGENT] * 4
+
+
+async def test_an_agent_is_at_fault_when_it_is_not_known_which_server_it_used(
+    site: Site, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(*_: object) -> str:
+        return ""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        raise ValueError("a bug of the agent's")
+
+    monkeypatch.setattr("lightning.client.servers.Servers.process_at", unknown)
+    await site.begin(count=1, max_attempts=1)
+    await asyncio.wait_for(client_of(site, proxy, agent, rollouts=1).work(), 30)
+    assert [one.fault for one in (await site.rollouts()).values()] == [Fault.AGENT]

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from lightning.errors import ConfigError, ConflictError, DataError, SchemaError,
 from lightning.plugins import plugins
 from lightning.server.api import answers
 from lightning.server.auth import issue_token
-from lightning.store.http import HttpStore, transport
+from lightning.store import messages
+from lightning.store.http import HttpStore, transport, watching
+from lightning.store.http.watching import HttpWatch
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
@@ -619,6 +622,28 @@ async def test_a_watch_that_loses_its_server_takes_it_for_a_change() -> None:
         assert await listening.wait(5)
     await watch.__aexit__(None, None, None)
     await store.close()
+
+
+async def test_a_watch_asks_servers_that_take_turns_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ["a.0.0", "b.0.0", "a.0.0", "b.0.0", "a.0.1", "a.0.2", "b.0.1"]
+    asked: list[str] = []
+    pauses: list[float] = []
+
+    async def ask(since: str, timeout: float) -> messages.Changed:
+        asked.append(since)
+        return messages.Changed(since != said[0], said.pop(0))
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(watching, "asyncio", SimpleNamespace(sleep=sleep))
+    async with HttpWatch(ask) as watch:
+        for told in (["b.0.0"], ["a.0.0", "b.0.0", "a.0.1"], ["a.0.2"], ["b.0.1"]):
+            before = len(asked)
+            assert await watch.wait(60), "once for each server that says something new"
+            assert len(asked) - before == len(told)
+    assert asked == ["", "a.0.0", "b.0.0", "a.0.0", "b.0.0", "a.0.1", "a.0.2"]
+    assert pauses == [0, 1, 2, 4, 4, 0]
 
 
 async def test_closing_does_not_wait_for_news(control: ControlServer) -> None:
