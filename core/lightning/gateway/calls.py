@@ -43,8 +43,6 @@ PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
-NO_RETRY: Header = (b"x-should-retry", b"false")
-"""OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
@@ -131,8 +129,10 @@ class CallEndpoint:
 
     async def _admit(self, scope: Scope, receive: Receive) -> Call:
         claims = self._identity.claims(scope)
+        self._identity.check_over(claims)
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
         policy = self._policies.of(claims.run)
+        await self._policies.asked.look(claims.run, policy, body.get("model"))
         caller = self._identity.caller(scope, body.get("model"))
         request_id = f"{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
@@ -273,8 +273,7 @@ class CallEndpoint:
         try:
             stored = await self._recorder.append(call.ticket, call.plan, call.live, status, said)
         except StaleAttemptError as error:
-            message = f"This attempt of the rollout is over, its calls are no longer taken: {error}. Stop the agent."
-            raise RefusalError(409, "stale_attempt", message, [NO_RETRY]) from error
+            raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
         self._counters.count(status, stored)

@@ -1,17 +1,20 @@
 """Whose call is this, and which agent makes it.
 
 The invariant: the rollout comes from a token that verified, in the order header, URL path, API key; the caller's name is
-only a label, so nonsense in it costs the label and never the call.
+only a label, so nonsense in it costs the label and never the call. That an attempt is over is the store's to say, when it
+is given a call of it: a token that it has once refused is refused here from then on, before anything is sampled.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import replace
 
 import orjson
 from starlette.types import Scope
 
+from lightning.gateway.errors import Header, RefusalError
 from lightning.gateway.tokens import Claims, TokenSigner
 from lightning.types import Caller
 
@@ -21,6 +24,10 @@ ROLLOUT_HEADER = b"x-lightning-rollout"
 CALLER_HEADER = b"x-lightning-caller"
 ALIAS = "policy:"
 LONGEST_CALLER = 8192
+STALE = 4096
+"""Tokens of attempts that are over which are remembered at most."""
+NO_RETRY: Header = (b"x-should-retry", b"false")
+"""OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
 DEFAULT_CALLER = Caller("agent")
 
 OURS = frozenset(
@@ -56,6 +63,7 @@ class Identity:
     def __init__(self, signer: TokenSigner) -> None:
         self._signer = signer
         self._complained = False
+        self._stale: OrderedDict[tuple[str, int, float], str] = OrderedDict()
 
     def claims(self, scope: Scope) -> Claims:
         """The attempt this request belongs to. Raises `RefusalError` (401)."""
@@ -71,6 +79,25 @@ class Identity:
         if token is None:
             token = bearer(authorization) or key.decode("latin-1")
         return self._signer.verify(token)
+
+    def over(self, claims: Claims, why: object) -> RefusalError:
+        """The refusal (409) of a call whose attempt the store says to be over; `check_over` raises it from now on.
+
+        The token is remembered and not the attempt: one that the store has lost (a failover) begins again with a new token.
+        """
+        key = _key(claims)
+        self._stale[key] = str(why)
+        self._stale.move_to_end(key)
+        if len(self._stale) > STALE:
+            self._stale.popitem(last=False)
+        return refuse_stale(why)
+
+    def check_over(self, claims: Claims) -> None:
+        """Raise `RefusalError` (409) for a token that `over` was told of."""
+        why = self._stale.get(_key(claims))
+        if why is not None:
+            self._stale.move_to_end(_key(claims))
+            raise refuse_stale(why)
 
     def knows(self, trace_id: str) -> bool:
         """Whether this process knows whose trace that is, without asking the store."""
@@ -96,6 +123,20 @@ class Identity:
                 self._complained = True
                 log.warning("ignoring a bad %s header (said once): %s", CALLER_HEADER.decode(), error)
             return None
+
+
+def refuse_stale(why: object) -> RefusalError:
+    """The refusal (409) of a call of an attempt that is over."""
+    message = (
+        f"This attempt of the rollout is over, its calls are no longer taken: {why}. Stop the agent; if a client is kept "
+        "between rollouts, give it the new llm.api_key."
+    )
+    return RefusalError(409, "stale_attempt", message, [NO_RETRY])
+
+
+def _key(claims: Claims) -> tuple[str, int, float]:
+    """What tells tokens apart."""
+    return claims.rollout, claims.attempt, claims.expires_at
 
 
 def parse_caller(value: bytes) -> Caller:

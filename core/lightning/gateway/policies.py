@@ -13,6 +13,7 @@ from functools import partial
 
 from lightning.ending import end
 from lightning.gateway.allowed import Allowed
+from lightning.gateway.asked import AskedModels
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.fleet import now
 from lightning.gateway.member import Member
@@ -40,6 +41,8 @@ class Policies:
         self._store, self._run, self._hold_timeout, self._clock = store, run, hold_timeout, clock
         self._allowed = allowed
         self.own = own
+        self.asked = AskedModels(store)
+        """The models that calls have asked for by name."""
         self._joined: dict[str, Member] = {}
         self._staying: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()

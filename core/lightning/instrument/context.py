@@ -6,6 +6,9 @@ belongs to the process's only active rollout, and to none when several are activ
 bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
 the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
 as new, since what it will run has yet to be submitted.
+
+A model call of a thread without context is told by its key. Where one rollout runs at a time in a process that ends with one
+that hangs, the call belongs to the active one whatever its key: a client that is kept between rollouts has an old one.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ _said: set[str] = set()
 class Session:
     """One attempt of a rollout as seen from inside the agent's process. Made by `activate`; safe to use from any thread."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, *, alone: bool = False) -> None:
+        self.llm, self.alone = llm, alone
         self.gateway = Address(llm.base_url)
         self.calls = Trail()
         """The model calls that the tap has seen answered."""
@@ -168,9 +171,12 @@ class Session:
 
 
 @contextmanager
-def activate(llm: LLM) -> Iterator[Session]:
-    """Make an attempt the current one for the code inside the block, and collect what it reports."""
-    session = Session(llm)
+def activate(llm: LLM, *, alone: bool = False) -> Iterator[Session]:
+    """Make an attempt the current one for the code inside the block, and collect what it reports.
+
+    `alone`: no other attempt runs in this process, nor goes on in it after its end.
+    """
+    session = Session(llm, alone=alone)
     session.disown(_busy_threads())
     token = _current.set(session)
     with _lock:
@@ -263,9 +269,10 @@ def session_of(key: str) -> Session | None:
     return found[0] if len(found) == 1 else None
 
 
-def context_session() -> Session | None:
-    """The rollout of this very context; None in a thread that lost it."""
-    return _current.get()
+def certain_session() -> Session | None:
+    """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
+    session = calling_session()
+    return session if session is None or session.alone else _current.get()
 
 
 def active() -> bool:

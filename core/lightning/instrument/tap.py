@@ -17,7 +17,14 @@ from typing import Protocol, TypeAlias, cast
 
 from lightning.instrument.address import Url
 from lightning.instrument.callers import current_caller
-from lightning.instrument.context import Session, calling_session, context_session, is_gateway, log_once, session_of
+from lightning.instrument.context import (
+    Session,
+    calling_session,
+    certain_session,
+    is_gateway,
+    log_once,
+    session_of,
+)
 from lightning.instrument.reroute import Request, host_of, reroute
 from lightning.types import Caller
 
@@ -56,7 +63,7 @@ def encode_caller(caller: Caller) -> str:
 def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
     """What a request of `caller` to a gateway at `url`, sent from here and now, has to carry."""
     headers = {}
-    session = context_session()
+    session = certain_session()
     if session is not None and session.serves(url):
         headers[ROLLOUT_HEADER] = session.llm.api_key
         if session.traceparent:
@@ -80,7 +87,7 @@ def _mark(request: Request) -> _Sent | None:
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
-        session = context_session() or session_of(_key(request)) or calling_session()
+        session = certain_session() or session_of(_key(request)) or calling_session()
         if session is None or not session.serves(request.url):
             return None
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is

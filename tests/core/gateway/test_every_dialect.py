@@ -10,6 +10,9 @@ import httpx
 import openai
 import pytest
 from lightning.errors import StaleAttemptError
+from lightning.gateway import identity
+from lightning.gateway.errors import RefusalError
+from lightning.gateway.tokens import Claims, TokenSigner
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import Reply
 from lightning.types import CallStatus
@@ -83,6 +86,42 @@ async def test_what_the_store_refuses_is_not_answered(build, path, stream):
         assert said["type"] == "error"
     else:
         assert said["error"]["code"] == "stale_attempt"
+
+
+@every
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_that_was_refused_once_reaches_no_policy_server_again(house, path, stream):
+    """The first call shows that the attempt is over; each API then knows it, and the next attempt's key is none of these."""
+    old = await house.llm()
+    await house.store.release("worker")
+    (lease,) = await house.store.lease("run", "worker")
+    http = await house.http(old)
+    await http.post(f"/{path}", json={**BODIES[path], "stream": stream})
+    assert len(house.fake.requests) == 1
+    for again in BODIES:
+        answer = await http.post(f"/{again}", json={**BODIES[again], "stream": stream})
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+        assert "attempt 2 has taken its place" in answer.json()["error"]["message"]
+        assert "the new llm.api_key" in answer.json()["error"]["message"]
+    assert len(house.fake.requests) == 1
+    assert await house.transitions() == []
+    new = await house.http(house.gateway.llm(lease))
+    assert (await new.post(f"/{path}", json=BODIES[path])).status_code == 200
+
+
+async def test_of_refused_keys_the_last_ones_are_kept(monkeypatch):
+    monkeypatch.setattr(identity, "STALE", 2)
+    known = identity.Identity(TokenSigner(b"s" * 32))
+    first, second, third = (Claims(f"rollout-{number}", 1, 100.0) for number in range(3))
+    for claims in (first, second):
+        known.over(claims, "it has ended")
+    with pytest.raises(RefusalError):  # it is asked for again, so that the other one goes
+        known.check_over(first)
+    known.over(third, "it has ended")
+    known.check_over(second)
+    for claims in (first, third):
+        with pytest.raises(RefusalError, match="it has ended"):
+            known.check_over(claims)
 
 
 @every
@@ -198,8 +237,8 @@ async def test_clients_do_not_send_again_what_is_over(build):
     store.error = StaleAttemptError("attempt 1 is over")
     store.go.set()
     house = await build(store=store)
-    llm = await house.llm()
     for path in BODIES:
+        llm = await house.llm()  # a key that was refused once is refused before vLLM is asked
         with pytest.raises((anthropic.ConflictError, openai.ConflictError)):
             await ask(path, llm, 20.0)
     assert len(house.fake.requests) == len(BODIES)

@@ -16,8 +16,9 @@ import httpx2
 import pytest
 from lightning.instrument import activate, component, context, emit, install_tap, reward, tap
 from lightning.plugins import Plugins, plugins
+from lightning.runner.worker import run_agent
 from lightning.testing.chat_server import ChatServer
-from lightning.types import LLM, Caller
+from lightning.types import LLM, Caller, Task
 
 LIBRARIES = [httpx, httpx2]
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
@@ -81,6 +82,40 @@ def test_a_thread_that_lost_the_context_is_named_but_gets_no_token(
         thread.start()
         thread.join()
     assert (server.calls[0].rollout, server.calls[0].caller) == (None, someone)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_client_that_is_kept_between_rollouts_calls_for_the_one_that_runs(
+    library: Any, server: ChatServer, tapped: None
+) -> None:
+    """In a worker one runs at a time: a thread that lost the context can be of no other, whatever key its client has kept."""
+    kept = library.Client(headers={"Authorization": "Bearer key-1"})
+
+    def agent(task: Task, llm: LLM) -> float:
+        thread = threading.Thread(target=kept.post, args=(f"{llm.base_url}/chat/completions",), kwargs={"json": BODY})
+        thread.start()
+        thread.join()
+        return 1.0
+
+    with asyncio.Runner() as loop, kept:
+        for key in ("key-1", "key-2"):
+            assert run_agent(agent, Task("x"), server.llm(key), loop).reward == 1.0
+    assert [call.rollout for call in server.calls] == ["key-1", "key-2"]
+
+
+def test_a_thread_that_was_left_behind_keeps_its_key(server: ChatServer, tapped: None) -> None:
+    begin, llm = threading.Event(), server.llm("key-2")
+
+    def post() -> None:
+        begin.wait()
+        httpx.post(f"{llm.base_url}/chat/completions", json=BODY, headers={"Authorization": "Bearer key-1"})
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    with activate(llm, alone=True):
+        begin.set()
+        thread.join()
+    assert server.calls[0].rollout is None
 
 
 def test_other_servers_and_other_times_see_nothing(server: ChatServer, tapped: None, someone: Caller) -> None:

@@ -225,6 +225,31 @@ async def _(house: House) -> Got:
     return await house.chat(house.agent.api_key)
 
 
+@attack("the same, in a stream")
+async def _(house: House) -> Got:
+    await house.store.release("default::w")
+    await house.store.lease("run", "another", limit=1)
+    house.changed = True
+    answer = await house.chat(house.agent.api_key, {**CHAT, "stream": True})
+    assert "[DONE]" not in answer.text
+    assert '"finish_reason":"stop"' not in answer.text
+    assert [await house.store.transitions("run/0", attempt) for attempt in (1, 2)] == [[], []]
+    last = answer.text.strip().split("\n\n")[-1]
+    return f"{answer.status_code}, ended by {got(httpx.Response(409, text=last))}, nothing recorded"
+
+
+@attack("an agent's key of an attempt that was superseded, once more")
+async def _(house: House) -> Got:
+    await house.store.release("default::w")
+    await house.store.lease("run", "another", limit=1)
+    house.changed = True
+    await house.chat(house.agent.api_key)
+    sampled = len(house.fake.requests)
+    answer = await house.chat(house.agent.api_key, {**CHAT, "stream": True})
+    assert len(house.fake.requests) == sampled == 1
+    return f"{got(answer)}, nothing sampled"
+
+
 @attack("an agent takes the admin routes of the policy server through the gateway")
 async def _(house: House) -> Got:
     return await house.ask("POST", "/v1/load_lora_adapter", house.agent.api_key, {"lora_path": "/etc"})

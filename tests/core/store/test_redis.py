@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import ssl
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,9 +19,24 @@ import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.store import plugin
 from lightning.store.maintenance import keeper_of
-from lightning.store.redis import RedisStore, keys
+from lightning.store.redis import RedisStore, keys, opening
+from lightning.store.redis.calls import DIGEST_BYTES, WITHOUT_CONVERSATION
 from lightning.store.redis.settings import Settings, from_url
-from lightning.types import Caller, Fault, Outcome, Resource, Rollout, Run, Scope, Span, StepRecord, Token, Transition
+from lightning.types import (
+    Caller,
+    Conversation,
+    Fault,
+    Outcome,
+    Resource,
+    Rollout,
+    Run,
+    Scope,
+    Span,
+    StepRecord,
+    Task,
+    Token,
+    Transition,
+)
 
 from tests.servers.redis import RedisServer, free_port
 from tests.servers.redis_proxy import LossyProxy
@@ -276,6 +292,44 @@ async def test_what_is_foreign_or_newer_is_refused_untouched(
     assert re.search(words, str(error))
     assert server.command("DBSIZE") == b":1\r\n"
     await accepted(server.url("prefix=other"))
+
+
+async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, call: CallOf
+) -> None:
+    """Schema 1 had no conversations: a call had a column less, as one without a conversation still has."""
+    with monkeypatch.context() as older:
+        older.setattr(opening, "SCHEMA", 1)
+        store = RedisStore.from_url(server.url())
+        await store.open()
+        await store.put_run(Run("run", "a run"))
+        await store.create_rollouts([Rollout("a", "run", Task("a"), "g")])
+        assert await store.lease("run", "w")
+        assert await store.append([call(0)]) == 1
+        assert len(await columns_of(store)) == WITHOUT_CONVERSATION
+        database = store._database
+        await store.close()
+    assert b'"schema": 1' in server.command("GET", "lightning:meta")
+    stores = [RedisStore.from_url(server.url()) for _ in range(4)]
+    await asyncio.gather(*(each.open() for each in stores))  # whoever comes first does it
+    assert {each._database for each in stores} == {database}
+    assert f'"schema": {opening.SCHEMA}'.encode() in server.command("GET", "lightning:meta")
+    said = call(1, conversation=Conversation(({"role": "user", "content": "q"},), "call", 1))
+    assert await stores[0].append([said]) == 1
+    assert await stores[0].transitions("a") == [call(0), said]
+    await asyncio.gather(*(each.close() for each in stores))
+    monkeypatch.setattr(opening, "SCHEMA", 1)
+    assert "this release knows 1: it was written by a newer release" in str(await refused(server.url()))
+
+
+async def columns_of(store: RedisStore) -> tuple[object, ...]:
+    """Of rollout `a`'s first call, as they were written."""
+    with store._link() as link:
+        (value,) = await link.reads.read((b"HGET", link.keys("calls", 1, "a"), b"0"))
+    (length,) = struct.unpack_from("<I", value, DIGEST_BYTES)
+    start = DIGEST_BYTES + 4
+    _, *columns = json.loads(value[start : start + length])
+    return tuple(columns)
 
 
 async def test_a_store_is_made_once_when_processes_open_it_together(server: RedisServer) -> None:

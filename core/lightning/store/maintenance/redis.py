@@ -22,13 +22,14 @@ from redis.exceptions import RedisError
 from lightning.errors import ConfigError, StoreError
 from lightning.store.maintenance import queries
 from lightning.store.maintenance.keeper import Status, Weight, count_tokens
-from lightning.store.protocol import Store
-from lightning.store.redis import RedisStore, scripts
+from lightning.store.redis import records, scripts
 from lightning.store.redis.keys import Keys, encoded
 from lightning.store.redis.lane import Lane
-from lightning.store.redis.opening import SCHEMA, Ask, check_server
+from lightning.store.redis.link import Link
+from lightning.store.redis.opening import SCHEMA, Ask, check_server, schema_of
 from lightning.store.redis.settings import from_url
 from lightning.store.redis.standing import home_of, stand
+from lightning.store.redis.tokens import every as every_token
 from lightning.store.redis.wire import Command, Wire, translate
 from lightning.store.url import redacted
 from lightning.types import Status as RolloutStatus
@@ -62,12 +63,19 @@ class RedisKeeper:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
         await self.check()
-        store: Store = RedisStore.from_url(self._url)
-        await store.open()
+        schema = SCHEMA
+
+        async def greet(ask: Ask) -> None:
+            nonlocal schema
+            await check_server(ask, self._settings)
+            schema = await schema_of(ask, self._settings, self._keys)
+
+        link = Link(self._settings, self._keys, greet)  # a store would bring an older schema forward
         try:
-            runs, tokens = await store.list_runs(), await store.list_tokens()
+            with link.in_use():
+                runs, tokens = await records.list_runs(link, None), await every_token(link)
         finally:
-            await store.close()
+            await link.close()
         async with self._connected() as wire:
             counts, size = await self._measure(wire)
             rollouts: dict[str, int] = {}
@@ -77,7 +85,7 @@ class RedisKeeper:
         activity = await self.activity()
         return Status(
             store=redacted(self._url),
-            schema=SCHEMA,
+            schema=schema,
             newest_schema=SCHEMA,
             bytes=size,
             runs=len(runs),

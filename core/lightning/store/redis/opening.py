@@ -23,10 +23,13 @@ from lightning.store.redis.keys import Keys
 from lightning.store.redis.settings import Settings
 from lightning.store.redis.wire import Command, Reply
 
-SCHEMA: Final = 1
-"""The version of what `keys` describes."""
+SCHEMA: Final = 2
+"""The version of what `keys` describes, and of what is in a call: since 2 one may have a conversation (`calls.pack`). All that
+was written as of an older one is read as it is, so that only the mark is brought forward."""
 PROGRAM: Final = "lightning"
 OLDEST: Final = (6, 2)
+REPLACE: Final = b"if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
+"""Puts another value in the place of the one that was read, and of no other."""
 
 Ask = Callable[..., Awaitable[Reply]]
 """Sends one command; raises what it is answered with."""
@@ -90,7 +93,10 @@ async def _check_sync(ask: Ask, settings: Settings, where: str) -> None:
 
 
 async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
-    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours."""
+    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours.
+
+    A database of an older schema is brought forward, so that older releases refuse it from now on.
+    """
     where = f"store {settings.place}"
     mark = await _mark(ask, where, keys)
     if mark is None:
@@ -104,6 +110,23 @@ async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
         made = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": uuid.uuid4().hex})
         await ask(b"SET", keys("meta"), made.encode(), b"NX")  # another process may have been faster
         mark = await _mark(ask, where, keys)
+    schema, database = _read(mark, where, keys)
+    while schema < SCHEMA:  # again, when somebody else has changed it in between
+        newer = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": database})
+        await ask(b"EVAL", REPLACE, b"1", keys("meta"), mark or b"", newer.encode())
+        mark = await _mark(ask, where, keys)
+        schema, database = _read(mark, where, keys)
+    return database
+
+
+async def schema_of(ask: Ask, settings: Settings, keys: Keys) -> int:
+    """The schema of the database under the prefix, which is left as it is. Raises `SchemaError` for what is not ours."""
+    where = f"store {settings.place}"
+    return _read(await _mark(ask, where, keys), where, keys)[0]
+
+
+def _read(mark: bytes | None, where: str, keys: Keys) -> tuple[int, str]:
+    """The schema that a mark names, and the id of the database. Raises `SchemaError`."""
     try:
         found = json.loads(mark or b"")
         program, schema, database = found["program"], found["schema"], found["id"]
@@ -119,7 +142,7 @@ async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
             f"{where} has schema version {schema}, this release knows {SCHEMA}: it was written by a newer release. "
             "Run: pip install -U 'lightning[redis]<1', or choose another ?prefix="
         )
-    return str(database)
+    return schema, str(database)
 
 
 async def check_same(ask: Ask, settings: Settings, keys: Keys, database: str) -> None:

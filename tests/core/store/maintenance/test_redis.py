@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from lightning.cli.runs import with_store
 from lightning.errors import ConfigError, StoreError, UnavailableError
-from lightning.store.maintenance import Weight, keeper_of
+from lightning.store.maintenance import Weight, keeper_of, redis
 from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.maintenance.redis import RedisKeeper
-from lightning.store.redis import RedisStore
+from lightning.store.redis import RedisStore, opening
+from lightning.store.redis.opening import SCHEMA
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
 
 from tests.core.store.maintenance.gateways import check_state_of_gateways
@@ -62,6 +63,19 @@ async def test_status(store: RedisStore, url: str) -> None:
     assert found.bytes > 10_000
     assert found.newest is not None
     assert found.newest > 1e9
+
+
+async def test_an_older_schema_is_said_and_left_as_it_is(
+    store: RedisStore, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "SCHEMA", SCHEMA + 1)
+    monkeypatch.setattr(redis, "SCHEMA", SCHEMA + 1)
+    for _ in range(2):
+        found = await keeper_of(url).status()
+        assert (found.schema, found.newest_schema, found.runs) == (SCHEMA, SCHEMA + 1, 1)
+    await with_store(url, lambda opened: opened.list_runs())
+    found = await keeper_of(url).status()
+    assert (found.schema, found.newest_schema) == (SCHEMA + 1, SCHEMA + 1)
 
 
 async def test_pruning(store: RedisStore, url: str) -> None:
