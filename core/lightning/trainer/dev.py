@@ -7,22 +7,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from lightning.algorithms.prompts.protocol import PromptAlgorithm
+from lightning.algorithms.protocol import Algorithm
 from lightning.plugins.adapters import failed_adapter
-from lightning.trainer.collect import all_rollouts, is_trainable
-from lightning.trainer.plan import VAL, val_rollouts
+from lightning.trainer.collect import all_rollouts, caller_name, is_trainable
+from lightning.trainer.metrics import count_truncated
+from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.progress import Reporter
+from lightning.trainer.remarks import (
+    CURE_OF_CUT_OFF,
+    CURE_OF_GREEDY,
+    MANY_CUT_OFF,
+    are_greedy,
+    count_greedy,
+    is_greedy,
+    no_call_of,
+    nothing_trained,
+    unmatched,
+)
+from lightning.trainer.sampling import with_cure
 from lightning.trainer.stack import Stack
-from lightning.types import CallStatus, Rollout, Task
+from lightning.types import Caller, CallStatus, Rollout, Task
 
 
 @dataclass(frozen=True, slots=True)
 class DevRow:
     """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`.
 
-    `failed_adapters` are those whose faults left calls without their names, `constrained_calls` trained calls whose tokens
-    vLLM chose under a mask (a grammar for strict tools or a format, top_p, ...).
+    `callers` are who made them, each once. `failed_adapters` are those whose faults left calls without their names. Of the
+    trained calls, `constrained_calls` are those whose tokens vLLM chose under a mask (a grammar for strict tools or a format,
+    top_p, ...), `greedy_calls` those at temperature 0, which are none of the former, and `truncated_calls` those that were cut
+    off.
     """
 
     task: str
@@ -37,6 +55,9 @@ class DevRow:
     calls_without_logprobs: int
     failed_adapters: tuple[str, ...] = ()
     constrained_calls: int = 0
+    greedy_calls: int = 0
+    truncated_calls: int = 0
+    callers: tuple[Caller, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +75,22 @@ class DevReport:
         return not self.problems
 
 
-async def dry_run(stack: Stack, tasks: Sequence[Task], train_agents: Sequence[str], reporter: Reporter) -> DevReport:
-    """Run each task once and read back what was recorded."""
-    planned = val_rollouts(stack.run.id, 0, tasks, stack.config.runner.max_attempts)
+async def dry_run(
+    stack: Stack,
+    tasks: Sequence[Task],
+    train_agents: Sequence[str],
+    algorithm: Algorithm | PromptAlgorithm,
+    reporter: Reporter,
+) -> DevReport:
+    """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded."""
+    planned = train_rollouts(stack.run.id, 0, tasks, 1, stack.config.runner.max_attempts)
     reporter.phase("dry run", len(planned))
     await stack.execute(planned, reporter.rollout)
-    rollouts = await all_rollouts(stack.store, stack.run.id, split=VAL, step=0)
+    rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
-    report = DevReport(rows, tuple(_problems(rows, train_agents)), tuple(_hints(rows)))
+    compared = not isinstance(algorithm, PromptAlgorithm) and algorithm.group_size > 1
+    problems = _problems(rows, train_agents, compared=compared)
+    report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents)))
     show(report, reporter.console)
     return report
 
@@ -69,28 +98,39 @@ async def dry_run(stack: Stack, tasks: Sequence[Task], train_agents: Sequence[st
 async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> DevRow:
     calls = [call for call in await stack.store.transitions(rollout.id) if call.status is CallStatus.OK]
     events = await stack.store.tool_events(rollout.id)
+    trained = [call for call in calls if is_trainable(call.caller, train_agents)]
     return DevRow(
         task=str(rollout.task.input)[:80],
         reward=rollout.reward,
         error=rollout.error,
         seconds=rollout.seconds,
-        agents=dict(Counter("/".join(call.caller.path) or call.caller.agent for call in calls)),
+        agents=dict(Counter(caller_name(call.caller) for call in calls)),
         tools=dict(Counter(f"{event.name}:{event.status}" for event in events)),
-        trained_calls=sum(is_trainable(call.caller, train_agents) for call in calls),
+        trained_calls=len(trained),
         prompt_tokens=sum(len(call.prompt_ids) for call in calls),
         response_tokens=sum(len(call.response_ids) for call in calls),
         calls_without_logprobs=sum(not call.logprobs for call in calls),
         failed_adapters=tuple(sorted({name for call in calls if (name := failed_adapter(call.caller))})),
-        constrained_calls=sum(call.constrained and is_trainable(call.caller, train_agents) for call in calls),
+        constrained_calls=sum(call.constrained and not is_greedy(call) for call in trained),
+        greedy_calls=count_greedy(trained),
+        truncated_calls=count_truncated(trained),
+        callers=tuple(dict.fromkeys(Caller(call.caller.agent, call.caller.path) for call in calls)),
     )
 
 
-def _problems(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[str]:
-    problems = [f"task {row.task!r} failed: {row.error}" for row in rows if row.reward is None]
+def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: bool = True) -> list[str]:
+    """`compared` says that the rollouts of a task are, so that they have to differ."""
+    problems = [f"task {row.task!r} failed: {with_cure(row.error)}" for row in rows if row.reward is None]
     scored = [row for row in rows if row.reward is not None]
+    callers = [caller for row in rows for caller in row.callers]
     if scored and not any(row.trained_calls for row in scored):
-        seen = sorted({agent for row in scored for agent in row.agents})
-        problems.append(f"train_agents {list(train_agents)} matches none of the agents seen: {', '.join(seen)}")
+        problems.append(nothing_trained(callers, train_agents))
+    else:
+        missed = unmatched(train_agents, callers) if callers else {}
+        problems += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if meant]
+    greedy, trained = sum(row.greedy_calls for row in rows), sum(row.trained_calls for row in rows)
+    if compared and are_greedy(greedy, trained):
+        problems.append(f"{greedy} of {trained} trained calls were sampled at temperature 0: {CURE_OF_GREEDY}")
     problems += [
         f"the adapter {name} failed, so calls of its framework go without their agents' names: the log says how. "
         f"Repair it, or name the adapters to use (runner.adapters) without it"
@@ -101,18 +141,23 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[str]:
     return problems
 
 
-def _hints(rows: Sequence[DevRow]) -> list[str]:
+def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
     masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
-    if not masked:
-        return []
-    return [
-        (
+    callers = [caller for row in rows for caller in row.callers]
+    hints = []
+    if masked:
+        hints.append(
             f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the OpenAI Agents SDK's default; "
             "@function_tool(strict_mode=False) leaves them free), a response format, top_p, top_k or penalties. They are "
             "trained, but without a correction between sampler and trainer, and the model is not taught what the mask kept "
             "it from"
         )
-    ]
+    if (truncated := sum(row.truncated_calls for row in rows)) > MANY_CUT_OFF * trained:
+        hints.append(f"{truncated} of {trained} trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}")
+    if trained:
+        missed = unmatched(train_agents, callers)
+        hints += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if not meant]
+    return hints
 
 
 def show(report: DevReport, console: Console) -> None:
@@ -129,8 +174,8 @@ def show(report: DevReport, console: Console) -> None:
         )
     console.print(table)
     for problem in report.problems:
-        console.print(f"[red]{problem}", highlight=False)
+        console.print(f"[red]{escape(problem)}", highlight=False)
     for hint in report.hints:
-        console.print(f"[yellow]{hint}", highlight=False)
+        console.print(f"[yellow]{escape(hint)}", highlight=False)
     if report.ok:
         console.print("everything that training needs was recorded", highlight=False)

@@ -27,6 +27,7 @@ from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.progress import Reporter
 from lightning.trainer.publishing import HELD, Publisher
+from lightning.trainer.remarks import Remarks
 from lightning.trainer.sampling import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Evaluation, evaluate_rollouts
@@ -52,6 +53,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.publisher = Publisher(self.stack, self.engine)
+        self.remarks = Remarks()
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -98,6 +100,7 @@ class Loop:
         fresh = metrics["staleness_max"] == 0  # older weights differ, as they should
         if fresh and metrics["max_logprob_gap"] > self.stack.config.trainer.max_logprob_gap:
             logger.warning("step %d: trainer and sampler differ by %.3g nats", step, metrics["max_logprob_gap"])
+        self.remarks.step(step, groups, batch, metrics, self.train_agents)
         with self.timed("checkpoint"):
             await self.commit(step, groups, batch, metrics)
         with self.timed("update"):

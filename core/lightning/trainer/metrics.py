@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lightning.algorithms.protocol import Batch
+from lightning.batch.flaws import is_trained
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
-from lightning.types import Rollout, Status
+from lightning.types import Rollout, Status, Transition
 
 
 def step_metrics(
@@ -18,6 +19,7 @@ def step_metrics(
     """What was sampled, what was left out and why, and what the engine says."""
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     calls = [len(member.transitions) for group in groups for member in group.trajectories]
+    trained = trained_calls(groups)
     skipped = sum(batch.skipped.values())
     return {
         **result.metrics,
@@ -31,7 +33,24 @@ def step_metrics(
         "groups_used": float(len(groups) - skipped),
         "rows": float(len(batch.samples)),
         "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
+        "truncated": count_truncated(trained) / len(trained) if trained else 0.0,
     }
+
+
+def trained_calls(groups: Sequence[Group]) -> list[Transition]:
+    """The calls of the groups that belong to the component of interest and have tokens to train on."""
+    return [
+        call
+        for group in groups
+        for member in group.trajectories
+        for call, trainable in zip(member.transitions, member.trainable, strict=True)
+        if is_trained(call, trainable)
+    ]
+
+
+def count_truncated(calls: Iterable[Transition]) -> int:
+    """How many calls ended because their tokens were used up, and not because the model was done."""
+    return sum(call.finish_reason == "length" for call in calls)
 
 
 def staleness(step: int, batch: Batch) -> dict[str, float]:

@@ -178,4 +178,11 @@ class TurnSampler(Sampler):
 def last_line(error: str) -> str:
     """What a traceback says in its end."""
     lines = error.strip().splitlines()
-    return lines[-1] if lines else "no reason was given"
+    return with_cure(lines[-1]) if lines else "no reason was given"
+
+
+def with_cure(error: str) -> str:
+    """An agent's error; where it is vLLM's refusal of a prompt that is too long, with the setting that allows longer ones."""
+    if "maximum context length" not in error:
+        return error
+    return f"{error} (here that length is policy_server.max_model_len)"

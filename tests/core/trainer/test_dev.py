@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from lightning.trainer.dev import DevRow, _hints, _problems
+import io
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from lightning.testing.fake_vllm import Reply
+from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
+from lightning.trainer.progress import Reporter
+from lightning.types import Caller, Task
+from rich.console import Console
 
 
 def row(**seen: object) -> DevRow:
@@ -22,3 +31,80 @@ def test_calls_under_a_mask_are_hinted_at_and_stop_nothing() -> None:
     (hint,) = _hints([row(constrained_calls=2), row()])
     assert hint.startswith("2 of 4 trained calls were sampled under a mask")
     assert _problems([row(constrained_calls=2)], ["*"]) == []
+
+
+WRITER, ASK = Caller("writer", ("agent", "writer")), Caller("ask", ("agent", "planner", "ask"))
+
+
+def test_each_glob_that_was_meant_for_another_agent_is_a_problem() -> None:
+    seen = row(callers=(WRITER, ASK))
+    (problem,) = _problems([seen], ["writer", "planner"])
+    assert problem.startswith("no call matched 'planner' of train_agents; did you mean '*/planner/*'?")
+    assert "agent/planner/ask, agent/writer" in problem
+    assert _problems([seen], ["writer", "*/planner/*"]) == []
+
+
+def test_a_glob_that_matches_nothing_and_resembles_nothing_is_a_hint() -> None:
+    seen = row(callers=(WRITER, ASK))
+    assert _problems([seen], ["writer", "rescuer"]) == [], "it may be called now and then"
+    (hint,) = _hints([seen], ["writer", "rescuer"])
+    assert hint.startswith("no call matched 'rescuer' of train_agents; is it misspelt,")
+
+
+def test_when_nothing_is_trained_the_callers_are_named() -> None:
+    (problem,) = _problems([row(trained_calls=0, callers=(ASK,))], ["planner"])
+    assert problem.startswith("train_agents ['planner'] matches none of the agents seen: agent/planner/ask")
+    (problem,) = _problems([row(trained_calls=0)], [])
+    assert problem.startswith("no model call was recorded")
+
+
+def test_greedy_calls_are_a_problem_where_rollouts_are_compared() -> None:
+    (problem,) = _problems([row(greedy_calls=2)], ["*"])
+    assert problem.startswith("2 of 2 trained calls were sampled at temperature 0")
+    assert "gateway.override_sampling.temperature=1" in problem
+    assert _problems([row(greedy_calls=2)], ["*"], compared=False) == []
+    assert _problems([row(greedy_calls=1)], ["*"]) == []
+
+
+def test_many_answers_that_were_cut_off_are_hinted_at() -> None:
+    assert _hints([row(trained_calls=10, truncated_calls=2)]) == []
+    (hint,) = _hints([row(trained_calls=10, truncated_calls=3)])
+    assert hint.startswith("3 of 10 trained calls were cut off")
+    assert "policy_server.max_model_len" in hint
+
+
+def test_a_prompt_that_was_too_long_names_the_setting() -> None:
+    error = "BadRequestError: Error code: 400 - This model's maximum context length is 2048 tokens."
+    (problem,) = _problems([row(reward=None, error=error)], [])
+    assert "policy_server.max_model_len" in problem
+
+
+async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(bench: Any, tmp_path: Path) -> None:
+    async def greedy(task: Task, llm: Any) -> float:
+        body = {"model": llm.model, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{llm.base_url}/chat/completions", json=body) as reply,
+        ):
+            reply.raise_for_status()
+        return 1.0
+
+    settings: dict[str, Any] = {
+        "trainer__eval_temperature": 1.0,
+        "script": lambda body: Reply("x", finish_reason="length"),
+    }
+    async with bench(tmp_path, greedy, **settings) as made:
+        report = await dry_run(made.loop.stack, [Task("one")], ["[a-z]*"], made.loop.algorithm, Reporter(enabled=False))
+    (seen,) = report.rows
+    assert (seen.greedy_calls, seen.constrained_calls, seen.truncated_calls) == (1, 0, 1)
+    (problem,) = report.problems
+    assert problem.startswith("1 of 1 trained calls were sampled at temperature 0")
+    (hint,) = report.hints
+    assert hint.startswith("1 of 1 trained calls were cut off")
+
+
+def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:
+    text = io.StringIO()
+    show(DevReport((), ("train_agents ['[a-z]'] matches none",)), Console(file=text, width=200))
+    assert "['[a-z]']" in text.getvalue()

@@ -1,0 +1,154 @@
+"""What a run says of steps that teach nothing, or less than they look."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.algorithms.intake import Intake
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.batch.trajectory import Group
+from lightning.engines.protocol import StepResult
+from lightning.testing.fake_vllm import Reply
+from lightning.testing.trajectories import make_group
+from lightning.trainer.metrics import step_metrics
+from lightning.trainer.remarks import Remarks, nothing_trained, unmatched
+from lightning.types import Caller
+
+PLANNER = Caller("ask", ("agent", "planner", "ask"))
+CHECKER = Caller("checker", ("agent", "checker"))
+
+
+def group(*rewards: float, trained: bool = True, caller: Caller = PLANNER, **call: Any) -> Group:
+    """One call of `caller` for each reward."""
+    made = make_group(rewards)
+    members = tuple(
+        replace(
+            member,
+            transitions=tuple(replace(one, caller=caller, **call) for one in member.transitions),
+            trainable=(trained,),
+        )
+        for member in made.trajectories
+    )
+    return Group(made.id, members)
+
+
+def tell(remarks: Remarks, step: int, groups: list[Group], agents: tuple[str, ...] = (), stepped: float = 1.0) -> None:
+    batch = LightningRL("grpo", group_size=2).batch(groups)
+    result = StepResult({"stepped": stepped if batch.samples else 0.0}, {})
+    remarks.step(step, groups, batch, step_metrics([], groups, batch, result), agents)
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning.trainer.remarks")
+
+
+def test_a_step_that_trained_nothing_says_who_was_seen_and_which_glob_was_meant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tell(Remarks(), 0, [group(0.0, 1.0, trained=False)], ("planner",))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "step 1 trained nothing and left the weights as they were (1 of 1 steps so far): 1 of 1 groups are left out as "
+        "nothing_to_train (no call belongs to an agent that is trained): train_agents ['planner'] matches none of the agents "
+        "seen: agent/planner/ask. did you mean '*/planner/*' for 'planner'?"
+    )
+
+
+def test_steps_that_train_nothing_are_told_at_growing_distances(caplog: pytest.LogCaptureFixture) -> None:
+    remarks = Remarks()
+    for step in range(20):
+        tell(remarks, step, [group(1.0, 1.0)])
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [1, 2, 4, 8, 16]
+    assert "16 of 16 steps so far" in caplog.records[-1].getMessage()
+    assert "all_rewards_equal (all that is compared earned the same)" in caplog.text
+    assert "temperature" not in caplog.text
+
+
+def test_equal_rewards_without_any_trained_call_name_the_agents_too(caplog: pytest.LogCaptureFixture) -> None:
+    tell(Remarks(), 0, [group(1.0, 1.0, trained=False)], ("planner",))
+    assert "all_rewards_equal" in caplog.text
+    assert "matches none of the agents seen: agent/planner/ask" in caplog.text
+
+
+def test_an_engine_that_did_not_step_is_believed(caplog: pytest.LogCaptureFixture) -> None:
+    tell(Remarks(), 0, [group(0.0, 1.0)], stepped=0.0)
+    assert "step 1 trained nothing" in caplog.text
+    assert "no trained call got an advantage" in caplog.text
+
+
+def test_the_first_of_each_kind_that_is_left_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    remarks, good = Remarks(), group(0.0, 1.0)
+    for step in range(3):
+        tell(remarks, step, [good, group(1.0, 1.0), group(0.0, 1.0, trained=False, caller=CHECKER)], ("*/ask",))
+    assert [(record.levelname, record.getMessage().partition(" (")[0]) for record in caplog.records] == [
+        ("INFO", "step 1: 1 of 3 groups are left out as all_rewards_equal"),
+        ("WARNING", "step 1: 1 of 3 groups are left out as nothing_to_train"),
+    ]
+    assert caplog.records[1].getMessage().count("agent/checker") == 1, "only those of the group itself"
+
+
+def test_a_reason_of_ones_own_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    intake = Intake()
+    intake.skip("below_bar")
+    Remarks().step(0, [], intake.batch([], []), {"truncated": 0.0}, ())
+    assert "left out as below_bar; no model call was recorded" in caplog.text
+
+
+def test_greedy_calls_are_named_where_rewards_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    tell(Remarks(), 0, [group(1.0, 1.0, temperature=0.0)])
+    assert "temperature 0: the rollouts of a task are then alike" in caplog.text
+    assert "gateway.override_sampling.temperature=1" in caplog.text
+
+
+def test_a_misspelt_agent_beside_a_right_one_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    remarks, groups = Remarks(), [group(0.0, 1.0), group(0.0, 1.0, trained=False, caller=CHECKER)]
+    for step in range(2):
+        tell(remarks, step, groups, ("ask", "chekcer"))
+    assert caplog.text.count("no call matched 'chekcer' of train_agents; did you mean 'checker'?") == 1
+
+
+def test_an_agent_that_is_called_now_and_then_is_no_misspelling() -> None:
+    write = Caller("write", ("LangGraph", "write"))
+    assert unmatched(["write", "rewrite"], [write]) == {"rewrite": ""}, "`write` is trained"
+    assert unmatched(["rewrite"], [write]) == {"rewrite": "write"}
+    assert unmatched(["planner", "*/checker"], [Caller("ask", ("planner", "ask")), CHECKER]) == {"planner": "planner/*"}
+
+
+def test_why_nothing_is_trained() -> None:
+    assert nothing_trained([], ["x"]).startswith("no model call was recorded")
+    assert nothing_trained([CHECKER], []) == "no call of agent/checker has tokens to train on"
+    assert "'*/planner/*' is all inside planner" in nothing_trained([CHECKER], ["zzz"])
+
+
+async def test_answers_that_were_cut_off_are_counted_and_told_once(
+    bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = iter(range(1_000_000))
+
+    def script(body: Any) -> Reply:
+        number = next(sizes)
+        return Reply("x" * (number % 7 + 1), finish_reason="length" if number % 3 == 0 else "stop")
+
+    async with bench(tmp_path, script=script) as made:
+        await made.loop.run({})
+        shares = [record.metrics["truncated"] for record in await made.store.list_steps("run")]
+    assert all(0.2 < share < 0.5 for share in shares), shares
+    told = [record.getMessage() for record in caplog.records if "cut off" in record.getMessage()]
+    assert len(told) == 1
+    assert "policy_server.max_model_len" in told[0]
+    assert "max_tokens" in told[0]
+
+
+async def test_a_run_that_learns_nothing_says_so(bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(tmp_path) as made:
+        made.loop.train_agents = ("somebody else",)
+        await made.loop.run({})
+    told = [record.getMessage() for record in caplog.records if "trained nothing" in record.getMessage()]
+    assert [line.partition(" (")[2][:6] for line in told] == ["1 of 1", "2 of 2"]
+    assert "train_agents ['somebody else'] matches none of the agents seen: agent" in told[0]
