@@ -20,6 +20,7 @@ from typing import Any
 from lightning.errors import RunnerError
 from lightning.runner import frames
 from lightning.runner.posix import how_it_ended, kill_group
+from lightning.runner.reach import without_proxy
 from lightning.runner.sandbox import PARENT
 
 GRACE = 5.0
@@ -32,6 +33,8 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
 
 _OURS = frozenset({"LIGHTNING_TOKEN"})
+
+_LOOPBACK = "http://127.0.0.1"
 
 _COMMAND = """import json, sys
 sys.path[:], sys.argv[:] = json.loads(sys.argv[1])
@@ -297,8 +300,13 @@ async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """What agents get of the environment: not the token with which their runner talks to the server."""
-    return {name: value for name, value in os.environ.items() if name not in _OURS}
+    """What agents get of the environment: not the token with which their runner talks to the server.
+
+    Clients that are made when the agent is imported read it here: loopback, where a gateway is by default, needs no proxy. The
+    gateway's own host is known when a rollout comes.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    return {**kept, **without_proxy(kept, _LOOPBACK)}
 
 
 class _Incoming:

@@ -34,13 +34,19 @@ class InlineRunner:
     Its limits: a sync agent that hangs is counted as timed out, but its thread goes on until the process ends, and so
     does an async agent that swallows its cancellation. An async agent that blocks its thread blocks every other one,
     timeouts included. A crash (`os._exit`, a segmentation fault) ends this process. `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY` are not set, since all agents share one environment: use `llm.base_url` and `llm.api_key`.
+    `OPENAI_API_KEY` are not set, since all agents share one environment: use `llm.base_url` and `llm.api_key`. Nothing here can
+    keep an agent in: a `sandbox` is refused.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
         if not callable(agent):
             raise RunnerError(
                 f"the agent is {agent!r}, which cannot be called: give a function agent(task, llm) -> reward"
+            )
+        if config.sandbox != "none":
+            raise RunnerError(
+                f"runner.sandbox is {config.sandbox!r}, and runner='inline' runs agents in this very process, where nothing "
+                "keeps them in: use runner='process', or set runner.sandbox to 'none'"
             )
         self._agent = agent
         self._config = config

@@ -21,6 +21,14 @@ from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task,
 
 logger = logging.getLogger(__name__)
 
+LOOPS = ("Event loop is closed", "attached to a different loop", "bound to a different event loop")
+"""What asyncio says when something is used on another event loop than the one that it began in."""
+
+ONE_LOOP = (
+    "if the agent calls asyncio.run: make it `async def` and await instead. HTTP clients are kept between rollouts, by "
+    "frameworks too, and belong to the event loop they began in"
+)
+
 MAX_ERROR = 4000
 """Characters kept of an agent's traceback: its end, where the cause is."""
 
@@ -63,6 +71,8 @@ def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
         text = "".join(traceback.format_exception(error)).rstrip()
     except Exception as broken:  # noqa: BLE001 — isolates the user's exception classes
         text = f"{type(error).__name__}, whose traceback cannot be written: {type(broken).__name__}"
+    if any(words in text for words in LOOPS):
+        text += f"\n({ONE_LOOP})"
     return failed(Fault.AGENT, text.replace(session.llm.api_key or "\0", "<api key>"), session, seconds)
 
 

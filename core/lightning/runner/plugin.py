@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from lightning.config import Config
 from lightning.hooks import hookimpl
 from lightning.runner.protocol import Agent, Runner
+
+logger = logging.getLogger(__name__)
 
 
 def process_runner(agent: Agent, config: Config) -> Runner:
@@ -41,6 +44,13 @@ def remote_runner(agent: Agent, config: Config) -> Runner:
     """Clients of the run's server, started by whoever has its URL and a token; see `lightning.runner.remote`."""
     from lightning.runner.remote import RemoteRunner
 
+    if config.runner.sandbox != "none":
+        logger.warning(
+            "runner.sandbox is %r here and keeps no agent in: with runner='remote' it is a setting of each client; start "
+            "them with `lightning runner --set runner.sandbox=%s`",
+            config.runner.sandbox,
+            config.runner.sandbox,
+        )
     return RemoteRunner()
 
 

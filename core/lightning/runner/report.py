@@ -22,6 +22,10 @@ from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Statu
 logger = logging.getLogger(__name__)
 
 NEVER_CALLED = "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model"
+SWALLOWED = (
+    "the agent returned a reward after its last model call had failed because no policy server was there, so the reward "
+    "may be that of the failure"
+)
 NEVER_FINISHED = (
     "the agent returned a reward but none of its model calls came to an end, so there is nothing to learn from"
 )
@@ -65,13 +69,15 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
 
     A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
-    failure and may be retried.
+    failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved.
     """
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
     if outcome.reward is not None and (problem := _no_reward(outcome)):
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
+    if outcome.reward is not None and is_unserved(max(calls, key=lambda call: call.seq)):
+        return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
     if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(call.status is CallStatus.ERROR for call in calls):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)

@@ -6,6 +6,7 @@ own, and neither your home nor the folders of runs, where the store and its secr
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning.errors import RunnerError
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/nix/store")
@@ -31,8 +34,11 @@ ISOLATION = (
 def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """The beginning of a command line that runs the rest of it in a sandbox.
 
-    `files` may be read besides, `hidden` are folders that may not, below what may. Raises `RunnerError` when bubblewrap is not
-    installed, a file is not there, your home would be shown as a whole, or what agents need would be hidden.
+    `files` may be read besides, `hidden` are folders that may not, below what may. One that is not there yet is made when it is
+    below the project or `files`: only what is there can be hidden, and what another process made later would be seen.
+
+    Raises `RunnerError` when bubblewrap is not installed, a file is not there, your home would be shown as a whole, or what
+    agents need would be hidden.
     """
     program = shutil.which(PROGRAM)
     if program is None:
@@ -48,6 +54,7 @@ def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
     command = [program, *ISOLATION, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
     for path in _readable(files):
         command += ["--ro-bind", path, path]
+    _make([path for path in hidden if _is_below(path, [os.getcwd(), *files])])  # noqa: PTH109 — as it is bound
     for path in _unreadable(hidden):
         for needed in (os.getcwd(), *files):  # noqa: PTH109 — as it is bound
             if Path(os.path.realpath(Path(needed).expanduser())).is_relative_to(path):
@@ -73,6 +80,27 @@ def _readable(files: Sequence[str]) -> Iterator[str]:
                 "and name files below your home in runner.sandbox_files one by one"
             )
         yield path
+
+
+def _is_below(path: str, folders: Sequence[str]) -> bool:
+    real = Path(os.path.realpath(Path(path).expanduser()))
+    return any(real.is_relative_to(os.path.realpath(Path(folder).expanduser())) for folder in folders)
+
+
+def _make(folders: Sequence[str]) -> None:
+    """Make what is not there. Where that is not permitted agents are no worse off, and neither could make it later."""
+    for folder in folders:
+        found = Path(folder).expanduser()
+        try:
+            if not found.exists():
+                found.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning(
+                "runner.sandbox_hidden names %s, which is not there and cannot be made (%s): if somebody makes it while "
+                "agents run, they see it",
+                folder,
+                error,
+            )
 
 
 def _unreadable(hidden: Sequence[str]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from lightning.plugins import plugins
 from lightning.runner import frames
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
+from lightning.runner.reach import without_proxy
 from lightning.runner.ship import unpack_agent
 from lightning.types import LLM, Outcome, Task
 
@@ -42,7 +43,7 @@ def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None, r
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
     """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
     started = time.monotonic()
-    with _environment(llm), activate(llm) as session:
+    with _environment(llm), activate(llm, alone=True) as session:
         try:
             return returned(_call(agent, task, llm, session, loop), session, time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 — isolates the user's agent, and the object that it returned
@@ -77,12 +78,14 @@ async def _awaited(result: Awaitable[Reward], session: Session) -> Reward:
 
 @contextlib.contextmanager
 def _environment(llm: LLM) -> Iterator[None]:
-    """The variables that clients of OpenAI and Anthropic read by themselves, for agents never told about `llm`."""
+    """The variables that clients of OpenAI and Anthropic read by themselves, for agents never told about `llm`, and those that
+    keep calls to the gateway from a proxy."""
     ours = {
         "OPENAI_BASE_URL": llm.base_url,
         "OPENAI_API_KEY": llm.api_key,
         "ANTHROPIC_BASE_URL": llm.base_url.removesuffix("/v1"),  # their client adds it
         "ANTHROPIC_API_KEY": llm.api_key,
+        **without_proxy(os.environ, llm.base_url),
     }
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import PurePath
+from typing import Any
 
 from lightning.errors import DataError
 from lightning.types import Fault, Json, Rollout, Status, Task
 
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")
+_FIELDS = frozenset(field.name for field in fields(Task))
 
 
 def as_tasks(items: Sequence[Task | Json], what: str) -> list[Task]:
-    """Wrap bare inputs into tasks and give repeated ids a suffix, in order, so that each position has its own id."""
+    """Wrap bare inputs into tasks and give repeated ids a suffix, in order, so that each position has its own id.
+
+    A row of a file of tasks (a mapping with `input` and nothing but fields of a task) becomes that task. Raises `DataError` for
+    what is no list of tasks: a text or a path, whose letters nobody means, or a mapping.
+    """
+    _check_list(items, what)
     tasks = [_as_task(item, f"{what}[{position}]") for position, item in enumerate(items)]
     taken: set[str] = set()
     for position, task in enumerate(tasks):
@@ -29,14 +38,34 @@ def as_tasks(items: Sequence[Task | Json], what: str) -> list[Task]:
     return tasks
 
 
+def _check_list(items: object, what: str) -> None:
+    if isinstance(items, (str, bytes, PurePath)):
+        raise DataError(
+            f"{what} is {items!r:.200}, not a list of tasks: give lightning.Task objects or bare inputs; a file of JSON lines "
+            f"is {what}=[json.loads(line) for line in open(path)]"
+        )
+    if isinstance(items, Mapping):
+        raise DataError(
+            f"{what} is a mapping with the keys {sorted(map(str, items))[:5]}, not a list of tasks: give {what}=[...], one "
+            "lightning.Task for each"
+        )
+
+
 def _as_task(item: Task | Json, where: str) -> Task:
     try:
-        task = item if isinstance(item, Task) else Task(input=item)
+        task = item if isinstance(item, Task) else Task(**_row(item) or {"input": item})
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: {error}") from error
     if not isinstance(task.id, str) or "/" in task.id:
         raise DataError(f"{where}: a task id must be a string without '/', not {task.id!r}")
     return task
+
+
+def _row(item: Json) -> dict[str, Any]:
+    """The fields of a task in a row of a file of tasks, without those that are null; empty for any other input."""
+    if not isinstance(item, Mapping) or "input" not in item or not _FIELDS.issuperset(item):
+        return {}
+    return {name: value for name, value in item.items() if value is not None or name == "input"}
 
 
 def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:

@@ -282,7 +282,7 @@ class Trainer:
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
             await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
-            return await dry_run(stack, tasks, self.train_agents, reporter)
+            return await dry_run(stack, tasks, self.train_agents, self.algorithm, reporter)
 
     async def _summary(self) -> Summary:
         store = self.open_store()

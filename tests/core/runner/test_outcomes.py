@@ -165,6 +165,27 @@ def test_the_end_of_a_traceback_is_kept_without_the_key() -> None:
     assert long.error.endswith("the end")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Event loop is closed",
+        "got Future <Future pending> attached to a different loop",
+        "<asyncio.locks.Lock object> is bound to a different event loop",
+    ],
+)
+def test_a_client_of_another_event_loop_has_its_cure(words: str) -> None:
+    try:
+        try:
+            raise RuntimeError(words)
+        except RuntimeError as cause:
+            raise ConnectionError("Connection error.") from cause  # as the OpenAI client does
+    except ConnectionError as error:
+        outcome = outcomes.raised(error, SESSION, 1.0)
+    assert outcome.error.endswith("belong to the event loop they began in)")
+    assert "make it `async def` and await instead" in outcome.error
+    assert "async def" not in outcomes.raised(RuntimeError("anything else"), SESSION, 1.0).error
+
+
 class NoFloat:
     """A number that is none."""
 

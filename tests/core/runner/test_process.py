@@ -31,6 +31,7 @@ from lightning.instrument import component_path, current_session, emit
 from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
+from lightning.runner.reach import without_proxy
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.types import LLM, Fault, Lease, Outcome, StepReward, Task, ToolEvent
 
@@ -327,6 +328,45 @@ async def test_an_agent_that_only_reads_the_environment_works(lease: Leases, ser
         assert (await runner.run(lease(), server.llm("key-1"))).reward == 1.0
     assert [call.key for call in server.calls] == ["key-1"]
     assert os.environ.get("OPENAI_API_KEY") == before
+
+
+async def test_agents_call_the_gateway_past_the_users_proxy(
+    lease: Leases, server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    def agent(task: Task, llm: LLM) -> dict[str, float]:
+        import httpx
+
+        theirs = [os.environ[name].startswith("example.org,") for name in ("NO_PROXY", "no_proxy")]
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        reply = httpx.post(f"{llm.base_url}/chat/completions", json=body, headers={"authorization": "Bearer key"})
+        return {"reward": reply.status_code, "kept": all(theirs)}
+
+    async with runner_of(agent) as runner:
+        outcome = await runner.run(lease(), server.llm())
+    assert outcome.rewards == {"reward": 200.0, "kept": 1.0}, outcome.error
+    assert os.environ["NO_PROXY"] == "example.org"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "both"),
+    [
+        ({}, "10.0.0.7"),
+        ({"NO_PROXY": "a.org, b.org"}, "a.org,b.org,10.0.0.7"),
+        ({"no_proxy": "a.org,10.0.0.7"}, "a.org,10.0.0.7"),
+        ({"no_proxy": "", "NO_PROXY": "a.org"}, "a.org,10.0.0.7"),
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_proxy_keeps_what_the_user_has(theirs: dict[str, str], both: str) -> None:
+    proxied = {**theirs, "https_proxy": "http://127.0.0.1:1"}
+    assert without_proxy(proxied, "http://10.0.0.7:8000/v1") == {"NO_PROXY": both, "no_proxy": both}
+    assert without_proxy(theirs, "http://10.0.0.7:8000/v1") == {}, "without a proxy there is nothing to say"
+    assert without_proxy(proxied, "https://lightning.example.org/v1") == {}, "it may be reached through the proxy alone"
 
 
 async def test_an_async_agent_keeps_its_client_across_rollouts(lease: Leases, server: ChatServer) -> None:

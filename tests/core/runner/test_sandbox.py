@@ -7,12 +7,14 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
-from lightning.config import RunnerConfig
+from lightning.config import Config, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner import sandbox
+from lightning.runner.plugin import remote_runner
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.testing.chat_server import ChatServer
@@ -34,10 +36,14 @@ def works() -> bool:
 needs_bwrap = pytest.mark.skipif(not works(), reason="bubblewrap is not installed, or not permitted here")
 
 
-async def run(agent: Agent, lease: Lease, llm: LLM = NOWHERE, **settings: object) -> Outcome:
+async def run(
+    agent: Agent, lease: Lease, llm: LLM = NOWHERE, meanwhile: Callable[[], None] = lambda: None, **settings: object
+) -> Outcome:
+    """What becomes of the agent; `meanwhile` is called when the sandbox stands."""
     runner = ProcessRunner(agent, RunnerConfig(concurrency=1, timeout=60, **settings))  # type: ignore[arg-type]
     await runner.start()
     try:
+        meanwhile()
         return await runner.run(lease, llm)
     finally:
         await runner.close()
@@ -125,6 +131,24 @@ async def test_a_burglar_finds_nothing(tmp_path: Path, lease: Leases, monkeypatc
 
 @pytest.mark.slow
 @needs_bwrap
+async def test_a_burglar_who_waits_for_the_first_run_finds_nothing(
+    tmp_path: Path, lease: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "project" / "runs" / "lightning.db"
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+
+    def later() -> None:
+        store.parent.mkdir(exist_ok=True)
+        store.write_text("the store")
+
+    kept = await run(make_burglar(), lease([["read:store", str(store)]]), meanwhile=later, sandbox="bwrap")
+    assert kept.fault is None, kept.error
+    assert (store.read_text(), kept.rewards["read:store"]) == ("the store", 0.0)
+
+
+@pytest.mark.slow
+@needs_bwrap
 async def test_an_agent_in_a_sandbox_calls_the_model_and_ends_with_it(lease: Leases, server: ChatServer) -> None:
     def agent(task: Task, llm: LLM) -> float:
         import subprocess
@@ -183,6 +207,41 @@ def test_what_agents_need_is_not_hidden_in_silence(
     (tmp_path / "data" / "words.txt").write_text("x")
     with pytest.raises(RunnerError, match=r"hidden from agents.*--out, --store"):
         sandbox.bubblewrap(files, [hidden])
+
+
+def test_hidden_folders_are_made_before_somebody_else_makes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    project, data, elsewhere = tmp_path / "project", tmp_path / "data", tmp_path / "elsewhere"
+    project.mkdir()
+    data.mkdir()
+    monkeypatch.chdir(project)
+    command = sandbox.bubblewrap([str(data)], ["runs", str(data / "deep" / "runs"), str(elsewhere)])
+    hidden = {command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"}
+    made = [project / "runs", data / "deep" / "runs"]
+    assert {str(folder.resolve()) for folder in made} <= hidden
+    assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
+    assert not elsewhere.exists(), "nobody sees what is there"
+
+
+def test_a_hidden_folder_that_cannot_be_made_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    command = sandbox.bubblewrap([], ["file/runs"])
+    assert not any("file" in Path(word).parts for word in command)
+    assert "runner.sandbox_hidden names file/runs, which is not there and cannot be made" in caplog.text
+
+
+@pytest.mark.parametrize("sandboxed", ["none", "bwrap"])
+def test_a_sandbox_for_agents_of_clients_is_theirs(
+    sandboxed: Literal["none", "bwrap"], caplog: pytest.LogCaptureFixture
+) -> None:
+    remote_runner(make_burglar(), Config(runner=RunnerConfig(sandbox=sandboxed)))
+    assert ("lightning runner --set runner.sandbox=bwrap" in caplog.text) == (sandboxed == "bwrap")
 
 
 @pytest.mark.parametrize("below", ["", "..", "project"])

@@ -268,6 +268,19 @@ async def test_an_agent_that_got_over_an_outage_keeps_its_reward(store: MemorySt
     assert (await report(store, "r0", 1, Outcome(reward=1.0))).status is Status.SUCCEEDED
 
 
+async def test_a_reward_that_an_agent_made_of_an_outage_is_none(store: MemoryStore) -> None:
+    await store.create_rollouts(rollouts(1))
+    (lease,) = await store.lease(RUN, "w")
+    lost = replace(call(lease, 1, CallStatus.ERROR), finish_reason=UNSERVED)
+    await store.append([call(lease), lost])
+    found = await report(store, "r0", 1, Outcome(reward=0.0, rewards={"reward": 0.0}))
+    assert (found.status, found.reward, found.rewards) == (Status.PENDING, None, {})
+    assert found.fault is Fault.INFRASTRUCTURE
+    assert "after its last model call had failed because no policy server was there" in found.error
+    (again,) = await store.lease(RUN, "w")
+    assert again.attempt == 2
+
+
 async def test_an_outcome_told_again_after_late_spans_is_the_one_that_was_taken(store: MemoryStore) -> None:
     await store.create_rollouts(rollouts(1))
     (lease,) = await store.lease(RUN, "w")

@@ -14,6 +14,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{HERE}/test_attacks.py::test_the_agents_key_opens_no_route_of_the_control_api",
         f"{HERE}/test_attacks.py::test_an_attack_gets_what_the_table_says",
         "tests/core/gateway/test_access.py",
+        "tests/core/gateway/test_every_dialect.py::test_a_key_that_was_refused_once_reaches_no_policy_server_again",
         "tests/core/server/test_auth.py::test_the_agents_key_of_a_rollout_is_no_token",
     ),
     "Tokens of the control API are scoped, hashed, and can be taken back.": (
@@ -75,7 +76,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "Agents can be kept in a sandbox": (
         "tests/core/runner/test_sandbox.py::test_a_burglar_finds_nothing",
+        "tests/core/runner/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
+        "tests/core/runner/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",
         "tests/core/runner/test_sandbox.py::test_agents_do_not_get_the_token_of_their_runner",
+        "tests/core/runner/test_inline.py::test_a_sandbox_that_nothing_here_could_be_is_refused",
+        "tests/core/runner/test_sandbox.py::test_a_sandbox_for_agents_of_clients_is_theirs",
         "tests/core/trainer/test_runs.py::test_agents_in_a_sandbox_see_neither_the_run_nor_its_store",
     ),
 }

@@ -1,6 +1,8 @@
 """Planning is a pure function of the seed, and covers every task equally."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -53,6 +55,38 @@ def test_bare_inputs_become_tasks_and_repeated_ones_get_their_own_ids() -> None:
     assert len({task.id for task in tasks}) == 4
     assert tasks[2].input == "a"
     assert tasks[3].id == "mine"
+
+
+def test_rows_of_a_file_of_tasks_are_tasks() -> None:
+    rows = [
+        '{"input": "q", "expected": "a", "id": "mine", "metadata": {"level": 1}}',
+        '{"input": null, "expected": null}',
+    ]
+    (first, second) = as_tasks([json.loads(row) for row in rows], "train")
+    assert first == Task("q", "a", {"level": 1}, "mine")
+    assert second == Task(None)
+    for other in ({"input": "q", "context": "c"}, {"question": "q", "expected": "a"}):
+        assert as_tasks([other], "train")[0].input == other
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            "train.jsonl",
+            r"train is 'train.jsonl', not a list of tasks: .*train=\[json\.loads\(line\) for line in open\(path\)\]",
+        ),
+        (b"train.jsonl", "train is b'train.jsonl', not a list"),
+        (Path("train.jsonl"), r"train is \w+Path\('train.jsonl'\), not a list"),
+        (
+            {"input": "q", "expected": "a"},
+            r"a mapping with the keys \['expected', 'input'\], not a list .* give train=\[\.\.\.\]",
+        ),
+    ],
+)
+def test_what_is_no_list_of_tasks_is_refused_with_the_cure(given: object, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        as_tasks(given, "train")  # type: ignore[arg-type]
 
 
 def test_an_id_with_a_slash_is_refused() -> None:

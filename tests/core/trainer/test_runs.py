@@ -12,7 +12,7 @@ import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.config import Config, RunnerConfig, with_settings
 from lightning.errors import ConfigError
-from lightning.runner.inline import InlineRunner
+from lightning.runner.remote import RemoteRunner
 from lightning.runner.sandbox import bubblewrap
 from lightning.store.memory import MemoryStore
 from lightning.store.reference import existing_store, store_in
@@ -162,8 +162,8 @@ def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
     config = with_settings(Config(), {"runner.sandbox": "bwrap"})
     trainer = Trainer(tmp_path, config=config, out="exp/a", store=store or None)
     given: list[RunnerConfig] = []
-    trainer._make_runner = lambda agent, config: given.append(config.runner) or InlineRunner(agent, config.runner)  # type: ignore[func-returns-value]
-    trainer._runner_of(lambda task, llm: 1.0)
+    trainer._make_runner = lambda agent, config: given.append(config.runner) or RemoteRunner()  # type: ignore[func-returns-value]
+    trainer._runner_of(None)
     secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
     for folder in secret:
         folder.mkdir(parents=True)
