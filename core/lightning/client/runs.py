@@ -225,11 +225,11 @@ class Runs:
         return False
 
     def _pause(self, what: str, error: LightningError) -> float:
-        """Seconds for which to leave alone what servers refuse, more each time. It is told once until they do no more."""
+        """Seconds for which to leave alone what servers refuse, more each time. It is told at once, and where it lasts."""
         before = self._refused.get(what, 0.0)
         pause = min(max(before, FIRST_PAUSE), DROPPED_SECONDS)
         self._refused[what] = before + pause
-        level = logging.INFO if before else logging.WARNING
+        level = logging.INFO if 0 < before < DROPPED_SECONDS else logging.WARNING
         logger.log(level, "%s for %g s, then servers are asked again: %s", what, pause, error)
         return pause
 

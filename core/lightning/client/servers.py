@@ -28,11 +28,8 @@ class Servers:
 
     async def process_at(self, url: str) -> str:
         """The word of the process that answers at a server's URL; empty when none does."""
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some share out connections, not requests
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
         try:
-            async with self._session.get(f"{url}/health", allow_redirects=False) as reply:
+            async with self._asking().get(f"{url}/health", allow_redirects=False) as reply:
                 said = orjson.loads(await reply.read())
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             logger.info("the server at %s does not say that it is well: %r", url, error)
@@ -40,10 +37,25 @@ class Servers:
         return str(said.get("server", "")) if isinstance(said, dict) else ""
 
     async def is_gone(self, url: str, process: str) -> bool:
-        """Whether a process that answered at a server's URL does so no more. False when it is not known which did."""
-        if not process or await self.process_at(url) == process:
+        """Whether a process that answered at a URL does so no more; when it is not known which did, whether none does."""
+        if not process:
+            return await self._is_silent(url)
+        if await self.process_at(url) == process:
             return False
         return process not in await asyncio.gather(*(self.process_at(url) for _ in range(QUESTIONS - 1)))
+
+    async def _is_silent(self, url: str) -> bool:
+        try:
+            async with self._asking().get(f"{url}/health", allow_redirects=False):
+                return False
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return True
+
+    def _asking(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)  # some share out connections, not requests
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT))
+        return self._session
 
     async def close(self) -> None:
         """Disconnect. Idempotent."""

@@ -56,7 +56,7 @@ def _check_heads(shape: Shape, cluster: Cluster) -> None:
     """Raises `ConfigError` where vLLM would: each GPU of a server has as many heads, and each key head is whole."""
     able = [
         number
-        for number in range(1, shape.heads + 1)
+        for number in range(1, min(shape.heads, cluster.gpus if cluster.shared else cluster.gpus - 1) + 1)
         if not shape.heads % number and (not shape.kv_heads % number or not number % shape.kv_heads)
     ]
     if cluster.server_gpus not in able:

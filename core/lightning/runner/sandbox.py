@@ -91,9 +91,12 @@ def _make(folders: Sequence[str]) -> None:
     """Make what is not there. Where that is not permitted agents are no worse off, and neither could make it later."""
     for folder in folders:
         found = Path(folder).expanduser()
+        if found.exists():
+            continue
         try:
-            if not found.exists():
-                found.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if "." in found.name:
+                raise OSError("it looks like a file")
+            found.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             logger.warning(
                 "runner.sandbox_hidden names %s, which is not there and cannot be made (%s): if somebody makes it while "

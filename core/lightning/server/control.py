@@ -1,7 +1,7 @@
 """A gateway's port opened to clients: the control API on it, and the first tokens.
 
 The invariant: the API is on the port before the port is open, so that no client is ever told that there is none; a token's
-plain text is written once, into a file that only its owner can read, and never over a token of another database.
+plain text is written once, into a file that only its owner can read.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ def project_of(config: Config) -> str:
 async def first_admin_token(store: Store, folder: Path) -> Path | None:
     """The file of a new admin token when the store has none that still opens anything, else None.
 
-    Raises `ConfigError` when the file cannot be written, or a token of another database is in the folder.
+    Raises `ConfigError` when the file cannot be written.
     """
     if any(token.scope is Scope.ADMIN and _alive(token) for token in await store.list_tokens()):
         return None
-    await _check_own(store, folder / RUNNER_FILE)  # before a token is made that its owner would not be told of
     return await _write_token(store, folder / ADMIN_FILE, Scope.ADMIN, ALL_PROJECTS)
 
 
@@ -88,7 +87,7 @@ async def runner_token(
     """The file of a token for runners, and its plain text. It is made for `project` unless a good one is there: of any project,
     with `only` of that one.
 
-    Raises `ConfigError` when the file cannot be written, or has a token of another database.
+    Raises `ConfigError` when the file cannot be written.
     """
     file = folder / RUNNER_FILE
     kept = file.read_text().strip() if file.is_file() else ""
@@ -101,7 +100,6 @@ async def runner_token(
 
 
 async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> Path:
-    await _check_own(store, file)
     token, plain = issue_token(scope, project, name=AUTOMATIC)
     try:
         _write_private(file, f"{plain}\n")
@@ -109,25 +107,6 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
         raise ConfigError(f"the first {scope.value} token cannot be written to {file}: {error}") from error
     await store.put_token(token)
     return file
-
-
-async def _check_own(store: Store, file: Path) -> None:
-    """Raises `ConfigError` when a file has a token that the store does not know: it may be the only copy."""
-    kept = _id_in(file)
-    if kept and await store.get_token(kept) is None:
-        raise ConfigError(
-            f"{file} has a token of another database, and is not replaced: name another folder with --out, or remove the file "
-            "if that database is gone"
-        )
-
-
-def _id_in(file: Path) -> str:
-    """The id of the token in a file; empty where there is none."""
-    try:
-        found = PLAIN.fullmatch(file.read_text(errors="replace").strip()) if file.is_file() else None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    return found[1] if found else ""
 
 
 def _write_private(file: Path, text: str) -> None:

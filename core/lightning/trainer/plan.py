@@ -16,13 +16,16 @@ from lightning.types import Fault, Json, Rollout, Status, Task
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")
 _FIELDS = frozenset(field.name for field in fields(Task))
+_ROW = (
+    ". A mapping with the fields of a task is read as one; an input that looks like that is lightning.Task(input={...})"
+)
 
 
 def as_tasks(items: Sequence[Task | Json], what: str) -> list[Task]:
     """Wrap bare inputs into tasks and give repeated ids a suffix, in order, so that each position has its own id.
 
-    A row of a file of tasks (a mapping with `input` and nothing but fields of a task) becomes that task. Raises `DataError` for
-    what is no list of tasks: a text or a path, whose letters nobody means, or a mapping.
+    A row of a file of tasks (a mapping with `input` and more, all of it fields of a task) becomes that task. Raises `DataError`
+    for what is no list of tasks: a text or a path, whose letters nobody means, or a mapping.
     """
     _check_list(items, what)
     tasks = [_as_task(item, f"{what}[{position}]") for position, item in enumerate(items)]
@@ -55,15 +58,16 @@ def _as_task(item: Task | Json, where: str) -> Task:
     try:
         task = item if isinstance(item, Task) else Task(**_row(item) or {"input": item})
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: {error}{_ROW if isinstance(item, Mapping) else ''}") from error
     if not isinstance(task.id, str) or "/" in task.id:
-        raise DataError(f"{where}: a task id must be a string without '/', not {task.id!r}")
+        hint = _ROW if isinstance(item, Mapping) else ""
+        raise DataError(f"{where}: a task id must be a string without '/', not {task.id!r}{hint}")
     return task
 
 
 def _row(item: Json) -> dict[str, Any]:
     """The fields of a task in a row of a file of tasks, without those that are null; empty for any other input."""
-    if not isinstance(item, Mapping) or "input" not in item or not _FIELDS.issuperset(item):
+    if not isinstance(item, Mapping) or "input" not in item or len(item) == 1 or not _FIELDS.issuperset(item):
         return {}
     return {name: value for name, value in item.items() if value is not None or name == "input"}
 

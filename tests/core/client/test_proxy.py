@@ -12,11 +12,13 @@ import pytest
 from aiohttp import ClientSession, web
 from lightning.client import Client
 from lightning.client import runs as finding
+from lightning.client.servers import Servers
 from lightning.errors import StoreError, UnavailableError
 from lightning.instrument import emit
 from lightning.types import LLM, Fault, Rollout, Status, Task, ToolEvent
 
 from tests.core.client.conftest import RUN, Server, Site, calling
+from tests.servers.ports import free_port
 
 HOP = ("host", "content-length", "transfer-encoding", "connection", "content-encoding")
 
@@ -198,3 +200,10 @@ async def test_an_agent_is_at_fault_when_it_is_not_known_which_server_it_used(
     await site.begin(count=1, max_attempts=1)
     await asyncio.wait_for(client_of(site, proxy, agent, rollouts=1).work(), 30)
     assert [one.fault for one in (await site.rollouts()).values()] == [Fault.AGENT]
+
+
+async def test_a_server_that_nobody_knows_by_its_word_is_gone_when_nothing_answers() -> None:
+    """It died between the lease and the question which process it is, say."""
+    servers = Servers()
+    assert await servers.is_gone(f"http://127.0.0.1:{free_port()}", "")
+    await servers.close()

@@ -85,28 +85,6 @@ async def test_a_token_that_cannot_be_written_is_not_made(store: MemoryStore, tm
     assert await store.list_tokens() == []
 
 
-@pytest.mark.parametrize("name", ["admin-token", "runner-token"])
-async def test_a_token_of_another_database_is_never_replaced(tmp_path: Path, name: str) -> None:
-    async with serve_store(sqlite_url(tmp_path / "other.db"), Config(), tmp_path):
-        (tmp_path / ("admin-token" if name == "runner-token" else "runner-token")).unlink()
-    kept = (tmp_path / name).read_text()
-    with pytest.raises(ConfigError, match=f"{name} has a token of another database.*--out"):
-        async with serve_store(sqlite_url(tmp_path / "mine.db"), Config(), tmp_path):
-            pass
-    assert [file.read_text() for file in tmp_path.glob("*-token")] == [kept]
-    mine = MemoryStore()
-    await mine.open()
-    with pytest.raises(ConfigError, match=f"{name} has a token of another database"):
-        await first_admin_token(mine, tmp_path)
-    assert await mine.list_tokens() == []
-    await mine.close()
-    async with serve_store(sqlite_url(tmp_path / "mine.db"), Config(), tmp_path / "mine") as server:
-        assert (server.admin_file, server.runner_file) == (
-            tmp_path / "mine/admin-token",
-            tmp_path / "mine/runner-token",
-        )
-
-
 async def test_servers_over_one_database_are_one(tmp_path: Path) -> None:
     url, config = sqlite_url(tmp_path / "shared.db"), Config()
     async with serve_store(url, config, tmp_path) as one, serve_store(url, config, tmp_path) as other:

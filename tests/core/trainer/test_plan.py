@@ -65,7 +65,7 @@ def test_rows_of_a_file_of_tasks_are_tasks() -> None:
     (first, second) = as_tasks([json.loads(row) for row in rows], "train")
     assert first == Task("q", "a", {"level": 1}, "mine")
     assert second == Task(None)
-    for other in ({"input": "q", "context": "c"}, {"question": "q", "expected": "a"}):
+    for other in ({"input": "q", "context": "c"}, {"question": "q", "expected": "a"}, {"input": "q"}):
         assert as_tasks([other], "train")[0].input == other
 
 
