@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,6 @@ import psutil
 from aiohttp import web
 from bench_store import conversations, rollouts_of
 from lightning import loops
-from lightning.gateway.tokens import TokenSigner
 from lightning.plugins import plugins
 from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
@@ -42,7 +42,6 @@ from lightning.types import Lease, Outcome, Run, Scope, Transition
 
 CALLS, AGENTS, WARM = 3, 32, 8
 CONVERSATIONS = 128
-SECRET = b"the secret of a benchmark, no more"
 STREAMS, STREAM_TOKENS, TOKEN_SECONDS = 1000, 20, 0.5
 ARRIVING_SECONDS = 6.0
 """Time within which the streams begin; each lasts longer, so that all of them are open then."""
@@ -122,7 +121,7 @@ async def server(announce: Callable[[object], None], upstream: str, url: str) ->
     await store.open()
     token, plain = issue_token(Scope.ADMIN, ALL_PROJECTS)
     await store.put_token(token)
-    made = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=SECRET)
+    made = Gateway(store, [Upstream(upstream, "tiny")], GatewayConfig(), secret=secrets.token_bytes(32))
     Control(store, made)
     await made.start()
     announce({"url": made.url, "token": plain})
@@ -197,7 +196,17 @@ async def filled(store: Store, rollouts: int) -> AsyncIterator[Store]:
 
 
 # the load ---------------------------------------------------------------------------------------------------------
-Work = Callable[[Lease], Any]
+Work = Callable[[Lease, str], Any]
+"""What an agent does with a lease and its API key, which is empty without a server."""
+
+
+async def take(store: Store, worker: str) -> tuple[Lease, str] | None:
+    """Lease a rollout as a client of this store does."""
+    if isinstance(store, HttpStore):
+        served = await store.lease_for_agents("run", worker, ttl=600)
+        return (served[0][0], served[0][1].api_key) if served else None
+    held = await store.lease("run", worker, ttl=600)
+    return (held[0], "") if held else None
 
 
 async def drive(store: Store, work: Work) -> tuple[int, float]:
@@ -206,9 +215,10 @@ async def drive(store: Store, work: Work) -> tuple[int, float]:
 
     async def agent(name: str) -> None:
         nonlocal done
-        while held := await store.lease("run", name, ttl=600):
-            await work(held[0])
-            await store.complete(held[0].rollout.id, held[0].attempt, Outcome(reward=1.0))
+        while taken := await take(store, name):
+            lease = taken[0]
+            await work(*taken)
+            await store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
             done += 1
 
     began = time.perf_counter()
@@ -221,7 +231,7 @@ async def alone(url: str, rollouts: int) -> dict[str, float]:
     calls = conversations(CONVERSATIONS, CALLS, 8)
     async with filled(plugins().store(url), rollouts) as store:
 
-        async def work(lease: Lease) -> None:
+        async def work(lease: Lease, _: str) -> None:
             for call in calls[_number(lease) % CONVERSATIONS]:
                 await store.append([_for(call, lease)])
 
@@ -235,16 +245,15 @@ async def served(url: str, rollouts: int, upstream: str) -> dict[str, float]:
     """Through a server; CPU is that of its process, leases and outcomes included, for each call."""
     with running("server", upstream, url) as server:
         async with filled(HttpStore(server.url, token=server.token), rollouts) as store, session() as http:
-            signer = TokenSigner(SECRET)
             cpu = server.cpu()
-            done, seconds = await drive(store, lambda lease: three_calls(http, server.url, signer, lease))
+            done, seconds = await drive(store, lambda lease, key: three_calls(http, server.url, key, lease))
             cpu = server.cpu() - cpu
     return {"rollouts_per_second": done / seconds, "cpu_us_per_call": cpu / (done * CALLS) * 1e6}
 
 
-async def three_calls(http: aiohttp.ClientSession, url: str, signer: TokenSigner, lease: Lease) -> None:
+async def three_calls(http: aiohttp.ClientSession, url: str, key: str, lease: Lease) -> None:
     """What an agent does in a rollout."""
-    headers = {"Authorization": f"Bearer {signer.issue(lease.rollout.id, lease.attempt, 600.0)}"}
+    headers = {"Authorization": f"Bearer {key}"}
     for turn in range(CALLS):
         body = {"model": "policy", "messages": MESSAGES, "user": f"{_number(lease)}/{turn}"}
         async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
@@ -262,11 +271,11 @@ async def memory(url: str, calls: int, upstream: str) -> dict[str, float]:
     every = max(calls // 100 // CALLS, 1)
     with running("server", upstream, url) as server:
         async with filled(HttpStore(server.url, token=server.token), calls // CALLS) as store, session() as http:
-            signer, rollouts = TokenSigner(SECRET), 0
+            rollouts = 0
 
-            async def work(lease: Lease) -> None:
+            async def work(lease: Lease, key: str) -> None:
                 nonlocal rollouts
-                await three_calls(http, server.url, signer, lease)
+                await three_calls(http, server.url, key, lease)
                 rollouts += 1
                 if rollouts % every == 0:
                     points.append((rollouts * CALLS, server.megabytes()))
@@ -291,13 +300,13 @@ def slope(points: Sequence[tuple[int, float]]) -> float:
 
 async def slow_agents(url: str, upstream: str) -> dict[str, float]:
     """A thousand streams that are open at once, first straight from the backend, then through the gateway."""
-    signer = TokenSigner(SECRET)
     with running("server", upstream, url) as server:
-        async with filled(HttpStore(server.url, token=server.token), STREAMS) as store, session() as http:
-            leases = []
-            while some := await store.lease("run", "slow", limit=100, ttl=600):
-                leases += some
-            keys = [signer.issue(lease.rollout.id, lease.attempt, 600.0) for lease in leases]
+        client = HttpStore(server.url, token=server.token)
+        async with filled(client, STREAMS) as store, session() as http:
+            held = []
+            while some := await client.lease_for_agents("run", "slow", limit=100, ttl=600):
+                held += some
+            keys = [llm.api_key for _, llm in held]
             direct = await streams(http, upstream, keys)
             await streams(http, server.url, keys[:WARM])
             before, cpu = server.megabytes(), server.cpu()
@@ -306,7 +315,7 @@ async def slow_agents(url: str, upstream: str) -> dict[str, float]:
             async with http.get(f"{upstream}/peak") as answer:
                 most = (await answer.json())["most"]
             recorded = 0
-            for lease in leases:
+            for lease, _ in held:
                 recorded += await store.next_seq(lease.rollout.id, lease.attempt)
     found: dict[str, float] = {"streams": float(STREAMS), "at_once": float(most), "errors": float(ours.count(None))}
     for name, times in (("direct", direct), ("gateway", ours)):

@@ -22,7 +22,7 @@ from lightning.config import LimitsConfig
 from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.identity import ROLLOUT_HEADER, bearer
 
-CLIENTS = 32_768
+CLIENTS = 16_384
 """Tokens and addresses that are remembered at most."""
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import jwt
 from jwt.utils import base64url_decode, base64url_encode
@@ -24,9 +25,11 @@ AUDIENCE = "lightning-gateway"
 CURE = "The agent must pass llm.api_key (or use llm.url_with_token) exactly as it was given for this rollout."
 LONGEST = 4096
 CACHE_SIZE = 4096
-TRACES = 100_000
-"""Trace ids that are remembered at most; the oldest go first."""
+TRACES = 16_384
+"""Trace ids that are remembered at most, some 400 bytes each; first goes the one whose agent was silent for longest."""
 SHORTEST_SECRET = 16
+AS_ASKED: Mapping[str, float | int] = MappingProxyType({})
+"""The sampling of a token that overrides nothing; one for all of them, since thousands are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Claims:
     rollout: str
     attempt: int
     expires_at: float
-    sampling: Mapping[str, float | int] = field(default_factory=dict)
+    sampling: Mapping[str, float | int] = field(default_factory=lambda: AS_ASKED)
     run: str = ""
 
 
@@ -88,7 +91,10 @@ class TokenSigner:
     def of_trace(self, trace_id: str) -> Claims | None:
         """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
         claims = self._traces.get(trace_id)
-        return claims if claims is not None and claims.expires_at > time.time() else None
+        if claims is None or claims.expires_at <= time.time():
+            return None
+        self._traces.move_to_end(trace_id)
+        return claims
 
     def learn(self, trace_id: str, claims: Claims) -> Claims | None:
         """Another server issued the token of this trace; the claims, unless they have expired."""
@@ -100,6 +106,7 @@ class TokenSigner:
 
     def _note(self, trace_id: str, claims: Claims) -> None:
         self._traces[trace_id] = claims
+        self._traces.move_to_end(trace_id)
         now = time.time()
         while len(self._traces) > TRACES or next(iter(self._traces.values())).expires_at <= now:
             self._traces.popitem(last=False)
@@ -122,7 +129,7 @@ class TokenSigner:
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
             return Claims(
-                said["sub"], int(said["att"]), float(said["exp"]), said.get("smp", {}), str(said.get("run", ""))
+                said["sub"], int(said["att"]), float(said["exp"]), said.get("smp") or AS_ASKED, str(said.get("run", ""))
             )
         except jwt.ExpiredSignatureError:
             raise refuse_expired() from None

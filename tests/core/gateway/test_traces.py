@@ -368,3 +368,22 @@ def test_no_more_traces_are_remembered_than_there_is_room_for(monkeypatch: pytes
     signer = TokenSigner(b"s" * 32)
     traces = [trace_id_of(signer.issue(f"r{number}", 1, ttl=100)) for number in range(3)]
     assert [signer.of_trace(trace) is not None for trace in traces] == [False, True, True]
+
+
+@pytest.mark.parametrize("sign_of_life", ["spans", "call"])
+def test_the_trace_of_an_agent_that_is_heard_of_outlasts_newer_ones(
+    monkeypatch: pytest.MonkeyPatch, sign_of_life: str
+) -> None:
+    from lightning.gateway import tokens
+
+    monkeypatch.setattr(tokens, "TRACES", 3)
+    monkeypatch.setattr(tokens, "CACHE_SIZE", 1)
+    signer = TokenSigner(b"s" * 32)
+    slow = signer.issue("slow", 1, ttl=100)
+    for number in range(10):
+        signer.verify(signer.issue(f"quick-{number}", 1, ttl=100))
+        if sign_of_life == "call":
+            assert signer.verify(slow).rollout == "slow"
+        else:
+            assert signer.of_trace(trace_id_of(slow)) is not None
+    assert signer.of_trace(trace_id_of(slow)) is not None
