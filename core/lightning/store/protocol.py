@@ -109,8 +109,11 @@ class Store(Protocol):
     async def get_run(self, run: str) -> Run | None:
         """The run, or None when nobody created it."""
 
-    async def list_runs(self, project: str | None = None) -> list[Run]:
-        """All runs, or those of a project, newest first."""
+    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
+        """All runs, or those of a project, newest first: at most `limit` of those behind the run `after`.
+
+        Raises `DataError` for a limit below 1, and where `after` is none of those runs.
+        """
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """Hear of what other processes and other tasks change in a run; `run=""` hears of the state that belongs to none.

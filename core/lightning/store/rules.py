@@ -39,6 +39,17 @@ EXCUSED = 3
 trainer bears with as many restarts as these and those that it may spend."""
 
 
+def check_page(limit: int | None) -> None:
+    """Raise `DataError` for a number of items that none can be given for; None stands for all."""
+    if limit is not None and limit < 1:
+        raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
+
+
+def no_cursor(cursor: str) -> DataError:
+    """The refusal of a cursor behind which nothing can be listed."""
+    return DataError(f"{cursor[:80]!r} is not a cursor of this list: pass the `cursor` of the page before, or nothing")
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """An outcome, checked and in database form. `digest` tells a repeated call from a contradicting one."""

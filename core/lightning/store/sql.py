@@ -12,8 +12,15 @@ from typing import Final
 RUN_COLUMNS: Final = "id, name, config, created_at, project"
 INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
 SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
-SELECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs ORDER BY created_at DESC, n DESC"  # noqa: S608
-SELECT_PROJECT_RUNS: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE project = ? ORDER BY created_at DESC, n DESC"  # noqa: S608
+SELECT_RUN_PLACE: Final = "SELECT created_at, n, project FROM runs WHERE id = ?"
+
+
+def select_runs(*, project: bool, after: bool, limit: bool) -> str:
+    """Runs, newest first; the parameters are those asked for: project, time and `n` of the run before them, their number."""
+    clauses = [clause for clause, asked in (("project = ?", project), ("(created_at, n) < (?, ?)", after)) if asked]
+    where = f"WHERE {' AND '.join(clauses)} " if clauses else ""
+    return f"SELECT {RUN_COLUMNS} FROM runs {where}ORDER BY created_at DESC, n DESC{' LIMIT ?' if limit else ''}"  # noqa: S608
+
 
 # rollouts -------------------------------------------------------------------------------------------------------
 ROLLOUT_COLUMNS: Final = (

@@ -315,7 +315,7 @@ FAULT, NOT_SO = StoreError("the server failed at this request"), DataError("not 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("newest_runs", "no run is looked for"),
+        ("list_runs", "no run is looked for"),
         ("list_rollouts", f"nothing is leased from run {RUN}"),
         ("watch", f"no news of run {RUN} is heard"),
         ("lease_for_agents", f"nothing is leased from run {RUN}"),

@@ -128,6 +128,36 @@ async def test_runs_are_listed_newest_first(store: Store) -> None:
     assert [run.id for run in await store.list_runs()] == ["new", "run", "old"]
 
 
+@everywhere
+async def test_runs_are_listed_in_pages(store: Store) -> None:
+    for number in range(7):
+        await store.put_run(
+            Run(f"r{number}", "one", created_at=float(number // 3 + 1), project="odd" if number % 2 else "even")
+        )
+    whole = [run.id for run in await store.list_runs()]
+    assert whole == ["run", "r6", "r5", "r4", "r3", "r2", "r1", "r0"]
+    assert [run.id for run in await store.list_runs("even")] == ["r6", "r4", "r2", "r0"]
+    for limit in (1, 3, 8, 9):
+        seen: list[str] = []
+        while page := await store.list_runs(after=seen[-1] if seen else "", limit=limit):
+            assert len(page) <= limit
+            seen += [run.id for run in page]
+        assert seen == whole
+    assert [run.id for run in await store.list_runs("even", after="r4", limit=1)] == ["r2"]
+    assert [run.id for run in await store.list_runs("even", after="r4")] == ["r2", "r0"]
+    assert await store.list_runs("even", after="r0", limit=1) == []
+
+
+@everywhere
+async def test_runs_behind_none_of_them_are_refused(store: Store) -> None:
+    await store.put_run(Run("theirs", "one", project="theirs"))
+    for project, after in ((None, "nobody"), ("ours", "theirs"), ("theirs", "run")):
+        with pytest.raises(DataError, match="is not a cursor"):
+            await store.list_runs(project, after=after)
+    with pytest.raises(DataError, match="limit=0"):
+        await store.list_runs(limit=0)
+
+
 # creating and listing rollouts ----------------------------------------------------------------------------------
 
 

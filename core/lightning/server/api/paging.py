@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from lightning.errors import DataError
 from lightning.server.api.table import Paging
+from lightning.store.rules import no_cursor
 from lightning.store.wire import Slice
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def _start(items: Sequence[T], cursor: str, identity: Callable[[T], str] | None)
         for number, item in enumerate(items):
             if identity(item) == cursor:
                 return number + 1
-    raise DataError(f"{cursor[:80]!r} is not a cursor of this list: pass the `cursor` of the page before, or nothing")
+    raise no_cursor(cursor)
 
 
 def _fitting(items: Sequence[T], start: int, end: int, size: Callable[[T], int], most: int) -> int:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.errors import LightningError
 from lightning.gateway.redaction import redacted_span, storable
@@ -25,7 +27,7 @@ from lightning.server.api.table import (
     nothing_there,
 )
 from lightning.store import messages
-from lightning.store.rules import unknown_rollout
+from lightning.store.rules import no_cursor, unknown_rollout
 from lightning.store.wire import Slice
 from lightning.types import (
     Conversation,
@@ -41,12 +43,15 @@ from lightning.types import (
     Transition,
 )
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16 * 1024 * 1024
 """Bytes of one answer, about; an attempt, a call or an event that is longer comes alone."""
 READ_AT_ONCE = 16
 """Attempts read from the store at once: what does not fit into the answer was read for nothing."""
+ATTEMPT_CURSOR = re.compile(r"([0-9]{1,18})\.(.+)")
+"""The attempt of a page whose request names none, and the cursor within it."""
 LARGEST_LEASE = 1000
 """Rollouts leased by one request."""
 
@@ -78,7 +83,9 @@ class OfAttempt(Paging):
 
 async def list_runs(call: Call[RunFilter, None]) -> Slice[Run]:
     """Runs, newest first."""
-    return page(await call.store.list_runs(call.query.project), call.query, lambda run: run.id)
+    asked = call.query
+    found = await call.store.list_runs(asked.project, after=asked.cursor, limit=asked.limit + 1)
+    return Slice(tuple(found[: asked.limit]), found[asked.limit - 1].id if len(found) > asked.limit else "")
 
 
 async def put_run(call: Call[NoQuery, Run]) -> Run:
@@ -201,8 +208,7 @@ async def next_seq(call: Call[NoQuery, None]) -> messages.NextSeq:
 
 async def transitions(call: Call[OfAttempt, None]) -> Slice[Transition]:
     """The model calls of an attempt in `seq` order."""
-    found = await call.store.transitions(call.path["rollout"], call.query.attempt)
-    return page(found, call.query, lambda item: str(item.seq), size=_size, most=PAGE_BYTES)
+    return await _page_of_attempt(call, call.store.transitions, lambda item: str(item.seq), _size)
 
 
 async def transitions_of(call: Call[NoQuery, messages.Attempts]) -> messages.TransitionsOf:
@@ -230,13 +236,12 @@ def _text_size(told: ToolEvent | Span | Conversation) -> int:
 
 async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
     """The tool events that an attempt was completed with."""
-    found = await call.store.tool_events(call.path["rollout"], call.query.attempt)
-    return page(found, call.query, size=_text_size, most=PAGE_BYTES)
+    return await _page_of_attempt(call, call.store.tool_events, size=_text_size)
 
 
 async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
     """The step rewards that an attempt was completed with."""
-    return page(await call.store.step_rewards(call.path["rollout"], call.query.attempt), call.query)
+    return await _page_of_attempt(call, call.store.step_rewards)
 
 
 async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
@@ -247,8 +252,36 @@ async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
 
 async def spans(call: Call[OfAttempt, None]) -> Slice[Span]:
     """The spans of an attempt in the order they began."""
-    found = await call.store.spans(call.path["rollout"], call.query.attempt)
-    return page(found, call.query, lambda span: span.span_id, size=_text_size, most=PAGE_BYTES)
+    return await _page_of_attempt(call, call.store.spans, lambda span: span.span_id, _text_size)
+
+
+async def _page_of_attempt(
+    call: Call[OfAttempt, None],
+    read: Callable[[str, int | None], Awaitable[Sequence[T]]],
+    identity: Callable[[T], str] | None = None,
+    size: Callable[[T], int] | None = None,
+) -> Slice[T]:
+    """A page of what an attempt has. Where none was named its cursors name it: the next attempt may begin between two pages."""
+    asked, rollout = call.query, call.path["rollout"]
+    if asked.attempt is not None:
+        return page(await read(rollout, asked.attempt), asked, identity, size=size, most=PAGE_BYTES)
+    attempt, cursor = await _place(call)
+    found = page(await read(rollout, attempt), Paging(cursor, asked.limit), identity, size=size, most=PAGE_BYTES)
+    return replace(found, cursor=f"{attempt}.{found.cursor}") if found.cursor else found
+
+
+async def _place(call: Call[OfAttempt, None]) -> tuple[int | None, str]:
+    """The attempt whose pages are asked for, and the cursor within it. Raises `DataError` for a cursor of something else.
+
+    The attempt is None for a rollout that is not there: reading from it says so.
+    """
+    if not call.query.cursor:
+        rollout = await call.store.get_rollout(call.path["rollout"])
+        return (None if rollout is None else rollout.attempt), ""
+    said = ATTEMPT_CURSOR.fullmatch(call.query.cursor)
+    if said is None:
+        raise no_cursor(call.query.cursor)
+    return int(said[1]), said[2]
 
 
 ROUTES = (

@@ -119,15 +119,17 @@ class Asking:
         except NotFoundError:
             return None
 
-    async def _all(self, path: Sequence[str], item: Any, **query: object) -> list[Any]:
-        """The items of every page."""
+    async def _all(
+        self, path: Sequence[str], item: Any, cursor: str = "", most: int | None = None, **query: object
+    ) -> list[Any]:
+        """The items of every page from a cursor on, or the first `most` of them (at least 1)."""
         found: list[Any] = []
-        cursor = ""
         while True:
-            page = await self._ask("GET", path, wire.Slice[item], query={**query, "cursor": cursor, "limit": PAGE})
+            limit = PAGE if most is None else min(most - len(found), PAGE)
+            page = await self._ask("GET", path, wire.Slice[item], query={**query, "cursor": cursor, "limit": limit})
             found += page.items
             cursor = page.cursor
-            if not cursor:
+            if not cursor or len(found) == most:
                 return found
 
 

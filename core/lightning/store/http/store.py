@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import messages, rows, wire
+from lightning.store import messages, rows, rules, wire
 from lightning.store.http.asking import PAGE, Asking
 from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER
 from lightning.store.http.watching import HttpWatch
@@ -60,15 +60,10 @@ class HttpStore(Asking):
         """See `Store.get_run`."""
         return cast("Run | None", await self._find(("runs", run), Run))
 
-    async def list_runs(self, project: str | None = None) -> list[Run]:
+    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
         """See `Store.list_runs`."""
-        return await self._all(("runs",), Run, project=project)
-
-    async def newest_runs(self, limit: int, after: str = "") -> list[Run]:
-        """At most `limit` runs, newest first, beginning behind the run `after`; none when that was the oldest."""
-        query = {"limit": min(limit, PAGE), "cursor": after}
-        page = await self._ask("GET", ("runs",), wire.Slice[Run], query=query)
-        return list(page.items)
+        rules.check_page(limit)
+        return await self._all(("runs",), Run, after, limit, project=project)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""

@@ -73,7 +73,7 @@ class RedisKeeper:
         link = Link(self._settings, self._keys, greet)  # a store would bring an older schema forward
         try:
             with link.in_use():
-                runs, tokens = await records.list_runs(link, None), await every_token(link)
+                runs, tokens = await records.list_runs(link), await every_token(link)
         finally:
             await link.close()
         async with self._connected() as wire:

@@ -5,6 +5,7 @@ The invariant: a step and the marks of the rollouts it trained are written toget
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,13 +33,19 @@ def listed(text: str, what: str) -> list[Any]:
     return found
 
 
-def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], list[Any]]:
-    """The numbers before a list that was kept as JSON, and the list."""
+def numbered(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], str]:
+    """The numbers before a text, and the text. Raises `StoreError` when they were damaged."""
     *found, text = value.decode(errors="replace").split(" ", numbers)
     try:
         times = [float(number) for number in found]
     except ValueError as error:
         raise StoreError(f"{what} is corrupt in the database: {error}. Restore the database from a backup") from error
+    return times, text
+
+
+def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], list[Any]]:
+    """The numbers before a list that was kept as JSON, and the list."""
+    times, text = numbered(value, what, numbers)
     return times, listed(text, what)
 
 
@@ -52,27 +59,31 @@ async def put_run(link: Link, run: Run) -> Run:
     word, *rest = await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text))
     if word != "ok":
         raise unexpected([word, *rest])
-    return _run(run.id, rest[0])[1]
+    return _run(run.id, rest[0])
 
 
 async def get_run(link: Link, run: str) -> Run | None:
     """See `Store.get_run`."""
     (value,) = await link.reads.read((b"HGET", link.keys("runs"), encoded(run)))
-    return None if value is None else _run(run, value)[1]
+    return None if value is None else _run(run, value)
 
 
-async def list_runs(link: Link, project: str | None) -> list[Run]:
-    """See `Store.list_runs`."""
+async def list_runs(link: Link, project: str | None = None, after: str = "", limit: int | None = None) -> list[Run]:
+    """See `Store.list_runs`. Of those that are not asked for only the times are read: a configuration is long."""
+    rules.check_page(limit)
     (flat,) = await link.reads.read((b"HGETALL", link.keys("runs")))
-    runs = [_run(name.decode(), value) for name, value in zip(flat[::2], flat[1::2], strict=True)]
-    newest_first = sorted(runs, key=lambda found: (found[1].created_at, found[0]), reverse=True)
-    return [run for _, run in newest_first if project is None or run.project == project]
+    kept = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    if after and (after not in kept or project not in (None, _run(after, kept[after]).project)):
+        raise rules.no_cursor(after)
+    newest_first = sorted(kept, key=lambda run: numbered(kept[run], f"run {run!r}", 2)[0], reverse=True)
+    behind = newest_first[newest_first.index(after) + 1 if after else 0 :]
+    found = (_run(run, kept[run]) for run in behind)
+    return list(itertools.islice((run for run in found if project in (None, run.project)), limit))
 
 
-def _run(run: str, value: bytes) -> tuple[float, Run]:
-    what = f"run {run!r}"
-    (at, number), (name, config, project) = stamped(value, what, 2)
-    return number, rows.run_from_row((run, name, config, at, project))
+def _run(run: str, value: bytes) -> Run:
+    (at, _), (name, config, project) = stamped(value, f"run {run!r}", 2)
+    return rows.run_from_row((run, name, config, at, project))
 
 
 # what attempts were completed with ------------------------------------------------------------------------------

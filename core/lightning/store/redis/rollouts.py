@@ -91,10 +91,9 @@ async def page(
     limit: int,
 ) -> Page:
     """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
-    if limit < 1:
-        raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
+    rules.check_page(limit)
     if cursor and not cursor.isdecimal():
-        raise DataError(f"{cursor!r} is not a cursor: pass the `cursor` of the page before, or nothing")
+        raise rules.no_cursor(cursor)
     index = link.keys("all", run)
     if step is not None:
         index = link.keys("step", step, run)

@@ -13,6 +13,7 @@ from lightning.store import rows, rules, sql
 from lightning.store.protocol import MetricPoint
 from lightning.store.relational.rollouts import standing
 from lightning.store.relational.transaction import Transaction
+from lightning.store.rows import Value
 from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
 
 
@@ -33,12 +34,17 @@ async def get_run(transaction: Transaction, run: str) -> Run | None:
     return None if row is None else rows.run_from_row(row)
 
 
-async def list_runs(transaction: Transaction, project: str | None) -> list[Run]:
+async def list_runs(transaction: Transaction, project: str | None, after: str, limit: int | None) -> list[Run]:
     """See `Store.list_runs`."""
-    if project is None:
-        found = await transaction.all(sql.SELECT_RUNS)
-    else:
-        found = await transaction.all(sql.SELECT_PROJECT_RUNS, (project,))
+    rules.check_page(limit)
+    values: list[Value] = [] if project is None else [project]
+    if after:
+        place = await transaction.one(sql.SELECT_RUN_PLACE, (after,))
+        if place is None or project not in (None, place[2]):
+            raise rules.no_cursor(after)
+        values += place[:2]
+    query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None)
+    found = await transaction.all(query, values if limit is None else [*values, limit])
     return [rows.run_from_row(row) for row in found]
 
 

@@ -97,10 +97,9 @@ async def page(
     limit: int,
 ) -> Page:
     """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
-    if limit < 1:
-        raise DataError(f"limit={limit} asks for an empty page: it must be at least 1")
+    rules.check_page(limit)
     if cursor and not cursor.isdecimal():
-        raise DataError(f"{cursor!r} is not a cursor: pass the `cursor` of the page before, or nothing")
+        raise rules.no_cursor(cursor)
     asked = [value for value in (split, step, None if status is None else status.value) if value is not None]
     found = await transaction.all(
         sql.SELECT_ROLLOUTS

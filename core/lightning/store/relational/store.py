@@ -75,9 +75,9 @@ class RelationalStore(ABC):
         """See `Store.get_run`."""
         return await self._read(lambda tx: records.get_run(tx, run))
 
-    async def list_runs(self, project: str | None = None) -> list[Run]:
+    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
         """See `Store.list_runs`."""
-        return await self._read(lambda tx: records.list_runs(tx, project))
+        return await self._read(lambda tx: records.list_runs(tx, project, after, limit))
 
     # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:

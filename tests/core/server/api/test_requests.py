@@ -14,7 +14,7 @@ from lightning.errors import StoreError, UnavailableError
 from lightning.server.api import ROUTES, Api
 from lightning.server.auth import Authenticator
 from lightning.store.rules import EXCUSED
-from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task
+from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
 
 from .conftest import World, connection, make_world, receiver
 
@@ -82,6 +82,27 @@ async def test_pages_end_where_they_should(world: World) -> None:
     assert (seen, cursor) == ([0, 1, 2, 3, 4, 5, 6], "")
 
 
+def called(attempt: int, seq: int) -> Transition:
+    ids = token_ids([1, 2])
+    return Transition("run/0", attempt, seq, f"{attempt}-{seq}", ids, ids, logprobs([-0.1, -0.2]))
+
+
+async def test_pages_of_an_attempt_stay_with_it(world: World) -> None:
+    (lease,) = await world.store.lease("run", "w")
+    await world.store.append([called(1, seq) for seq in range(3)])
+    first = (await world.ask("GET", "/rollouts/run%2F0/transitions?limit=2")).json
+    await world.store.complete(
+        "run/0", lease.attempt, Outcome(None, fault=Fault.INFRASTRUCTURE, error="the machine is gone")
+    )
+    (again,) = await world.store.lease("run", "w")
+    await world.store.append([called(again.attempt, seq) for seq in range(4)])
+    rest = (await world.ask("GET", f"/rollouts/run%2F0/transitions?limit=2&cursor={first['cursor']}")).json
+    assert [(item["attempt"], item["seq"]) for item in first["items"] + rest["items"]] == [(1, 0), (1, 1), (1, 2)]
+    assert rest["cursor"] == ""
+    newest = (await world.ask("GET", "/rollouts/run%2F0/transitions")).json
+    assert [(item["attempt"], item["seq"]) for item in newest["items"]] == [(2, seq) for seq in range(4)]
+
+
 @pytest.mark.parametrize(
     ("method", "target", "body", "status", "words"),
     [
@@ -97,6 +118,8 @@ async def test_pages_end_where_they_should(world: World) -> None:
         ("GET", "/runs?limit=1&limit=2", None, 400, "twice"),
         ("GET", "/runs?limmit=1", None, 400, "did you mean 'limit'"),
         ("GET", "/runs?cursor=nowhere", None, 400, "'nowhere' is not a cursor"),
+        ("GET", "/rollouts/run%2F0/transitions?cursor=1", None, 400, "'1' is not a cursor"),
+        ("GET", "/rollouts/run%2F0/spans?cursor=1.x", None, 400, "'x' is not a cursor"),
         ("GET", "/runs?%ff=1", None, 400, "percent-encoded"),
         ("GET", "/runs/run/rollouts?status=done", None, 400, "one of pending, running"),
         ("GET", "/runs/run/rollouts?step=99999999999999999999", None, 400, "64 bits"),
