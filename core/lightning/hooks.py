@@ -7,7 +7,9 @@ name; `name.module` (one dot or more) delays importing the plugin until `module`
     raw = "lightning_raw"                           # loaded with the plugin manager
     "langchain.langchain_core" = "lightning_langchain"   # loaded when langchain_core is
 
-`register_*` hooks receive a function `register(name, factory)`; a name registered twice is an error that names both plugins.
+`register_*` hooks receive a function `register(name, factory)`, and `register_credits` one `register(name, function)`: a credit
+function is called with each group, so it is registered itself and not a class that makes it. A name registered twice is an
+error that names both plugins.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm | Promp
 
 @hookspec
 def register_credits(register: Callable[[str, Credit], None]) -> None:
-    """Credit assignment functions for `LightningRL(credit="name")`."""
+    """Credit assignment functions for `LightningRL(credit="name")`: the function itself, or an object that is called like one.
+
+    It is no factory: a class is refused; register an object of it.
+    """
 
 
 @hookspec
@@ -97,9 +102,16 @@ def lightning_redact(text: str, where: str) -> str | None:
 
 @hookspec
 def rollout_finished(rollout: Rollout) -> None:
-    """A rollout has succeeded or failed for good."""
+    """A rollout has succeeded or failed for good.
+
+    Called in the trainer, on the event loop that also answers the agents' requests: return at once, and leave what takes time
+    (a request to a slow service) to a thread.
+    """
 
 
 @hookspec
 def step_finished(record: StepRecord) -> None:
-    """An optimizer step has been committed."""
+    """An optimizer step has been committed.
+
+    Called as `rollout_finished` is: return at once. What it raises is logged; it cannot change or stop the run.
+    """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,15 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
 from lightning.batch.flaws import Flaw, first_flaw, is_trained
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit.advantage import all_equal
+from lightning.credit.advantage import ROUNDING, all_equal
 from lightning.credit.protocol import group_returns
 from lightning.errors import DataError
+from lightning.losses.given import as_loss
 from lightning.losses.protocol import Loss
 from lightning.types import Transition
+
+if TYPE_CHECKING:
+    from lightning.losses.policy_gradient import OwnLoss
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +70,12 @@ class Intake:
         drop_zero_advantages: bool = False,
         value_targets: PerCall | None = None,
         value_coefficient: float = 1.0,
-        loss: Loss | None = None,
+        loss: Loss | OwnLoss | None = None,
     ) -> Batch:
-        """The batch of these rollouts, with what was skipped and dropped; arguments as of `build_samples`."""
+        """The batch of these rollouts, with what was skipped and dropped; arguments as of `build_samples`.
+
+        `loss` is the loss of this very batch: a `Loss`, or a function of one loss for each token.
+        """
         for reason, calls in self._flawed.items():
             call, flaw = calls[0]
             logger.warning(
@@ -89,7 +97,8 @@ class Intake:
         trained = {span.rollout for sample in samples for span in sample.spans}
         used = tuple(trajectory.rollout for trajectory in trajectories if trajectory.rollout.id in trained)
         dropped = {reason: len(calls) for reason, calls in self._flawed.items()}
-        return Batch(samples, used, dict(self._skipped), dropped, loss)
+        own = None if loss is None else as_loss(loss, "Intake.batch(loss=...)")
+        return Batch(samples, used, dict(self._skipped), dropped, own)
 
 
 def trains(trajectory: Trajectory) -> bool:
@@ -101,8 +110,8 @@ def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
     """Why a group teaches nothing, or "". `whole` is what `Intake.sound` left of `found`, with all that counts as reward.
 
     `too_few_succeeded` and `too_few_trainable`: fewer than `least` rollouts, before and after flawed ones were dropped ·
-    `return_not_finite` · `all_rewards_equal`, unless `least` is 1: then rollouts are not compared · `nothing_to_train`: no
-    call of the component of interest.
+    `return_not_finite` · `all_rewards_equal`, unless `least` is 1: then rollouts are not compared (credit on single calls may
+    still tell them apart: `are_rounding`) · `nothing_to_train`: no call of the component of interest.
     """
     if len(whole.trajectories) < least:
         return "too_few_succeeded" if len(found.trajectories) < least else "too_few_trainable"
@@ -115,10 +124,49 @@ def reason_to_skip(found: Group, whole: Group, *, least: int = 2) -> str:
     return "" if any(map(trains, whole.trajectories)) else "nothing_to_train"
 
 
+def reward_scale(group: Group) -> float:
+    """The most that a rollout's rewards come to without their signs: what rounding in its returns is measured by."""
+    return max(
+        (abs(member.reward) + sum(abs(step.value) for step in member.step_rewards) for member in group.trajectories),
+        default=0.0,
+    )
+
+
+def are_rounding(group: Group, advantages: PerCall) -> bool:
+    """Whether no trained call of a group has an advantage but for rounding: of 1, or of the rewards where these are larger.
+    NaN is none either: it is what a deviation of 0 makes of equal rewards."""
+    most = ROUNDING * max(1.0, reward_scale(group))
+    return not any(
+        is_trained(call, trainable) and abs(value) > most
+        for trajectory, values in zip(group.trajectories, advantages, strict=True)
+        for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False)
+    )
+
+
+def per_call(group: Group, given: object, credit: str, what: str = "advantage") -> list[npt.NDArray[np.float64]]:
+    """What the credit function called `credit` gave for a group, as one array for each trajectory, shape (calls,).
+
+    Raises `DataError`, naming the function, for anything else: a number for each rollout, too many lists, None.
+    """
+    shapes = [(len(trajectory.transitions),) for trajectory in group.trajectories]
+    try:
+        parts = [np.asarray(part, dtype=np.float64) for part in given]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        found = f"{given!r:.200}"
+    else:
+        if [part.shape for part in parts] == shapes:
+            return parts
+        found = f"numbers of the shapes {[part.shape for part in parts]}"
+    raise DataError(
+        f"the credit function {credit} gave {found} for group {group.id}, whose rollouts have {[calls for (calls,) in shapes]} "
+        f"calls: credit must give one {what} for each call, in one array for each rollout"
+    )
+
+
 def reason_to_doubt(group: Group, numbers: PerCall, what: str = "advantage") -> str:
     """Why what a credit function said cannot be trained on, or "": the number of a trained call is not finite
     (`WHAT_not_finite`), or its square would not be in float32 (`WHAT_too_large`, beyond `MAX_ADVANTAGE`)."""
-    for trajectory, values in zip(group.trajectories, numbers, strict=False):
+    for trajectory, values in zip(group.trajectories, numbers, strict=True):
         for call, trainable, value in zip(trajectory.transitions, trajectory.trainable, values, strict=False):
             if is_trained(call, trainable) and not abs(value) <= MAX_ADVANTAGE:
                 logger.warning(

@@ -9,7 +9,7 @@ Agent Lightning, arXiv 2508.03680.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
@@ -17,14 +17,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning.algorithms.intake import Intake, reason_to_doubt, reason_to_skip
-from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, whiten
+from lightning.algorithms.intake import (
+    Intake,
+    are_rounding,
+    per_call,
+    reason_to_doubt,
+    reason_to_skip,
+    reward_scale,
+)
+from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, unrounded, whiten
 from lightning.algorithms.protocol import Batch
 from lightning.algorithms.returns import Overlong, with_rules
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.intermediate import ToolReward, check_tool_reward
-from lightning.credit.protocol import Credit
+from lightning.credit.protocol import Credit, GroupAdvantage
 from lightning.errors import ConfigError
 from lightning.losses.protocol import KlEstimator, Loss
 
@@ -45,10 +52,11 @@ class LightningRL:
     `dataclasses.replace` with another low level keeps the old one's).
 
     `group_size` rollouts are sampled per task. `credit` spreads a rollout's advantage over its calls: a registered name or a
-    function. One that has `critic = True` makes the engine train a critic, with its loss times `value_coefficient`; `ppo`
-    needs one. Ratios are clipped to [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum
-    over tokens is divided by `constant_tokens`. `advantage_eps` is added to deviations. `dynamic_sampling` makes the trainer
-    sample more tasks until enough groups teach something.
+    function. One that has `critic = True` makes the engine train a critic, with its loss times `value_coefficient` (which
+    changes next to nothing unless the engine's `critic_trunk` is "shared"); `ppo` needs one. Ratios are clipped to
+    [1 - `clip_low`, 1 + `clip_high`]. With the normalization `constant` a rollout's sum over tokens is divided by
+    `constant_tokens`. `advantage_eps` is added to deviations. `dynamic_sampling` makes the trainer sample more tasks until
+    enough groups teach something.
 
     What counts as reward: what the agent returned, its `lightning.reward`s, and by `tool_reward` its tool runs: a reward for
     each status, such as `{"error": -0.1}`, or a function of the `ToolEvent`. Rollouts whose trained calls generate more than
@@ -85,7 +93,8 @@ class LightningRL:
     overlong_penalty: float = 1.0
 
     zero_advantage_teaches: ClassVar[bool] = False
-    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows."""
+    """Whether the surrogate has a gradient where the advantage is 0, so that such calls need rows. Groups in which every
+    advantage is 0 are skipped all the same, as with an entropy bonus or a KL penalty."""
 
     def __post_init__(self) -> None:
         _one_of("low_level", self.low_level, get_args(LowLevel))
@@ -150,10 +159,16 @@ class LightningRL:
 
     def loss_with(self, surrogate: Surrogate) -> Loss:
         """The loss of these fields with another surrogate: `clip`, `cispo`, or a function of one's own."""
-        from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
+        from lightning.losses.policy_gradient import (
+            ClippedPolicyGradient,
+            PreparedPolicyGradient,
+            SequencePolicyGradient,
+        )
 
         whole_calls = PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and self.tis_cap is None
         kind = SequencePolicyGradient if whole_calls else ClippedPolicyGradient
+        if hasattr(surrogate, "prepare"):
+            kind = PreparedPolicyGradient
         return kind(
             self.clip_low,
             self.clip_high,
@@ -166,16 +181,26 @@ class LightningRL:
 
     def teaches(self, group: Group) -> bool:
         """Whether a group is worth a place in a batch (dynamic sampling asks): enough rollouts that can be trained on, and,
-        where rollouts are compared, returns that differ. Needs no critic's values."""
-        return not reason_to_skip(group, self._rewarded(Intake().sound(group)), least=self._least())
+        where rollouts are compared, returns or advantages that differ. Needs no critic's values.
+
+        They have to differ without what overlong answers lose as well: DAPO's constraint (arXiv 2503.14476, equation 11) is
+        on right and wrong answers, not on their lengths.
+        """
+        whole, least = Intake().sound(group), self._least()
+        for overlong in dict.fromkeys((None, self._overlong())):
+            rewarded = with_rules(whole, self.tool_reward, overlong)
+            reason = reason_to_skip(group, rewarded, least=least)
+            if reason == "all_rewards_equal":
+                reason, _ = self._told_apart(rewarded)
+            if reason:
+                return False
+        return True
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The step's rows. Raises `DataError` for a reward that no store accepts, and for a credit function that does not
         give one advantage for each call."""
-        preset, intake, least = PRESETS[self.low_level], Intake(), self._least()
-        credit, critic = self._credit(), self.critic
+        preset, intake, least, critic = PRESETS[self.low_level], Intake(), self._least(), self.critic
         every = critic or self.entropy_coefficient or self.kl_coefficient or self.zero_advantage_teaches
-        estimator = estimator_of(preset, self.advantage_eps)
         trajectories: list[Trajectory] = []
         advantages: list[npt.NDArray[np.float64]] = []
         targets: list[npt.NDArray[np.float64]] = []
@@ -184,11 +209,16 @@ class LightningRL:
             whole = intake.sound(group)
             rewarded = self._rewarded(whole)
             reason = reason_to_skip(group, rewarded, least=least)
-            if not reason:
-                with np.errstate(over="ignore", invalid="ignore"):  # what overflows is skipped by name
-                    values = credit(rewarded, estimator)
-                    states = _value_targets(credit, rewarded) if critic else []
-                reason = reason_to_doubt(rewarded, values) or reason_to_doubt(rewarded, states, "value_target")
+            values: list[npt.NDArray[np.float64]] = []
+            states: list[npt.NDArray[np.float64]] = []
+            if reason == "all_rewards_equal":
+                reason, values = self._told_apart(rewarded)
+            elif not reason:
+                values = self._credited(rewarded, estimator_of(preset, self.advantage_eps))
+                reason = reason_to_doubt(rewarded, values)
+            if not reason and critic:
+                states = self._value_targets(rewarded)
+                reason = reason_to_doubt(rewarded, states, "value_target")
             if reason:
                 intake.skip(reason)
                 continue
@@ -201,7 +231,7 @@ class LightningRL:
             if taught and not critic and not any(map(np.any, advantages)):
                 intake.skip("all_rewards_equal", taught)
                 trajectories, advantages = [], []
-        return intake.batch(
+        made = intake.batch(
             trajectories,
             advantages,
             normalization=self.normalization,
@@ -210,6 +240,33 @@ class LightningRL:
             value_targets=targets if critic else None,
             value_coefficient=self.value_coefficient,
         )
+        # Not `loss=self.loss`: that imports torch, and an audit needs none. An algorithm of one's own that asks this one for
+        # a batch gets its loss with it.
+        return replace(made, algorithm=self)
+
+    def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
+        """Why a group whose returns are all equal teaches nothing, or "" where the credit function tells its calls apart; and
+        the advantages."""
+        estimator = estimator_of(PRESETS[self.low_level], self.advantage_eps)
+        values = self._credited(group, unrounded(estimator, reward_scale(group)))
+        return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
+
+    def _credited(self, group: Group, estimator: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """What each call's advantage is, shape (calls,) for each trajectory."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what overflows is skipped by name
+            return per_call(group, self._credit()(group, estimator), self._credit_name())
+
+    def _value_targets(self, group: Group) -> list[npt.NDArray[np.float64]]:
+        """What a critic should have said of each call's state, shape (calls,) for each trajectory."""
+        targets = getattr(self._credit(), "value_targets", None)
+        if targets is None:
+            raise ConfigError(
+                f"the credit function {self._credit_name()} says `critic = True`, but has no method value_targets(trajectory) "
+                "that tells what the critic should learn"
+            )
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            given = [targets(trajectory) for trajectory in group.trajectories]
+        return per_call(group, given, f"{self._credit_name()} (value_targets)", "value target")
 
     def _rewarded(self, group: Group) -> Group:
         """The group with all that counts as reward."""
@@ -231,16 +288,11 @@ class LightningRL:
 
         return plugins().credit(self.credit)
 
-
-def _value_targets(credit: Credit, group: Group) -> list[npt.NDArray[np.float64]]:
-    """What a critic should have said of each call's state, shape (calls,) for each trajectory."""
-    targets = getattr(credit, "value_targets", None)
-    if targets is None:
-        raise ConfigError(
-            f"the credit function {credit!r} says `critic = True`, but has no method value_targets(trajectory) that tells "
-            "what the critic should learn"
-        )
-    return [targets(trajectory) for trajectory in group.trajectories]
+    def _credit_name(self) -> str:
+        """What messages call the credit function."""
+        if isinstance(self.credit, str):
+            return repr(self.credit)
+        return getattr(self.credit, "__qualname__", repr(self.credit))
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -77,6 +77,16 @@ def estimator_of(preset: Preset, eps: float) -> GroupAdvantage:
     return functions[preset.estimator]
 
 
+def unrounded(estimator: GroupAdvantage, scale: float) -> GroupAdvantage:
+    """The estimator, for returns made of rewards as large as `scale`: what differs by rounding only gets 0. Divided by its own
+    deviation, rounding would be as large as any advantage."""
+
+    def compare(returns: Returns) -> Returns:
+        return np.zeros(len(returns)) if all_equal(returns, beside=scale) else estimator(returns)
+
+    return compare
+
+
 def _as_they_are(returns: Returns) -> Returns:
     return np.asarray(returns, dtype=np.float64)
 
@@ -90,7 +100,7 @@ def whiten(
     calls weighs no more than one of few; with one advantage for all calls of a rollout they are those of the rollouts.
     Advantages that do not differ become 0.
     """
-    own = [_of_trained(member, values) for member, values in zip(trajectories, advantages, strict=False)]
+    own = [_of_trained(member, values) for member, values in zip(trajectories, advantages, strict=True)]
     own = [values for values in own if len(values)]
     if not own:
         return list(advantages)

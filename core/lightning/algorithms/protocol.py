@@ -19,13 +19,19 @@ from lightning.types import Rollout
 class Batch:
     """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out by
     reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason. `loss` is
-    the loss of this very batch, where it depends on the rollouts (pairs of them); None means the algorithm's."""
+    the loss of this very batch, where it depends on the rollouts (pairs of them). None means the loss of `algorithm`, which
+    made the rows: an algorithm of one's own may pass on another's batch. Where that is None too, it is the trainer's."""
 
     samples: tuple[Sample, ...]
     used: tuple[Rollout, ...]
     skipped: dict[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
     loss: Loss | None = None
+    algorithm: Algorithm | None = None
+
+    def loss_for(self, algorithm: Algorithm) -> Loss:
+        """The loss that the rows are trained with, where `algorithm` is the trainer's."""
+        return self.loss or (self.algorithm or algorithm).loss
 
 
 class Algorithm(Protocol):

@@ -7,7 +7,7 @@ return is ever imitated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -88,7 +88,7 @@ class SFT:
             else:
                 members.extend(selected)
         advantages = [np.ones(len(member.transitions)) for member in members]
-        return intake.batch(members, advantages, normalization=self.normalization)
+        return replace(intake.batch(members, advantages, normalization=self.normalization), algorithm=self)
 
     def _selected(self, group: Group, intake: Intake) -> list[Trajectory] | str:
         """The rollouts of a group to imitate, in its order, or why there is none."""

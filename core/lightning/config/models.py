@@ -13,6 +13,8 @@ from lightning.config.section import Section
 from lightning.config.verl import VerlConfig
 from lightning.types import DEFAULT_PROJECT
 
+TaskOrder = Literal["shuffled", "given"]
+
 
 class TrainerConfig(Section):
     """The loop."""
@@ -27,6 +29,9 @@ class TrainerConfig(Section):
     max_waves: int = Field(default=4, ge=1)
     """For algorithms with dynamic sampling: a step samples at most so many times `tasks_per_step` groups in search of as many
     that teach something."""
+    order: TaskOrder = "shuffled"
+    """How each pass over the training tasks takes them: `shuffled` by the seed, another way in each pass, or as `given`, in the
+    order of the list (a curriculum)."""
     eval_every: int = Field(default=10, ge=0)
     """Evaluate on the held-out tasks every so many steps, and always before the first and after the last; 0 only then."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
@@ -36,7 +41,7 @@ class TrainerConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many checkpoints stay on disk."""
     seed: int = 0
-    """Seeds the order of tasks, the sampler and the engine."""
+    """Seeds the shuffled order of tasks, the sampler and the engine."""
     project: str = DEFAULT_PROJECT
     """The project that a run and its prompts and weights belong to. A server's tokens open one project; runners with a token of
     this one find the run. `lightning serve --store` makes its first runner token for it."""

@@ -20,7 +20,7 @@ class VerlConfig(Section):
     address: str = ""
     """The Ray cluster: `auto`, or `HOST:6379` of its head; empty starts one on this machine."""
     restarts: int = Field(default=3, ge=0)
-    """How often in a run workers that died are started again, from the last checkpoint; a step is then taken again."""
+    """How often within one step workers that died are started again, from the last checkpoint; the step is then taken again."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds until all workers must have found their places in the cluster and loaded the model."""
     strategy: Literal["fsdp2", "megatron"] = "fsdp2"

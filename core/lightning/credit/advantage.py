@@ -10,6 +10,9 @@ import numpy as np
 
 from lightning.credit.protocol import Returns
 
+ROUNDING = 1e-12
+"""Differences below this part of the numbers that they come from are rounding."""
+
 
 def grpo(returns: Returns, *, eps: float = 1e-4) -> Returns:
     """(r - mean) / (std + eps), arXiv 2402.03300; std is the sample deviation (G - 1), as TRL and verl take it. Equal
@@ -34,7 +37,8 @@ def rloo(returns: Returns) -> Returns:
     return centred * (len(centred) / (len(centred) - 1)) if len(centred) > 1 else centred
 
 
-def all_equal(returns: Returns) -> bool:
-    """Whether the returns differ by no more than rounding, so that the group teaches nothing."""
+def all_equal(returns: Returns, *, beside: float = 0.0) -> bool:
+    """Whether the returns differ by no more than rounding, their own or that of numbers as large as `beside`, from which they
+    were computed."""
     values = np.asarray(returns, dtype=np.float64)
-    return not len(values) or bool(np.ptp(values) <= 1e-12 * np.abs(values).max())
+    return not len(values) or bool(np.ptp(values) <= ROUNDING * max(np.abs(values).max(), beside))

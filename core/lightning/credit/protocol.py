@@ -28,7 +28,7 @@ class Credit(Protocol):
     """Spreads each rollout's advantage over its calls.
 
     Given a group and the low level's estimator, it gives for each trajectory one advantage for each transition. It must
-    be a pure function: the audit calls it again.
+    be a pure function: the audit calls it again. It is asked about groups whose returns are all equal, too: calls may differ.
     """
 
     def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning.errors import ConfigError, EngineError
-from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch
+from lightning.losses.given import name_of, said_by
+from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch, needs_reference
 from lightning.losses.terms import (
     cispo_surrogate,
     clamped,
@@ -28,7 +29,9 @@ from lightning.losses.terms import (
 )
 
 OwnLoss: TypeAlias = Callable[[TokenBatch], torch.Tensor]
-"""A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`."""
+"""A user's loss: a pure function from tokens to one loss for each, shape (N,), differentiable in `logprobs`.
+
+It may have `needs_reference = True` (then `TokenBatch.reference` is there) and a method `prepare` as of `StepLoss`."""
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
@@ -49,8 +52,8 @@ class ClippedPolicyGradient:
     without a gradient. A batch is trained on once, so the trainer at the step's start is the current policy: the ratio is 1,
     nothing is clipped, and no further forward pass is needed.
 
-    KL_t is the `kl_estimator` of KL(pi || reference), and asks the engine for a reference model. Neither it nor the entropy
-    is weighted by c_t.
+    KL_t is the `kl_estimator` of KL(pi || reference), and asks the engine for a reference model, as a surrogate of one's own
+    does that has `needs_reference = True`. Neither KL nor entropy is weighted by c_t.
     """
 
     clip_low: float = 0.2
@@ -83,7 +86,7 @@ class ClippedPolicyGradient:
     @property
     def needs_reference(self) -> bool:
         """Whether the reference model's logprobs are asked for."""
-        return self.kl_coefficient != 0.0
+        return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """The loss and, as weighted sums, `clip_fraction`, `approx_kl` (k3 of the sampler's policy to the current one),
@@ -133,7 +136,7 @@ class ClippedPolicyGradient:
         elif self.surrogate == "cispo":
             objective, is_clipped = cispo_surrogate(batch.logprobs, log_ratio, batch.advantages, *bounds)
         else:
-            return _own(self.surrogate, batch), torch.zeros_like(batch.has_old)
+            return checked(said_by(self.surrogate, batch), self.surrogate, batch), torch.zeros_like(batch.has_old)
         return -objective, is_clipped
 
 
@@ -165,13 +168,29 @@ class SequencePolicyGradient(ClippedPolicyGradient):
         return batch.prepared + (batch.logprobs - batch.logprobs.detach())
 
 
-def _own(function: OwnLoss, batch: TokenBatch) -> torch.Tensor:
-    values = function(batch)
+@dataclass(frozen=True, slots=True)
+class PreparedPolicyGradient(ClippedPolicyGradient):
+    """With a surrogate of one's own that has a method `prepare`: it finds what that said in `TokenBatch.prepared`."""
+
+    @property
+    def preparer(self) -> object:
+        """Whose `prepare` it is, for messages."""
+        return self.surrogate
+
+    def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
+        """The surrogate's numbers. With `tis_cap` its old logprobs are the current ones here too."""
+        surrogate: Any = self.surrogate
+        return np.asarray(
+            surrogate.prepare(step if self.tis_cap is None else replace(step, old_logprobs=step.logprobs))
+        )
+
+
+def checked(values: object, function: object, batch: TokenBatch) -> torch.Tensor:
+    """What a function of one's own returned. Raises `ConfigError`, naming it, unless it is one loss for each token."""
     if not isinstance(values, torch.Tensor) or values.shape != batch.logprobs.shape:
         what = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"{values!r}"
-        name = getattr(function, "__name__", repr(function))
         raise ConfigError(
-            f"the loss {name} returned {what} for {len(batch.logprobs)} tokens: it has to return one loss for each token, "
-            "and must not add them up"
+            f"the loss {name_of(function)} returned {what} for {len(batch.logprobs)} tokens: it has to return one loss for "
+            "each token, and must not add them up"
         )
     return values

@@ -99,6 +99,6 @@ class StepLoss(Loss, Protocol):
         """One number for each token, shape (N,)."""
 
 
-def needs_reference(loss: Loss) -> bool:
+def needs_reference(loss: object) -> bool:
     """Whether a loss compares with the reference model (the one that training began with): it has `needs_reference = True`."""
     return bool(getattr(loss, "needs_reference", False))

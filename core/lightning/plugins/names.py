@@ -1,4 +1,4 @@
-"""What plugins registered: a factory for each name of each kind.
+"""What plugins registered: a factory for each name of each kind; a credit function for each name of a credit.
 
 The invariant: a name means one thing. When two plugins claim it, asking for it is an error that names both.
 """
@@ -26,9 +26,18 @@ class Names:
         self._contested: dict[tuple[Kind, str], set[str]] = {}
 
     def take(self, kind: Kind, plugin: str, name: str, factory: object) -> None:
-        """Register a name. Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called."""
+        """Register a name.
+
+        Raises `PluginError` when it is taken, or not a name, or what it stands for cannot be called; a credit function that is
+        a class, because credit functions are no factories: what is registered is called with a group.
+        """
         if not isinstance(name, str) or not name or not callable(factory):
             raise PluginError(f"register_{kind} wants register(name, function), not register({name!r}, {factory!r})")
+        if kind == "credits" and isinstance(factory, type):
+            made = factory.__name__
+            raise PluginError(
+                f"register_credits wants the credit function itself, not its class {made}: register({name!r}, {made}())"
+            )
         if name in self._taken[kind]:
             owner = self._taken[kind][name][0]
             self._contested.setdefault((kind, name), set()).update({owner, plugin})

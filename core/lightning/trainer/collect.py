@@ -17,22 +17,16 @@ import numpy as np
 from lightning.algorithms.protocol import Batch
 from lightning.batch.digest import transition_digest
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.losses.protocol import Loss
+from lightning.losses.given import GivenLoss
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
 from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
 
 
 async def all_rollouts(store: Store, run: str, *, split: str | None = None, step: int | None = None) -> list[Rollout]:
-    """Every rollout of a run (all pages), in creation order."""
-    found: list[Rollout] = []
-    cursor = ""
-    while True:
-        page = await store.list_rollouts(run, split=split, step=step, cursor=cursor)
-        found.extend(page.rollouts)
-        cursor = page.cursor
-        if not cursor:
-            return found
+    """Every rollout of a run (all pages), in creation order. Those of all steps may be gigabytes: `each_rollout` keeps none."""
+    return [rollout async for rollout in each_rollout(store, run, split=split, step=step)]
 
 
 async def rollouts_of(store: Store, record: StepRecord, max_staleness: int) -> list[Rollout]:
@@ -135,11 +129,12 @@ def batch_digest(batch: Batch) -> str:
             if span.value_weight:
                 digest.update(struct.pack("<dd", span.value_target, span.value_weight))
     if batch.loss is not None:
-        _text(digest, type(batch.loss).__qualname__, *_fields(batch.loss))
+        loss = batch.loss.given if isinstance(batch.loss, GivenLoss) else batch.loss
+        _text(digest, type(loss).__qualname__, *_fields(loss))
     return digest.hexdigest()
 
 
-def _fields(loss: Loss) -> Iterator[str]:
+def _fields(loss: object) -> Iterator[str]:
     """What a loss was made with, as JSON; of a function or an object only the name, which is the same in every process."""
     if dataclasses.is_dataclass(loss):
         for field in dataclasses.fields(loss):

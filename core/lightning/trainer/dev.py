@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from rich.table import Table
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
 from lightning.plugins.adapters import failed_adapter
-from lightning.trainer.collect import all_rollouts, caller_name, is_trainable
+from lightning.trainer.algorithm import needs_pair, try_algorithm
+from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups
 from lightning.trainer.metrics import count_truncated
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.progress import Reporter
@@ -82,15 +84,22 @@ async def dry_run(
     algorithm: Algorithm | PromptAlgorithm,
     reporter: Reporter,
 ) -> DevReport:
-    """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded."""
-    planned = train_rollouts(stack.run.id, 0, tasks, 1, stack.config.runner.max_attempts)
+    """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded.
+
+    The first task is run twice where a function that is not lightning's compares rollouts (`needs_pair`).
+    """
+    run, attempts = stack.run.id, stack.config.runner.max_attempts
+    planned = train_rollouts(run, 0, tasks[:1], 2 if needs_pair(algorithm) else 1, attempts)
+    planned += train_rollouts(run, 0, tasks[1:], 1, attempts, first=1)
     reporter.phase("dry run", len(planned))
     await stack.execute(planned, reporter.rollout)
     rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
     compared = not isinstance(algorithm, PromptAlgorithm) and algorithm.group_size > 1
-    problems = _problems(rows, train_agents, compared=compared)
-    report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents)))
+    groups = await load_groups(stack.store, rollouts, train_agents)
+    tried = await asyncio.to_thread(try_algorithm, algorithm, groups)
+    problems = _problems(rows, train_agents, compared=compared) + tried.problems
+    report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents) + tried.hints))
     show(report, reporter.console)
     return report
 

@@ -93,7 +93,7 @@ class Loop:
             if needs_critic(self.algorithm):
                 groups = await self.valued(step, groups)
             batch = await asyncio.to_thread(self.algorithm.batch, groups)
-            result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
+            result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(self.algorithm))
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics["drift_tokens"] = await self.drift(batch, result)
         metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
@@ -221,7 +221,7 @@ class Loop:
             raise AuditError(
                 f"step {record.step} of {record.run} cannot be replayed: run `lightning audit {record.run}`"
             )
-        await asyncio.to_thread(self.engine.step, batch.samples, batch.loss or self.algorithm.loss)
+        await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(self.algorithm))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -122,7 +122,7 @@ class Pipeline(Sampler):
         if not self._pacer.room:
             return False
         run, version = self.stack.run.id, self._pacer.step
-        tasks = tasks_from(self.tasks, self._begun, 1, self.config.seed)
+        tasks = tasks_from(self.tasks, self._begun, 1, self.config.seed, self.config.order)
         size, attempts = self.algorithm.group_size, self.stack.config.runner.max_attempts
         planned = train_rollouts(run, version, tasks, size, attempts, first=self._places[version])
         self._open(planned)

@@ -1,4 +1,4 @@
-"""Which rollouts a step needs: a pure function of the seed, so that a resumed run plans exactly what it planned before."""
+"""Which rollouts a step needs: a pure function of the settings, so that a resumed run plans exactly what it planned before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.errors import DataError
 from lightning.types import Fault, Json, Rollout, Status, Task
+
+if TYPE_CHECKING:
+    from lightning.config.models import TaskOrder
 
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")
@@ -72,31 +75,39 @@ def _row(item: Json) -> dict[str, Any]:
     return {name: value for name, value in item.items() if value is not None or name == "input"}
 
 
-def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int) -> list[Task]:
-    """The `count` tasks of a step: consecutive slices of endless shuffled passes over `tasks`, no state between steps."""
-    return tasks_from(tasks, step * count, count, seed)
+def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int, order: TaskOrder = "shuffled") -> list[Task]:
+    """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps."""
+    return tasks_from(tasks, step * count, count, seed, order)
 
 
-def tasks_from(tasks: Sequence[Task], first: int, count: int, seed: int | str) -> list[Task]:
-    """`count` tasks from position `first` on of endless shuffled passes over `tasks`."""
+def tasks_from(
+    tasks: Sequence[Task], first: int, count: int, seed: int | str, order: TaskOrder = "shuffled"
+) -> list[Task]:
+    """`count` tasks from position `first` on of endless passes over `tasks`: `shuffled`, each by itself, or all as `given`."""
     if not tasks:
         raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
     places = [divmod(position, len(tasks)) for position in range(first, first + count)]
+    if order == "given":
+        return [tasks[offset] for _, offset in places]
     orders = {epoch: _order(len(tasks), f"{seed}/{epoch}") for epoch in {epoch for epoch, _ in places}}
     return [tasks[orders[epoch][offset]] for epoch, offset in places]
 
 
-def tasks_of_wave(tasks: Sequence[Task], step: int, wave: int, count: int, seed: int) -> list[Task]:
-    """The tasks of one wave of a step. Wave 0 is the step's own; later ones are shuffled passes over the other tasks.
+def tasks_of_wave(
+    tasks: Sequence[Task], step: int, wave: int, count: int, seed: int, order: TaskOrder = "shuffled"
+) -> list[Task]:
+    """The tasks of one wave of a step. Wave 0 is the step's own; later ones are passes over the other tasks, shuffled, or as
+    given from those on that follow the step's own (in a curriculum the nearest).
 
     They do not move the order that steps have without them.
     """
-    own = tasks_of_step(tasks, step, count, seed)
+    own = tasks_of_step(tasks, step, count, seed, order)
     if wave == 0:
         return own
     used = {task.id for task in own}
-    others = [task for task in tasks if task.id not in used]
-    return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {step}")
+    following = (step + 1) * count % len(tasks) if order == "given" else 0
+    others = [task for task in (*tasks[following:], *tasks[:following]) if task.id not in used]
+    return tasks_from(others or tasks, (wave - 1) * count, count, f"{seed}/waves of {step}", order)
 
 
 @functools.lru_cache(maxsize=4)

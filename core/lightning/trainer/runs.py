@@ -18,6 +18,7 @@ from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
+from lightning.trainer.functions import holds_code, recorded
 from lightning.types import DEFAULT_PROJECT, Json, Run
 
 logger = logging.getLogger(__name__)
@@ -103,34 +104,28 @@ def claim_folder(folder: Path) -> Iterator[None]:
 
 
 def describe_algorithm(algorithm: Algorithm | PromptAlgorithm) -> dict[str, Json]:
-    """An algorithm in JSON: its plugin name and, for a dataclass of plain values, its arguments.
+    """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
 
-    An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields. `arguments` is
-    null when they are not plain (a user's own credit function): then only Python code that has the object can derive its
-    batches again.
+    An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields, and one that is a
+    function, or another object, what it is and whether it was edited (`lightning.trainer.functions`): then only Python code
+    that has the object can derive its batches again. So do the `functions` of what `from_loss` and `from_batch` made.
+    `arguments` is null for an algorithm that is no dataclass.
     """
-    arguments: Json = None
+    described: dict[str, Json] = {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": None}
     if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
         values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm) if item.init}
-        try:
-            arguments = json.loads(json.dumps(values, default=_with_type))
-        except TypeError:
-            arguments = None
-    return {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": arguments}
+        described["arguments"] = _json(values)
+    own = getattr(algorithm, "own_functions", None)
+    return described | ({"functions": _json(own)} if isinstance(own, Mapping) else {})
 
 
-def type_name(value: object) -> str:
-    """The type of an argument as a run's record says it."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _with_type(value: object) -> dict[str, object]:
-    """A dataclass as a mapping. Raises `TypeError`, as `json.dumps` wants it, for anything else."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise TypeError(f"{value!r} is not plain")
-    return {"type": type_name(value)} | {
-        item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init
-    }
+def _json(values: object) -> Json:
+    """In JSON, or None for what cannot be: a mapping with keys that are no words, a list that holds itself."""
+    try:
+        found: Json = json.loads(json.dumps(values, default=recorded))
+    except (TypeError, ValueError):
+        return None
+    return found
 
 
 def run_id_of(folder: Path) -> str:
@@ -189,8 +184,10 @@ async def check_run(
     may_change = [name for name in MAY_CHANGE if name != "engine.device" or not _dtype_is_auto(described)]
     different = [name for name in changed if not _among(name, may_change)]
     if different:
+        edited = any(name.startswith("algorithm.") and name.endswith(".sha256") for name in different)
+        hint = " (sha256 is that of a function's source: it was edited)" if edited else ""
         raise ConfigError(
-            f"run {run!r} was started with other settings ({', '.join(different)}): resume it with the same ones, "
+            f"run {run!r} was started with other settings ({', '.join(different)}){hint}: resume it with the same ones, "
             "or give another `out` to start a new run"
         )
     if rounded := [name for name in changed if _among(name, ROUNDED_BY)]:
@@ -204,10 +201,13 @@ async def check_run(
 
 def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[str]:
     """The settings that are not the stored run's. One that its release did not have yet was at its default then."""
+    now = _as_described_then(now, stored)
     stored = _as_described_now(stored)
     defaults = _flatten({"config": Config().model_dump(mode="json")})
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
     for key in old.keys() | new.keys():
+        if key not in old and key.startswith("algorithm.") and key.endswith(".sha256"):
+            continue  # that release did not note it; that it is another object altogether is told by its name
         if old.get(key, defaults.get(key)) != new.get(key):
             yield key.removeprefix("config.")
 
@@ -232,11 +232,35 @@ def _as_described_now(stored: Mapping[str, Json]) -> Mapping[str, Json]:
     arguments = algorithm.get("arguments")
     if not isinstance(arguments, Mapping):
         return stored
+    objects = {name: value for name, value in arguments.items() if holds_code(value) or _has_type(value)}
+    plain = {name: value for name, value in arguments.items() if name not in objects}
     try:
-        now = describe_algorithm(plugins().algorithm(str(algorithm["name"]))(**arguments))
+        now = describe_algorithm(plugins().algorithm(str(algorithm["name"]))(**plain))
     except (TypeError, LightningError):  # this release does not take them: the difference is told
         return stored
-    return {**stored, "algorithm": now} if now["type"] == algorithm.get("type") else stored
+    made = now.pop("arguments")
+    if now["type"] != algorithm.get("type") or not isinstance(made, Mapping):
+        return stored
+    if "functions" in algorithm:
+        now["functions"] = algorithm["functions"]  # these are as they were then, which is what is asked
+    else:
+        now.pop("functions", None)
+    return {**stored, "algorithm": {**now, "arguments": {**made, **objects}}}
+
+
+def _has_type(value: Json) -> bool:
+    return isinstance(value, Mapping) and "type" in value
+
+
+def _as_described_then(now: Mapping[str, Json], stored: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Without what the stored run's release did not say: own functions, and any argument where one of them was a function."""
+    algorithm, then = now.get("algorithm"), stored.get("algorithm")
+    if not isinstance(algorithm, Mapping) or not isinstance(then, Mapping):
+        return now
+    known = {name: value for name, value in algorithm.items() if name != "functions" or name in then}
+    if then.get("arguments") is None and holds_code(algorithm.get("arguments")):
+        known["arguments"] = None
+    return {**now, "algorithm": known}
 
 
 def _flatten(value: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:

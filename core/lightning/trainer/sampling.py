@@ -161,7 +161,7 @@ class TurnSampler(Sampler):
         groups: list[Group] = []
         teaching, wave = 0, 0
         while teaching < count and wave < (self.config.max_waves if samples_dynamically(self.algorithm) else 1):
-            tasks = tasks_of_wave(self.tasks, step, wave, count, self.config.seed)
+            tasks = tasks_of_wave(self.tasks, step, wave, count, self.config.seed, self.config.order)
             planned = train_rollouts(run, step, tasks, size, attempts, generation=number, first=wave * count)
             rollouts += await self._ended(planned, f"{what}, wave {wave + 1}" if wave else what)
             self.check(what, rollouts)

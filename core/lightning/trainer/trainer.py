@@ -33,6 +33,7 @@ from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking import Trackers
+from lightning.trainer.algorithm import resolve_algorithm
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model
@@ -60,7 +61,8 @@ class Trainer:
     shortcuts for its commonest fields and win over it. `out` is the run's folder; its name at the first
     start is the run's id.
 
-    Raises `ConfigError` for impossible settings and `PluginError` for unknown names, before anything is started.
+    Raises `ConfigError` for impossible settings and for what is no algorithm, and `PluginError` for unknown names, before
+    anything is started.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Trainer:
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = resolve_model(model)
-        self.algorithm = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+        self.algorithm = resolve_algorithm(algorithm)
         self.train_agents = tuple(train_agents)
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
@@ -135,8 +137,9 @@ class Trainer:
     def dev(self, agent: Agent | None, tasks: Sequence[Task | Json], *, count: int = 4) -> DevReport:
         """Run the agent on a few tasks against the untrained model, without training, and report what was recorded.
 
-        Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. Nothing is
-        kept but vLLM's log, in `out`/dev.
+        Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. An algorithm,
+        a credit function or a loss of your own is tried on what was recorded; the first task is then run twice, so that there
+        are rollouts to compare. Nothing is kept but vLLM's log, in `out`/dev.
         """
         if not tasks:
             raise DataError("the list of tasks is empty: give dev() at least one")

@@ -40,8 +40,6 @@ def test_all_calls_of_a_rollout_count_together_and_the_record_keeps_its_reward()
     assert [float(row.advantages[-1]) for row in batch.samples if row.weights.any()] == [-0.25, -0.25, 0.25, 0.25]
     assert [rollout.reward for rollout in batch.used] == [1.0, 1.0]
     assert LightningRL("dr_grpo").batch([own]).skipped == {"all_rewards_equal": 1}
-    assert algorithm.teaches(own)
-    assert not LightningRL("dr_grpo").teaches(own)
 
 
 def test_calls_that_are_not_trained_are_nobodys_length() -> None:

@@ -80,6 +80,10 @@ def test_an_object_can_be_a_plugin(install) -> None:
             "register_credits wants register(name, function), not register('x', 3)",
         ),
         (
+            "from lightning import hookimpl\n@hookimpl\ndef register_credits(register): register('tail', OSError)",
+            "register_credits wants the credit function itself, not its class OSError: register('tail', OSError())",
+        ),
+        (
             "from lightning import hookimpl\n@hookimpl\ndef register_credits(register): raise OSError('no disk')",
             "OSError: no disk",
         ),

@@ -106,6 +106,24 @@ async def test_wherever_it_is_killed_a_resume_keeps_the_bound_and_loses_nothing(
     assert tasks == [task.id for task in order], "tasks come in their order, each once"
 
 
+@pytest.mark.parametrize("staleness", [0, 1], ids=["in turns", "ahead"])
+async def test_tasks_come_as_given_also_after_a_crash(
+    bench: Any, answering: Any, tmp_path: Path, staleness: int
+) -> None:
+    given: dict[str, Any] = {"trainer__order": "given", "trainer__max_staleness": staleness, "trainer__eval_every": 0}
+    async with bench(tmp_path, answering, **given) as made:
+        made.engine.crash_at = "step:1"
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+    async with bench(tmp_path, answering, **given) as made:
+        await made.loop.run({})
+        train = [task.id for task in made.loop.train]
+        begun = [
+            rollout.task.id for rollout in await all_rollouts(made.store, "run", split="train") if not rollout.index
+        ]
+    assert begun == [*train, train[0]], "three steps of two tasks: every task of the five, then the first again"
+
+
 def _kill(made: Any, kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End the process at the `number`-th event of a kind. What it holds is not given back, as after `kill -9`."""
     seen = 0

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.algorithms import Batch, from_batch
 from lightning.algorithms.dpo import DPO
+from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
+from lightning.batch.trajectory import Group
 from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.summary import summarize
@@ -279,3 +282,24 @@ async def test_a_loss_of_the_batch_itself_trains_it_also_when_it_is_replayed(
     assert all(trained)
     assert len(again) == 3
     assert again[: len(trained)] == trained
+
+
+@from_batch
+def passed_on(groups: Sequence[Group], *, group_size: int = 4) -> Batch:
+    """Another algorithm's rows, under a name of its own."""
+    return LightningRL("gspo", group_size=group_size, kl_coefficient=0.5).batch(groups)
+
+
+async def test_rows_that_another_algorithm_made_have_its_loss_also_when_they_are_replayed(
+    bench: Any, tmp_path: Path
+) -> None:
+    settings = {"algorithm": passed_on(), "trainer__steps": 2, "trainer__checkpoint_every": 10}
+    asked_for = LightningRL("gspo", kl_coefficient=0.5).loss
+    async with bench(tmp_path, **settings) as made:
+        made.policy.crash_at = 1
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+        assert made.engine.losses == [asked_for]
+    async with bench(tmp_path, **settings) as made:
+        await made.loop.run({})
+        assert made.engine.losses == [asked_for] * 2

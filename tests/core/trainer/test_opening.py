@@ -162,8 +162,29 @@ async def test_a_rollout_that_ends_its_policy_server_each_time_ends_before_the_r
     assert ended.status is Status.FAILED
     assert stack._supervisor is not None
     house.policy.died.set()
-    with pytest.raises(PolicyServerError, match=f"died {restarts + 1} times in this run"):
+    with pytest.raises(PolicyServerError, match=f"died {restarts + 1} times within one step"):
         await asyncio.wait_for(asyncio.shield(stack._supervisor), 60)
+
+
+async def test_deaths_before_a_step_are_no_reason_to_end_a_run(house: House, tmp_path: Path) -> None:
+    """In weeks a server may die more than MAX_RESTARTS times, and one that is attached is started again by its operator."""
+    stack = await house.open(tmp_path, restores=False)
+    assert stack._supervisor is not None
+
+    async def die() -> None:
+        house.policy.restarted.clear()
+        house.policy.died.set()
+        back = asyncio.create_task(house.policy.restarted.wait())
+        await asyncio.wait({back, stack._supervisor}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        back.cancel()
+
+    limit = trainer_stack.MAX_RESTARTS
+    for step in range(1, 3):
+        for _ in range(limit):
+            await die()
+            await asyncio.wait_for(stack._serving.wait(), 60)
+        await stack.update(Path("good"), step, None)
+    assert (stack.restarts, stack._supervisor.done()) == (2 * limit, False)
 
 
 async def test_a_server_that_is_started_again_is_taken_for_no_other_ones(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.trainer.plan import as_tasks, tasks_of_step, train_rollouts, val_rollouts
+from lightning.trainer.plan import as_tasks, tasks_of_step, tasks_of_wave, train_rollouts, val_rollouts
 from lightning.types import Task
 
 TASKS = [Task(f"question {number}") for number in range(7)]
@@ -29,6 +29,20 @@ def test_whole_passes_use_every_task_equally_often(count: int, passes: int, seed
 
 def test_seeds_give_different_orders() -> None:
     assert tasks_of_step(TASKS, 0, 7, 0) != tasks_of_step(TASKS, 0, 7, 1)
+
+
+def test_the_given_order_is_that_of_every_pass_whatever_the_seed() -> None:
+    for seed in range(2):
+        steps = [task for step in range(7) for task in tasks_of_step(TASKS, step, 2, seed, "given")]
+        assert steps == [*TASKS, *TASKS]
+
+
+def test_waves_of_the_given_order_go_on_with_the_tasks_that_follow_the_step() -> None:
+    assert tasks_of_wave(TASKS, 1, 0, 2, 0, "given") == TASKS[2:4]
+    assert [tasks_of_wave(TASKS, 1, wave, 2, 0, "given") for wave in (1, 2)] == [TASKS[4:6], [TASKS[6], TASKS[0]]]
+    assert tasks_of_wave(TASKS, 3, 0, 2, 0, "given") == [TASKS[6], TASKS[0]], "a step may cross the end of a pass"
+    assert tasks_of_wave(TASKS, 3, 1, 2, 0, "given") == TASKS[1:3]
+    assert tasks_of_wave(TASKS[:2], 0, 1, 2, 0, "given") == TASKS[:2], "with no other tasks there are the step's own"
 
 
 def test_an_empty_task_list_is_named() -> None:

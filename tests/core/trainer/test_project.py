@@ -15,7 +15,7 @@ from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
 from lightning.runner.remote import RemoteRunner
 from lightning.server.auth import ALL_PROJECTS, issue_token
-from lightning.server.control import RUNNER_FILE
+from lightning.server.control import RUNNER_FILE, token_file
 from lightning.server.projects import of_project
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
@@ -101,7 +101,9 @@ async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def test_a_project_s_runners_find_its_run_alone_and_get_its_prompts(house: House, tmp_path: Path) -> None:
     await house.add(0)
-    tokens = {project: (tmp_path / project / RUNNER_FILE).read_text().strip() for project in TEXTS}
+    tokens = {
+        project: token_file(house.store, tmp_path / project, RUNNER_FILE).read_text().strip() for project in TEXTS
+    }
     assert await house.work(tokens["team-a"], rollouts=1) == [("team-a", TEXTS["team-a"])]
     assert await house.work(tokens["default"], idle=0.3) == [("default", TEXTS["default"])]
     assert await house.work(tokens["team-a"], idle=0.3) == []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.errors import ConfigError, StoreError
+from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.store.reference import Reference, find, parse_reference
@@ -15,6 +17,8 @@ from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.prompts import resolve_prompts
 from lightning.types import Resource, ResourceKind, Rollout, Run, Task
+
+FROZEN = Path(__file__).parents[1] / "store" / "frozen"
 
 
 @pytest.fixture
@@ -120,6 +124,17 @@ async def test_a_resource_of_another_store_is_copied_into_this_one(store: Store,
         store, "run", {"writer": "resource:writer@1"}, home=f"sqlite:///{tmp_path}/tuned/lightning.db"
     )
     assert home.of(rollout()) == {"writer": "zero"}
+
+
+async def test_another_store_of_an_older_schema_is_left_as_it_is(store: Store, tmp_path: Path) -> None:
+    """The trainer or server that uses it may be of an older release."""
+    path = tmp_path / "old.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / "version-6.sql").read_text())
+    before = path.read_bytes()
+    with pytest.raises(SchemaError, match=r"has schema version 6, .*lightning db upgrade"):
+        await resolve_prompts(store, "run", {"writer": f"resource:{path}#writer@2"})
+    assert path.read_bytes() == before
 
 
 async def test_where_a_prompt_came_from_is_kept_without_its_password(

@@ -323,6 +323,36 @@ def test_seconds_are_those_of_all_work_of_a_round_and_a_resume_tells_nothing_twi
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
+def test_deaths_before_a_round_are_no_reason_to_end_a_search(
+    tmp_path: Path, writer: ChatServer, house: FakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died, restarted, report, reports = asyncio.Event(), asyncio.Event(), PromptBench.report, 0
+
+    async def wait_died() -> None:
+        await died.wait()
+        died.clear()
+
+    async def restart(weights: Path | None, version: int) -> None:
+        restarted.set()
+
+    async def reports_and_dies(self: PromptBench, *given: Any) -> None:
+        nonlocal reports
+        reports += 1
+        await report(self, *given)
+        for _ in range(stack.MAX_RESTARTS - 1):
+            restarted.clear()
+            died.set()
+            async with asyncio.timeout(20):
+                await restarted.wait()
+                await self._stack._serving.wait()
+
+    monkeypatch.setattr(house, "wait_died", wait_died)
+    monkeypatch.setattr(house, "restart", restart, raising=False)
+    monkeypatch.setattr(PromptBench, "report", reports_and_dies)
+    assert trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL).after is not None
+    assert reports > 1
+
+
 @pytest.mark.slow
 def test_a_finished_run_asks_and_runs_nothing_again_and_leaves_the_alias_where_it_was_put(
     tmp_path: Path, writer: ChatServer

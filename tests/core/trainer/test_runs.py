@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.protocol import Algorithm
+from lightning.audit import rebuild_algorithm
+from lightning.batch.trajectory import Group
 from lightning.config import Config, RunnerConfig, with_settings
+from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError
+from lightning.losses.protocol import TokenBatch
+from lightning.plugins import plugins
 from lightning.runner.remote import RemoteRunner
 from lightning.runner.sandbox import bubblewrap
 from lightning.store.memory import MemoryStore
@@ -19,6 +32,7 @@ from lightning.store.reference import existing_store, store_in
 from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
+from lightning.types import Run
 
 
 @pytest.mark.slow
@@ -93,7 +107,13 @@ async def test_a_resume_on_another_device_is_refused_where_that_decides_the_dtyp
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("engine.lr", 1.0), ("trainer.seed", 5), ("gateway.override_sampling", {"temperature": 0.1})]
+    ("key", "value"),
+    [
+        ("engine.lr", 1.0),
+        ("trainer.seed", 5),
+        ("trainer.order", "given"),
+        ("gateway.override_sampling", {"temperature": 0.1}),
+    ],
 )
 async def test_a_resume_with_other_settings_names_them(key: str, value: object) -> None:
     store = MemoryStore()
@@ -142,9 +162,110 @@ def test_an_algorithm_is_described_so_that_it_can_be_made_again() -> None:
     assert LightningRL(**arguments) == LightningRL("rloo", group_size=5)  # type: ignore[arg-type]
 
 
-def test_an_algorithm_with_a_function_in_it_says_that_it_cannot_be_made_again() -> None:
-    described = describe_algorithm(LightningRL(credit=lambda group, advantage: []))
-    assert described["arguments"] is None
+def own_credit(group: Group, advantage: GroupAdvantage) -> list[np.ndarray]:
+    return [np.zeros(len(member.transitions)) for member in group.trajectories]
+
+
+def test_an_algorithm_with_a_function_in_it_keeps_all_its_other_arguments() -> None:
+    described = describe_algorithm(LightningRL(credit=own_credit, kl_coefficient=0.5, tool_reward=lambda event: 1.0))
+    arguments = described["arguments"]
+    assert isinstance(arguments, dict)
+    assert arguments["kl_coefficient"] == 0.5
+    assert arguments["credit"]["function"] == f"{__name__}.own_credit"  # type: ignore[index, call-overload]
+    assert rebuild_algorithm(Run("run", "run", {"algorithm": described})) is None
+
+
+def _edited(described: dict[str, Any], *path: str) -> dict[str, Any]:
+    """As if what is there had been another source."""
+    described = json.loads(json.dumps(described))
+    place = described
+    for name in path:
+        place = place[name]
+    assert len(place["sha256"]) == 64
+    place["sha256"] = "0" * 64
+    return described
+
+
+@from_loss
+def own_loss(tokens: TokenBatch) -> torch.Tensor:
+    return -tokens.logprobs
+
+
+@from_batch(loss=lambda tokens: -tokens.logprobs)
+def own_batch(groups: Sequence[Group], *, bar: float = 0.5) -> Batch:
+    return Intake().batch([], [])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path"),
+    [
+        (LightningRL(credit=own_credit), ("arguments", "credit")),
+        (LightningRL(tool_reward=lambda event: 1.0), ("arguments", "tool_reward")),
+        (LightningRL(credit=partial(own_credit)), ("arguments", "credit", "partial")),
+        (own_loss("rloo", credit=own_credit), ("functions", "loss")),
+        (own_batch(bar=0.25), ("functions", "batch")),
+        (own_batch(bar=0.25), ("functions", "loss")),
+    ],
+)
+async def test_a_resume_with_an_edited_function_is_refused(algorithm: Algorithm, path: tuple[str, ...]) -> None:
+    described = describe_algorithm(algorithm)
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(await check_run(store, "run", {**_described(), "algorithm": described}, resume=False))
+    await check_run(store, "run", {**_described(), "algorithm": describe_algorithm(algorithm)}, resume=True)
+    name = ".".join(("algorithm", *path, "sha256"))
+    with pytest.raises(
+        ConfigError, match=rf"\({re.escape(name)}\) \(sha256 is that of a function's source: it was edited\)"
+    ):
+        await check_run(store, "run", {**_described(), "algorithm": _edited(described, *path)}, resume=True)
+
+
+async def test_an_edited_function_of_a_registered_algorithm_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed now is not what the run was started with."""
+    known = plugins()
+    monkeypatch.setattr(known, "names", lambda kind: ["own_loss"] if kind == "algorithms" else [])
+    monkeypatch.setattr(known, "algorithm", lambda name: own_loss)
+    described = describe_algorithm(own_loss())
+    store = MemoryStore()
+    await store.open()
+    began = {**_described(), "algorithm": _edited(described, "functions", "loss")}
+    await store.put_run(await check_run(store, "run", began, resume=False))
+    with pytest.raises(ConfigError, match=r"\(algorithm\.functions\.loss\.sha256\)"):
+        await check_run(store, "run", {**_described(), "algorithm": described}, resume=True)
+
+
+async def test_with_a_function_of_ones_own_the_other_arguments_are_compared() -> None:
+    store = MemoryStore()
+    await store.open()
+    began = describe_algorithm(LightningRL(credit=own_credit, group_size=4))
+    arguments = began["arguments"]
+    assert isinstance(arguments, dict)
+    del arguments["kl_estimator"]  # a release that did not have it yet
+    await store.put_run(await check_run(store, "run", {**_described(), "algorithm": began}, resume=False))
+    same = describe_algorithm(LightningRL(credit=own_credit, group_size=4))
+    await check_run(store, "run", {**_described(), "algorithm": same}, resume=True)
+    other = describe_algorithm(LightningRL(credit=own_credit, group_size=4, kl_coefficient=0.5, kl_estimator="k3"))
+    with pytest.raises(
+        ConfigError, match=r"\(algorithm\.arguments\.kl_coefficient, algorithm\.arguments\.kl_estimator\)"
+    ):
+        await check_run(store, "run", {**_described(), "algorithm": other}, resume=True)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [LightningRL(credit=own_credit, group_size=4), own_loss("rloo"), own_batch(bar=0.25)]
+)
+async def test_a_run_of_a_release_that_did_not_describe_functions_goes_on(algorithm: Algorithm) -> None:
+    now = describe_algorithm(algorithm)
+    older = {name: value for name, value in now.items() if name != "functions"}
+    if isinstance(algorithm, LightningRL) and algorithm.credit is own_credit:
+        older["arguments"] = None
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(await check_run(store, "run", {**_described(), "algorithm": older}, resume=False))
+    await check_run(store, "run", {**_described(), "algorithm": now}, resume=True)
+    plain = describe_algorithm(LightningRL("dr_grpo", group_size=6))
+    with pytest.raises(ConfigError, match=r"\(algorithm\.arguments"):
+        await check_run(store, "run", {**_described(), "algorithm": plain}, resume=True)
 
 
 def test_a_resume_without_a_folder_is_refused(tmp_path: Path) -> None:

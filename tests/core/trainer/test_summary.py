@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Page
 from lightning.trainer.summary import summarize
-from lightning.types import Fault, Outcome, Rollout, Run, Task
+from lightning.types import Fault, Outcome, Rollout, Run, Status, Task
 
 
 @pytest.fixture
@@ -56,3 +58,37 @@ async def test_a_search_that_is_resumed_with_fewer_rounds_has_the_winner_of_thos
     await evaluate(store, "final/v5", 3, 5, 0.75)
     await evaluate(store, "final/v2", 1, 2, 0.5)
     assert (await summarize(store, "run")).after == 0.5
+
+
+class Kept(Rollout):
+    """One of which it can be told whether somebody still has it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Pages(MemoryStore):
+    """A run of ten pages of rollouts, which are made when they are read. `most` of them were alive at once."""
+
+    size, most = 50, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[weakref.ref[Rollout]] = []
+
+    async def list_rollouts(self, run: str, *, cursor: str = "", **_: Any) -> Page:
+        number = int(cursor or 0)
+        made = {"reward": 0.5, "status": Status.SUCCEEDED, "split": "val" if number in (0, 9) else "train"}
+        page = [Kept(f"{number}/{place}", run, Task("q"), "g", step=number, **made) for place in range(self.size)]
+        self._given += map(weakref.ref, page)
+        self.most = max(self.most, sum(one() is not None for one in self._given))
+        return Page(tuple(page), str(number + 1) if number < 9 else "")
+
+
+async def test_rollouts_are_counted_page_by_page() -> None:
+    """All those of a run of weeks do not fit into memory."""
+    store = Pages()
+    await store.open()
+    found = await summarize(store, "run")
+    await store.close()
+    assert (found.rollouts, [one.rollouts for one in found.evaluations], found.after) == (400, [50, 50], 0.5)
+    assert store.most <= 2 * store.size

@@ -1,0 +1,157 @@
+"""The algorithm before a run: what cannot be one is refused at once, and a dry run tries it on what was recorded.
+
+The invariant: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first
+after the policy server's start, an evaluation and a step of rollouts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import lightning
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.prompts.protocol import PromptAlgorithm
+from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.batch.trajectory import Group
+from lightning.errors import ConfigError
+from lightning.losses.protocol import Loss, StepLoss, needs_reference
+from lightning.plugins import plugins
+from lightning.trainer.sampling import samples_dynamically
+
+NEEDED = ("name", "group_size", "batch", "loss")
+_HERE = Path(lightning.__file__).parent
+
+
+class Tried(NamedTuple):
+    """What came of trying an algorithm, in words: `problems` would end a run, `hints` would not."""
+
+    problems: list[str]
+    hints: list[str]
+
+
+def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm | PromptAlgorithm:
+    """The algorithm, made where a registered name was given.
+
+    Raises `PluginError` for an unknown name, of an algorithm or of a credit function, and `ConfigError` for what is no
+    algorithm: a class that was not called, a function, an object without what the loop asks for.
+    """
+    made = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+    if isinstance(made, type):
+        raise ConfigError(f"the algorithm is the class {made.__name__}, not an object of it: give {made.__name__}(...)")
+    if isinstance(made, PromptAlgorithm):
+        return made
+    if missing := [name for name in NEEDED if not _has(made, name)]:
+        cure = "give a registered name, lightning.LightningRL(...), or an object with name, group_size, batch and loss"
+        if inspect.isroutine(made):
+            cure = "lightning.algorithms.from_batch and from_loss make an algorithm of a function"
+        raise ConfigError(f"{made!r:.200} is no algorithm: it has no {', no '.join(missing)}; {cure}")
+    size: object = made.group_size
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"the algorithm {made.name} has group_size={size!r}: rollouts per task, 1 or more")
+    if samples_dynamically(made) and not callable(getattr(made, "teaches", None)):
+        raise ConfigError(
+            f"the algorithm {made.name} has dynamic_sampling=True, which samples until enough groups teach something, and no "
+            "method teaches(group) that says which do: add it, or call the argument otherwise"
+        )
+    if isinstance(made, LightningRL):
+        _credit_of(made)
+    return made
+
+
+def _has(algorithm: object, name: str) -> bool:
+    """Whether it has an attribute. A property is not asked: a loss imports torch."""
+    return inspect.getattr_static(algorithm, name, None) is not None or hasattr(algorithm, name)
+
+
+def _credit_of(algorithm: object) -> object:
+    """The credit function of a `LightningRL`; None for others."""
+    if not isinstance(algorithm, LightningRL):
+        return None
+    credit: object = algorithm.credit
+    if isinstance(credit, type):
+        raise ConfigError(f"credit={credit.__name__} is a class, not a credit function: give {credit.__name__}(...)")
+    return plugins().credit(credit) if isinstance(credit, str) else credit
+
+
+def needs_pair(algorithm: Algorithm | PromptAlgorithm) -> bool:
+    """Whether a dry run should have two rollouts of one task: a function that is not lightning's compares them."""
+    return not isinstance(algorithm, PromptAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
+
+
+def try_algorithm(algorithm: Algorithm | PromptAlgorithm, groups: Sequence[Group]) -> Tried:
+    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway."""
+    recorded = [group for group in groups if group.trajectories]
+    if isinstance(algorithm, PromptAlgorithm) or not recorded:
+        return Tried([], [])
+    if needs_critic(algorithm):
+        untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"
+        return Tried([], [untried] if _is_own(algorithm) else [])
+    try:
+        batch = algorithm.batch(recorded)
+    except Exception as error:  # noqa: BLE001 — a user's code: whatever it raises is what is to be reported
+        return Tried([_problem(f"{_name(algorithm)} cannot make a batch of these rollouts", error)], [])
+    if "torch" in sys.modules and _is_foreign(type(algorithm)):
+        try:
+            _call(batch.loss_for(algorithm))
+        except Exception as error:  # noqa: BLE001 — as above
+            return Tried([_problem(f"the loss of {_name(algorithm)} fails on two tokens", error)], [])
+    if needs_pair(algorithm) and all(len(group.trajectories) < 2 for group in recorded):
+        return Tried([], [f"{_name(algorithm)} was tried on single rollouts only: no two of one task succeeded"])
+    return Tried([], [])
+
+
+def _call(loss: Loss) -> None:
+    """Call a loss as an engine does. One that has to be prepared for the step is left alone: it sees more than tokens."""
+    if isinstance(loss, StepLoss):
+        return
+    import torch
+
+    from lightning.losses.protocol import TokenBatch
+
+    logprobs, ones = torch.tensor([-1.0, -2.0], requires_grad=True), torch.ones(2)
+    made = loss(
+        TokenBatch(
+            logprobs,
+            old_logprobs=logprobs.detach().clone(),
+            advantages=torch.tensor([1.0, -1.0]),
+            weights=ones / 2,
+            entropy=logprobs * -0.5,
+            has_old=ones.bool(),
+            versions=torch.zeros(2, dtype=torch.long),
+            reference=logprobs.detach().clone() if needs_reference(loss) else None,
+        )
+    )
+    if not made.loss.requires_grad:
+        raise ConfigError("it has no gradient: it has to be made of tokens.logprobs, not detached")
+    made.loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _is_own(algorithm: Algorithm) -> bool:
+    """Whether what makes batches, or credit in them, is a function that is not lightning's."""
+    return _is_foreign(type(algorithm)) or _is_foreign(_credit_of(algorithm))
+
+
+def _is_foreign(value: object) -> bool:
+    return value is not None and not str(getattr(value, "__module__", "")).startswith("lightning.")
+
+
+def _name(algorithm: Algorithm) -> str:
+    credit = _credit_of(algorithm)
+    if not _is_foreign(credit):
+        return f"the algorithm {algorithm.name}"
+    return f"the algorithm {algorithm.name} with the credit function {getattr(credit, '__name__', repr(credit))}"
+
+
+def _problem(what: str, error: Exception) -> str:
+    """In words, with the user's own line: the last of the file that lightning called."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _HERE not in Path(frame.filename).parents]
+    where = ""
+    if frames:
+        last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        where = f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
+    return f"{what}, and a run would end at its first step: {type(error).__name__}: {error}{where}"

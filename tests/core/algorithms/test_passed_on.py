@@ -1,0 +1,87 @@
+"""A batch that another algorithm made is trained with that one's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.algorithms import Batch, Intake, from_batch
+from lightning.algorithms.dpo import DPO
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.low_level import PRESETS, LowLevel
+from lightning.algorithms.sft import SFT
+from lightning.batch.trajectory import Group
+from lightning.losses.likelihood import NegativeLogLikelihood
+from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.losses.protocol import TokenBatch
+from lightning.testing.trajectories import make_group
+from lightning.trainer.collect import batch_digest
+
+GROUPS = [make_group([1.0, 0.0, 0.75], group="a"), make_group([0.0, 0.5], group="b")]
+
+
+def shorter(group: Group) -> Group:
+    """A price for each call."""
+    members = (
+        replace(own, rollout=replace(own.rollout, reward=own.reward - 0.01 * len(own.transitions)))
+        for own in group.trajectories
+    )
+    return Group(group.id, tuple(members))
+
+
+@from_batch
+def shaped(groups: Sequence[Group], *, group_size: int = 8, kl_coefficient: float = 0.1) -> Batch:
+    inner = LightningRL("gspo", group_size=group_size, kl_coefficient=kl_coefficient)
+    return inner.batch([shorter(group) for group in groups])
+
+
+def test_shaped_rewards_are_trained_with_the_loss_that_was_asked_for() -> None:
+    algorithm = shaped(kl_coefficient=0.25)
+    assert algorithm.batch(GROUPS).loss_for(algorithm) == LightningRL("gspo", kl_coefficient=0.25).loss
+
+
+@pytest.mark.parametrize("inner", [LightningRL("cispo", tis_cap=2.0), SFT(), DPO(beta=0.3)])
+def test_any_algorithm_can_be_passed_on(inner: LightningRL | SFT | DPO) -> None:
+    @from_batch
+    def outer(groups: Sequence[Group]) -> Batch:
+        return inner.batch(groups)
+
+    own, passed = inner.batch(GROUPS), outer().batch(GROUPS)
+    assert passed.loss_for(outer()) == own.loss_for(inner)
+    assert batch_digest(passed) == batch_digest(own)
+
+
+def test_a_loss_that_was_given_wins() -> None:
+    def nothing(tokens: TokenBatch) -> torch.Tensor:
+        return 0.0 * tokens.logprobs
+
+    @from_batch(loss=nothing)
+    def outer(groups: Sequence[Group]) -> Batch:
+        return LightningRL("gspo").batch(groups)
+
+    assert outer().batch(GROUPS).loss_for(outer()) == outer().loss
+
+    @from_batch
+    def own(groups: Sequence[Group]) -> Batch:
+        return replace(SFT().batch(groups), loss=ClippedPolicyGradient(0.1, 0.1))
+
+    assert own().batch(GROUPS).loss_for(own()) == ClippedPolicyGradient(0.1, 0.1)
+
+
+def test_rows_that_nobody_else_made_have_the_trainers_loss() -> None:
+    @from_batch
+    def own(groups: Sequence[Group]) -> Batch:
+        members = groups[0].trajectories
+        return Intake().batch(members, [[1.0]] * len(members))
+
+    assert own().batch(GROUPS).loss_for(SFT()) == NegativeLogLikelihood()
+
+
+@pytest.mark.parametrize("low_level", [name for name in PRESETS if name != "ppo"])
+def test_the_digest_of_a_step_is_what_it_was_before_batches_named_their_algorithm(low_level: LowLevel) -> None:
+    """So a run that an older version began is resumed and audited."""
+    batch = LightningRL(low_level).batch(GROUPS)
+    assert batch.loss is None
+    assert batch_digest(batch) == batch_digest(replace(batch, algorithm=None))
