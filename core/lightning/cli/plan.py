@@ -58,7 +58,6 @@ def plan(
     tool_scale: Annotated[float, typer.Option(min=0, help="How many times as long tools take.")] = 1.0,
     token_scale: Annotated[float, typer.Option(help="How many times as many tokens calls have.")] = 1.0,
     agents: Annotated[float, typer.Option(help="How many times the recorded run's machines agents get.")] = 1.0,
-    recorded_servers: Annotated[int, typer.Option(min=1, help="Policy servers of the recorded run.")] = 1,
     steps: Annotated[int, typer.Option(min=2, help="Steps to simulate.")] = 20,
     seed: Annotated[int, typer.Option(help="Draws the groups.")] = 0,
     assume_: Annotated[
@@ -77,7 +76,7 @@ def plan(
     cluster = Cluster(find_gpu(gpu), gpus, serve_on, tensor_parallel, assumptions) if gpus else None
     url, run_id = locate(run, runs)
     recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
-    calibration, played = calibrated(recorded, servers=recorded_servers)
+    calibration, played = calibrated(recorded)
     config = load_config(overrides=set_ or (), env={}, base=recorded_config(recorded))
     schedule = schedule_of(recorded, config, group_size=group_size or recorded.schedule.group_size, steps=steps)
     changes = Changes(tool_seconds, tool_scale, token_scale)
@@ -173,8 +172,8 @@ def _show_plans(plans: Sequence[Plan], where: str) -> None:
             ["  update", *(f"{one.step.update:.2f}" for one in plans)],
             ["trained tokens a second", *(f"{one.tokens_per_second:.0f}" for one in plans)],
             ["staleness, mean / max", *(f"{one.staleness_mean:.2f} / {one.staleness_max}" for one in plans)],
-            ["policy servers busy", *(f"{one.server_busy:.0%}" for one in plans)],
-            ["calls decoded at once, each", *(f"{one.batch:.1f}" for one in plans)],
+            ["policy server busy", *(f"{one.server_busy:.0%}" for one in plans)],
+            ["calls decoded at once", *(f"{one.batch:.1f}" for one in plans)],
             ["places busy", *(f"{one.places_busy:.0%} of {one.schedule.concurrency}" for one in plans)],
             ["trainer busy", *(f"{one.trainer_busy:.0%}" for one in plans)],
         ],

@@ -94,4 +94,5 @@ def _calls_of(samples: Sequence[Sample], tokens: Tokens) -> tuple[npt.NDArray[np
 
 
 def _named(loss: StepLoss) -> str:
-    return getattr(loss, "__qualname__", type(loss).__qualname__)
+    own: object = getattr(loss, "preparer", loss)
+    return getattr(own, "__qualname__", type(own).__qualname__)

@@ -45,8 +45,8 @@ class Calibration:
     fit: float
 
 
-def calibrate(recorded: Recorded, *, servers: int = 1) -> Calibration:
-    """Costs of a recorded run, in which there were so many policy servers, and its groups as work.
+def calibrate(recorded: Recorded) -> Calibration:
+    """Costs of a recorded run, and its groups as work.
 
     The agents' machines are taken for one that does a second of agents' work in a second (`Sharing.agents` is 1), unless
     nothing that agents do takes longer the more of them work.
@@ -59,14 +59,13 @@ def calibrate(recorded: Recorded, *, servers: int = 1) -> Calibration:
         raise DataError(f"run {recorded.run!r} has no call with response tokens to calibrate on: plan from another run")
     rests = [(max(call.ended for call in rollout.calls), rollout.end) for rollout in rollouts]
     load = _Load(calls, rests, _between_rollouts(recorded))
-    server, fit = _server(calls, servers)
+    server, fit = _server(calls)
     costs = Costs(
         server=server,
         trainer=_trainer(recorded),
         sharing=Sharing(agents=1.0 if load.shared else math.inf),
         dispatch=load.dispatch,
         turn=_turn(recorded),
-        servers=servers,
     )
     work = dict(zip(map(id, [*calls, *rollouts]), load.work(), strict=True))
     teams = tuple(_team(group, work) for group in recorded.groups)
@@ -192,8 +191,8 @@ def _between(times: Floats, cumulative: Floats, start: Floats, end: Floats) -> F
     return grown
 
 
-def _server(calls: Sequence[RecordedCall], servers: int) -> tuple[ServerCosts, float]:
-    """A server's costs by least squares: a call's seconds are its own and those of what its server did meanwhile."""
+def _server(calls: Sequence[RecordedCall]) -> tuple[ServerCosts, float]:
+    """A server's costs by least squares: a call's seconds are its own and those of what the server did meanwhile."""
     started, ended = _columns([(call.started, call.ended) for call in calls])
     responses, own = _columns([(call.response, call.fresh) for call in calls])
     seconds = ended - started
@@ -207,10 +206,10 @@ def _server(calls: Sequence[RecordedCall], servers: int) -> tuple[ServerCosts, f
     table = np.stack(
         [
             np.ones_like(seconds),
-            1.0 + np.maximum(last - first - 1, 0) / servers,
-            own + np.maximum(fresh[last] - fresh[first] - own, 0.0) / servers,
+            1.0 + np.maximum(last - first - 1, 0),
+            own + np.maximum(fresh[last] - fresh[first] - own, 0.0),
             responses,
-            responses * (1.0 + np.maximum(others, 0.0) / servers),
+            responses * (1.0 + np.maximum(others, 0.0)),
         ],
         axis=1,
     )

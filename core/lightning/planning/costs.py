@@ -55,15 +55,13 @@ class Sharing:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """All of them. `dispatch` is the agents' machines' work between two rollouts on a place, in seconds; `turn` what a step in
-    turns takes beside its rollouts, in seconds: they are created and read back; `servers` how many policy servers share the
-    calls."""
+    turns takes beside its rollouts, in seconds: they are created and read back."""
 
     server: ServerCosts
     trainer: TrainerCosts
     sharing: Sharing = field(default_factory=Sharing)
     dispatch: float = 0.0
     turn: float = 0.0
-    servers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a simulation says of a target. `tokens_per_second` are trained response tokens; staleness is in steps, over the
-    trained tokens; `server_busy`, `places_busy`, `trainer_busy` are shares of the time, `batch` calls decoded at once on one
-    policy server. `memory` is empty without a cluster."""
+    trained tokens; `server_busy`, `places_busy`, `trainer_busy` are shares of the time, `batch` calls decoded at once.
+    `memory` is empty without a cluster."""
 
     schedule: Schedule
     costs: Costs
@@ -134,9 +134,9 @@ def replay(recorded: Recorded, calibration: Calibration) -> Replay:
     return Replay(Phases(**means), _phases(simulated), calibration.fit)
 
 
-def calibrated(recorded: Recorded, *, servers: int = 1) -> tuple[Calibration, Replay]:
+def calibrated(recorded: Recorded) -> tuple[Calibration, Replay]:
     """Costs of a recorded run, and how well they repeat it. Raises as `calibrate` does."""
-    calibration = calibrate(recorded, servers=servers)
+    calibration = calibrate(recorded)
     return calibration, replay(recorded, calibration)
 
 

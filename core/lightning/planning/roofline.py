@@ -88,6 +88,6 @@ def trainer_costs(
         step=TRAFFIC * learned / ranks / (gpu.bandwidth * assumed.bandwidth_share),
         row_token=max(computing, sharding),
         checkpoint=STATE * learned / (machines * assumed.files),
-        update=2 * HALF * shape.parameters / assumed.files,  # written by the trainer, read by the servers
+        update=2 * HALF * shape.parameters / assumed.files,  # written by the trainer, read by the server
         export=HALF * shape.parameters / assumed.files,
     )

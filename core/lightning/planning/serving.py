@@ -1,7 +1,7 @@
-"""The simulated policy servers and agents: what happens to a rollout between its beginning and its end.
+"""The simulated policy server and agents: what happens to a rollout between its beginning and its end.
 
 The invariant: what takes part shares as `Sharing` says, at every moment: rates are set anew whenever somebody begins or ends
-to work. A call is admitted in the order in which it came to its server, and holds its place there to its end.
+to work. A call is admitted in the order in which it came to the server, and holds its place there to its end.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Waiting:
 
 
 class Server:
-    """One policy server. `speed` is its share of what it runs on; `paused` while it gets new weights."""
+    """The policy server. `speed` is its share of what it runs on; `paused` while it gets new weights."""
 
     def __init__(self, kernel: Kernel, costs: ServerCosts) -> None:
         self._costs = costs
         self._prompts, self._tokens = kernel.clock(), kernel.clock()
         self._line: deque[_Waiting] = deque()
         self._calls, self._held, self._stall = 0, 0, 0.0
-        self.speed, self.paused, self.rollouts = 1.0, False, 0
+        self.speed, self.paused = 1.0, False
 
     @property
     def busy(self) -> bool:
@@ -88,29 +88,29 @@ class Running:
     """A rollout on its way. `versions` are the policy's, one for each call in the order they began, with its tokens."""
 
     agent: Agent
-    server: Server
     finished: Action
     left: int
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Floor:
-    """Where rollouts happen: cores for the agents, and the servers. `training` says whether the trainer computes."""
+    """Where rollouts happen: cores for the agents, and the policy server. `training` says whether the trainer computes,
+    `rollouts` how many are under way."""
 
     def __init__(self, kernel: Kernel, costs: Costs, version: Callable[[], int]) -> None:
         self._kernel, self._costs, self._version = kernel, costs, version
         self._thinking = kernel.clock()
         self.training = kernel.clock()
-        self.servers = [Server(kernel, costs.server) for _ in range(costs.servers)]
+        self.server = Server(kernel, costs.server)
+        self.rollouts = 0
 
     def start(self, agent: Agent, finished: Callable[[Running], None]) -> None:
-        """Begin a rollout, at the server that has fewest; `finished` is called at its end."""
-        server = min(self.servers, key=lambda server: server.rollouts)
-        server.rollouts += 1
-        running = Running(agent, server, lambda: None, len(agent.calls))
+        """Begin a rollout; `finished` is called at its end."""
+        self.rollouts += 1
+        running = Running(agent, lambda: None, len(agent.calls))
 
         def ended() -> None:
-            server.rollouts -= 1
+            self.rollouts -= 1
             finished(running)
 
         running.finished = ended
@@ -118,11 +118,6 @@ class Floor:
             self._follow(running, -1)
         else:
             self._kernel.after(0.0, ended)
-
-    def pause(self, paused: bool) -> None:
-        """Let all servers stand still, or go on."""
-        for server in self.servers:
-            server.paused = paused
 
     def dispatch(self, action: Action) -> None:
         """What the agents' machines do between two rollouts; then `action` is called."""
@@ -134,12 +129,11 @@ class Floor:
         threads = len(self._thinking) + (training and sharing.trainer_with_agents)
         alone = min(1.0, sharing.agents / threads) if threads else 1.0
         self._thinking.rate = alone
-        busy = any(server.busy and not server.paused for server in self.servers)
+        busy = self.server.busy and not self.server.paused
         device = 0.5 if sharing.one_device and training and busy else 1.0
         self.training.rate = device * (alone if sharing.trainer_with_agents else 1.0)
-        for server in self.servers:
-            server.speed = device
-            server.retune()
+        self.server.speed = device
+        self.server.retune()
 
     def _follow(self, running: Running, index: int) -> None:
         """Begin what waited for a call."""
@@ -159,7 +153,7 @@ class Floor:
         def ended() -> None:
             self._kernel.after(self._costs.server.latency, lambda: self._returned(running, place))
 
-        running.server.submit(call, begun, ended)
+        self.server.submit(call, begun, ended)
 
     def _returned(self, running: Running, place: int) -> None:
         running.left -= 1

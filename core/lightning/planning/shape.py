@@ -31,7 +31,10 @@ KNOWN: Mapping[str, Mapping[str, object]] = {
 """The models of the recipes, as their `config.json` on the hub has them, so that a plan for them needs no network."""
 COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose parameters the formulas count."""
-OTHER = ("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank", "mlp_only_layers")
+OTHER = (
+    "n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank", "mlp_only_layers",
+    "vision_config", "audio_config",
+)  # fmt: skip
 """Keys that a configuration has for parts that the formulas do not know."""
 
 
@@ -130,7 +133,6 @@ def read_shape(model: str) -> Shape:
 
 def shape_of(name: str, values: Mapping[str, Any]) -> Shape:
     """The shape that a configuration describes. Raises `ConfigError` naming what it lacks, or what cannot be counted."""
-    values = {**values, **values.get("text_config", {})}
     _check_kind(name, values)
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in needed if not isinstance(values.get(key), int)]

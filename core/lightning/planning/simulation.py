@@ -42,7 +42,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Simulated:
     """What came of a simulation. Shares are of the time after the first step, which begins with nothing under way:
-    `server_busy` the mean over servers, `batch` the sequences that a server decodes at once while it is busy, `places_busy`
+    `server_busy` that of the policy server, `batch` the sequences that it decodes at once while it is busy, `places_busy`
     the share of `concurrency` that runs a rollout, `trainer_busy` training, checkpoints and updates."""
 
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ def simulate(schedule: Schedule, costs: Costs, teams: Iterator[Team]) -> Simulat
         raise ValueError("there is nothing to simulate in 0 steps")
     loop = (_Pipeline if schedule.max_staleness else _Turns)(schedule, costs, teams)
     steps = [loop.step(number) for number in range(schedule.steps)]
-    return loop.meter.result(steps, schedule, costs)
+    return loop.meter.result(steps, schedule)
 
 
 @dataclass(slots=True)
@@ -83,11 +83,11 @@ class _Meter:
     places: float = 0.0
     trainer: float = 0.0
 
-    def result(self, steps: Sequence[Step], schedule: Schedule, costs: Costs) -> Simulated:
+    def result(self, steps: Sequence[Step], schedule: Schedule) -> Simulated:
         total = self.seconds or 1.0
         return Simulated(
             steps=tuple(steps),
-            server_busy=self.server / costs.servers / total,
+            server_busy=self.server / total,
             batch=self.batch / self.server if self.server else 0.0,
             places_busy=self.places / schedule.concurrency / total,
             trainer_busy=self.trainer / total,
@@ -133,7 +133,7 @@ class _Loop(ABC):
         """All rollouts of a group have ended."""
 
     def step(self, step: int) -> Step:
-        """Wait for groups, train, write a checkpoint, update the servers."""
+        """Wait for groups, train, write a checkpoint, update the server."""
         if step == 1:
             self.meter = _Meter()
         began = self.kernel.now
@@ -146,9 +146,9 @@ class _Loop(ABC):
         due = (step + 1) % self.schedule.checkpoint_every == 0 or step + 1 == self.schedule.steps
         checkpoint = self._train(costs.checkpoint if due else 0.0)
         update = self._train(costs.export)
-        self.floor.pause(True)
+        self.floor.server.paused = True
         update += self._pass(max(0.0, costs.update - costs.export))
-        self.floor.pause(False)
+        self.floor.server.paused = False
         self.training = False
         self.version = step + 1
         self.served()
@@ -211,11 +211,11 @@ class _Loop(ABC):
     def _measure(self, seconds: float) -> None:
         meter = self.meter
         meter.seconds += seconds
-        for server in self.floor.servers:
-            if server.busy and not server.paused:
-                meter.server += seconds
-                meter.batch += seconds * server.batch
-        meter.places += seconds * sum(server.rollouts for server in self.floor.servers)
+        server = self.floor.server
+        if server.busy and not server.paused:
+            meter.server += seconds
+            meter.batch += seconds * server.batch
+        meter.places += seconds * self.floor.rollouts
         meter.trainer += seconds * self.training
 
 

@@ -40,8 +40,6 @@ def test_a_model_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     assert (
         read_shape(str(tmp_path)).parameters == read_shape(str(tmp_path / "config.json")).parameters == SMALL.parameters
     )
-    nested = {"text_config": dict(KNOWN["Qwen/Qwen3-8B"])}
-    assert shape_of("a model that also sees", nested).parameters == LARGE.parameters
 
 
 def test_a_model_that_cannot_be_counted_is_refused(tmp_path: Path) -> None:
@@ -66,6 +64,8 @@ def test_a_model_of_another_kind_is_refused_by_its_name(kind: str | None) -> Non
         {"shared_expert_intermediate_size": 5632},
         {"kv_lora_rank": 512},
         {"mlp_only_layers": [0, 1]},
+        {"vision_config": {"hidden_size": 1024}},
+        {"audio_config": {"hidden_size": 1024}},
         {"decoder_sparse_step": 2},
         {"layer_types": ["full_attention", "linear_attention"]},
     ],
@@ -73,6 +73,13 @@ def test_a_model_of_another_kind_is_refused_by_its_name(kind: str | None) -> Non
 def test_a_part_that_the_formulas_do_not_know_is_refused(part: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(part))):
         shape_of("odd", {**MIXTURE, **part})
+
+
+def test_a_model_that_also_sees_is_refused_by_its_name() -> None:
+    """Its decoder could be counted, its vision tower not."""
+    decoder = {**KNOWN["Qwen/Qwen3-8B"], "model_type": "llama"}
+    with pytest.raises(ConfigError, match="llava has model_type 'llava', whose parameters the planner cannot count"):
+        shape_of("llava", {"model_type": "llava", "text_config": decoder, "vision_config": {"hidden_size": 1024}})
 
 
 def test_what_such_a_configuration_says_of_nothing_is_counted() -> None:

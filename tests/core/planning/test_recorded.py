@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from lightning.algorithms.dpo import DPO
@@ -178,6 +179,10 @@ def test_passes_of_an_algorithm_that_is_not_known_are_not_guessed() -> None:
     assert forward_passes(recorded_with()) is None
     assert forward_passes(recorded_with(algorithm={"name": "mine", "arguments": {"low_level": "grpo"}})) is None
     assert forward_passes(recorded_with(algorithm={"name": "lightning_rl", "arguments": None})) is None
+    own: Any = type("Own", (), {"__call__": lambda *_: []})()
+    assert forward_passes(recorded_with(algorithm=describe_algorithm(LightningRL(credit=own)))) is None
+    function = LightningRL(credit=lambda group, advantage: [], kl_coefficient=0.1)
+    assert forward_passes(recorded_with(algorithm=describe_algorithm(function))) == 1, "a function is no critic"
 
 
 async def test_a_plan_for_gpus_has_the_passes_of_the_recorded_algorithm(store: Store) -> None:

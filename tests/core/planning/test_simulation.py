@@ -62,8 +62,6 @@ def test_what_is_shared_takes_its_time_from_all() -> None:
     simulated = simulate(schedule, costs, forever(*[agent((0.0, 1.0, 10))] * 8))
     assert simulated.steps[0].rollout == pytest.approx(8 * 1.0 / 2.0 + 10 * 0.01 * 8)
     assert simulated.batch == pytest.approx(8.0)
-    alone = simulate(schedule, replace(costs, servers=8), forever(*[agent((0.0, 1.0, 10))] * 8))
-    assert alone.steps[0].rollout == pytest.approx(8 * 1.0 / 2.0 + 10 * 0.01)
 
 
 def test_prompts_hold_up_what_is_being_decoded() -> None:
@@ -179,16 +177,15 @@ agents = st.lists(st.tuples(st.floats(0.0, 30.0), st.floats(0.0, 2.0), st.intege
     pool=st.lists(agents, min_size=3, max_size=6),
     shared=st.sampled_from([math.inf, 1.0]),
     one_device=st.booleans(),
-    servers=st.integers(1, 2),
 )
 def test_whatever_is_drawn(
-    bound: int, tasks: int, size: int, places: int, pool: list[Agent], shared: float, one_device: bool, servers: int
+    bound: int, tasks: int, size: int, places: int, pool: list[Agent], shared: float, one_device: bool
 ) -> None:
     schedule = Schedule(tasks, size, places, bound, steps=5)
     turning = itertools.cycle(pool)
     teams = (Team(tuple(next(turning) for _ in range(size))) for _ in itertools.count())
     sharing = Sharing(shared, trainer_with_agents=math.isfinite(shared), one_device=one_device)
-    simulated = simulate(schedule, Costs(SERVER, TRAINER, sharing, servers=servers), teams)
+    simulated = simulate(schedule, Costs(SERVER, TRAINER, sharing), teams)
     for number, step in enumerate(simulated.steps):
         assert 0 <= step.staleness_mean <= step.staleness_max <= min(bound, number)
         assert step.rows == tasks * size * 100, "every group is whole and taken once"

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lightning.engines.dropout import silence_dropout
+from lightning.engines.loading import read_model
 from lightning.errors import EngineError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def load_model(
 ) -> CausalLM:
     """Load a `transformers` causal LM folder for training. Raises `EngineError` naming the folder and what is wrong."""
     kind = _resolve_dtype(dtype, device)
-    model = _read(folder, torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)).to(device)
+    held = torch.bfloat16 if lora is not None and kind is torch.bfloat16 else _master(kind)
+    model = read_model(folder, dtype=held).to(device)
     if lora is not None:
         _add_lora(model, lora)
     silence_dropout(model)
@@ -141,42 +143,6 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
     if dtype is torch.bfloat16:
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
-
-
-def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    if not (folder / "config.json").is_file():
-        raise EngineError(
-            f"{folder} is not a model folder: it has no config.json. Give a folder that transformers can load"
-        )
-    try:
-        with _no_progress_bars():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
-    except Exception as error:
-        raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
-    broken = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if broken:
-        raise EngineError(
-            f"the weights in {folder} do not fit its config.json: {len(broken)} tensors are missing or have another shape, "
-            f"for example {broken[0]}. Copy the model again"
-        )
-    return model
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:

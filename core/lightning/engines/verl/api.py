@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from verl.utils.device import get_device_id as get_device_id
     from verl.utils.device import get_device_name as get_device_name
     from verl.utils.device import get_vendor as get_vendor
+    from verl.utils.model import get_hf_auto_model_class as get_hf_auto_model_class
     from verl.utils.tensordict_utils import assign_non_tensor as assign_non_tensor
     from verl.utils.tensordict_utils import get_non_tensor_data as get_non_tensor_data
     from verl.workers.config import FSDPEngineConfig as FSDPEngineConfig

@@ -66,7 +66,7 @@ class VerlEngine:
         self._ranks: list[tuple[int, bool]] = []
         self._taken = Taken()
         self._saved: tuple[Path, Taken] | None = None
-        self._restarts = 0
+        self._restarts, self._died_at = 0, 0
         self._turn = threading.Lock()
         """Held during a call, and during a transfer: weights may have to be sent to a vLLM that was started again while a step
         is computed."""
@@ -192,10 +192,12 @@ class VerlEngine:
     def _start(self, *, again: bool = False) -> None:
         """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
         from lightning.engines.verl.group import Alone, OnRay, connect
-        from lightning.engines.verl.settings import worker_config
+        from lightning.engines.verl.settings import refuse_holes, worker_config
 
         opened, engine = self._ready(), self._config.engine
         made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)
+        if not again:
+            refuse_holes(made)
         arguments = {
             "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
         }  # fmt: skip
@@ -245,9 +247,11 @@ class VerlEngine:
             cure = (
                 f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
             )
+        steps = self._taken.steps
+        if steps != self._died_at:  # a step was taken: workers work, and what they died of weeks ago is over
+            self._restarts, self._died_at = 0, steps
         if self._restarts >= allowed:
             raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: {cure}") from error
-        steps = self._taken.steps
         if steps and (self._saved is None or self._saved[1].steps != steps):
             raise EngineError(
                 f"{error}; the last checkpoint is older than step {steps}, so nothing can be done again from here "

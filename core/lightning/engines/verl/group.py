@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ T = TypeVar("T")
 ENDED = "the workers of the verl engine have ended after an error: resume the run"
 CPUS_FOR_RAY = 2
 """Beside one for each worker, in a local cluster: for what Ray runs itself while workers are placed."""
+_ONLY_ONE = threading.Lock()
+"""Held while a rank is in this process: a second would compute in the first one's process groups, which end with it."""
 
 
 class Group(Protocol):
@@ -55,9 +58,16 @@ class Alone:
     size = 1
 
     def __init__(self, worker_config: Any, arguments: Mapping[str, Any]) -> None:
+        """Raises `EngineError` while there is another, and when the worker cannot be made."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        if not _ONLY_ONE.acquire(blocking=False):
+            raise EngineError(
+                "another verl engine is open in this process, which has one set of torch's process groups: close that one "
+                "first, or give this one a worker process of its own (engine.verl.world_size = 1)"
+            )
+        self._open = True
         alone = {
             "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
@@ -105,9 +115,15 @@ class Alone:
             raise EngineError(f"{what} of the verl engine failed: {error!r}") from error
 
     def _leave(self) -> None:
-        if self._owns_processes and dist.is_initialized():
-            dist.destroy_process_group()
-        self._thread.shutdown()
+        if not self._open:
+            return  # what is there by now is another's
+        self._open = False
+        try:
+            if self._owns_processes and dist.is_initialized():
+                dist.destroy_process_group()
+            self._thread.shutdown()
+        finally:
+            _ONLY_ONE.release()
 
 
 class OnRay:

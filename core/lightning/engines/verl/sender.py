@@ -6,13 +6,13 @@ waits for a step. Where workers have to be started again for a part, the first o
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from lightning.addresses import is_loopback
 from lightning.config.models import EngineConfig
 from lightning.engines.verl.device import choose
 from lightning.errors import LightningError, PolicyServerError
@@ -48,7 +48,7 @@ class FirstWorker:
     def listen(self, backend: str, towards: str, world: int, seconds: float) -> Meeting:
         """See `Sender.listen`. A vLLM on the trainer's loopback is where the trainer's machine is, seen from other machines;
         where there are none loopback is kept, which no firewall closes and nobody else hears."""
-        if self._config.verl.world_size and _is_loopback(towards):
+        if self._config.verl.world_size and is_loopback(towards):
             import ray
 
             if sum(node["Alive"] for node in ray.nodes()) > 1:  # type: ignore[no-untyped-call]
@@ -81,10 +81,3 @@ class FirstWorker:
         if problem:
             raise PolicyServerError(f"verl's first worker: {problem}")
         return answer
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning.engines.loading import read_model
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.verl import api
 from lightning.engines.verl.megatron_settings import (
@@ -106,6 +107,20 @@ def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, se
         engine_config=sharding,
         optimizer_config=_made(api.FSDPOptimizerConfig, "optimizer", _optimizer(optimizer), theirs.optimizer),
         checkpoint_config=api.CheckpointConfig(),
+    )
+
+
+def refuse_holes(made: Any) -> None:
+    """Raises `EngineError` naming the folder where it does not hold all weights of the model as the settings have it, which
+    verl's workers would make up: they read the folder the same way, and do not look at what was missing."""
+    model = made.model_config
+    read_model(
+        Path(model.local_path),
+        api.get_hf_auto_model_class(model.hf_config),
+        config=model.hf_config,
+        trust_remote_code=model.trust_remote_code,
+        device_map="meta",
+        attn_implementation="eager",  # this machine may lack what the workers' attention needs
     )
 
 

@@ -177,3 +177,20 @@ def test_a_failure_in_this_process_leaves_no_group_behind(group: Any, monkeypatc
         alone.close()
     assert not dist.is_initialized()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning-verl")]
+
+
+def test_a_second_one_in_this_process_is_refused_until_the_first_has_ended(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would compute in the first one's process groups, and lose them."""
+    monkeypatch.setattr(group, "PolicyWorker", Worker)
+    first = group.Alone({}, {})
+    with pytest.raises(EngineError, match=r"another verl engine is open .* close that one .*world_size = 1"):
+        group.Alone({}, {})
+    assert dist.is_initialized(), "the first one's"
+    first.close()
+    second = group.Alone({}, {})
+    first.close()
+    assert dist.is_initialized(), "the second one's: a first one that has ended ends nothing again"
+    second.close()
+    assert not dist.is_initialized()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from lightning.engines.plugin import verl_engine
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.verl.device import choose
 from lightning.errors import ConfigError, EngineError
+from lightning.testing.tiny_models import make_tiny_model
+from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # verl's own
 
@@ -96,3 +102,75 @@ def test_what_the_engine_cannot_do_is_said_before_anything_starts(model: Path, t
         verl_engine(with_settings(Config(), {"engine.device": "cpu"})).open(tmp_path, OptimizerConfig(), seed=0)
     with pytest.raises(ConfigError, match=r"engine\.device is 'cuda:1'"):
         verl_engine(with_settings(Config(), {"engine.device": "cuda:1"})).open(model, OptimizerConfig(), seed=0)
+
+
+LOST = "model.layers.0.mlp.up_proj.weight"
+
+
+def a_tensor_is_lost(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[LOST]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def the_download_ended_early(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def a_shard_is_lost(folder: Path) -> None:
+    """The index names it."""
+    names = list(load_file(folder / "model.safetensors"))
+    a_tensor_is_lost(folder)
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    of = {name: "two.safetensors" if name == LOST else "one.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
+def a_shard_lacks_what_the_index_names(folder: Path) -> None:
+    a_shard_is_lost(folder)
+    save_file({}, folder / "two.safetensors", metadata={"format": "pt"})
+
+
+def a_layer_more_is_wanted(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (a_tensor_is_lost, rf"1 tensors are missing .*{LOST}"),
+        (the_download_ended_early, "not fully covered"),
+        (a_shard_is_lost, r"two\.safetensors"),
+        (a_shard_lacks_what_the_index_names, rf"1 tensors are missing .*{LOST}"),
+        (a_layer_more_is_wanted, r"11 tensors are missing .*model\.layers\.2\."),
+    ],
+)
+def test_missing_weights_are_refused_before_workers_start(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    break_it: Callable[[Path], None],
+    message: str,
+) -> None:
+    """As by the torch engine. verl would make them up, or fail in a worker."""
+    choose("cpu")
+    monkeypatch.setattr(import_module("lightning.engines.verl.group"), "Alone", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("lightning.engines.verl.megatron_settings._installed", lambda _: True)
+    folder = Path(shutil.copytree(model, tmp_path / "holes"))
+    break_it(folder)
+    settings = {"engine.device": "cpu", "engine.verl.world_size": 0, "engine.verl.strategy": strategy}
+    with pytest.raises(EngineError, match=rf"holes.*{message}"):
+        verl_engine(with_settings(Config(), settings)).open(folder, OptimizerConfig(), seed=0)
+
+
+def test_an_output_layer_that_is_the_embedding_is_not_missed(tmp_path: Path) -> None:
+    from lightning.engines.verl.settings import refuse_holes
+
+    folder = make_tiny_model(tmp_path / "tied", tied=True)
+    assert not [name for name in load_file(folder / "model.safetensors") if "lm_head" in name]
+    refuse_holes(made(folder))

@@ -84,7 +84,7 @@ class Workers:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     told = {"group": {"Alone": None, "OnRay": cluster.group, "connect": cluster.connect}}
-    told["settings"] = {"worker_config": lambda *_, **__: None}
+    told["settings"] = {"worker_config": lambda *_, **__: None, "refuse_holes": lambda _: None}
     for name, content in told.items():
         monkeypatch.setitem(sys.modules, f"lightning.engines.verl.{name}", SimpleNamespace(**content))
     util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.7")
@@ -188,3 +188,24 @@ def test_a_shortage_after_which_nothing_is_tried_again_says_what_helps(engine: V
     with pytest.raises(EngineError, match=cure):
         engine.logprobs([row(4)])
     assert len(cluster.made) == 4
+
+
+def test_deaths_before_a_step_are_not_held_against_the_workers(
+    engine: VerlEngine, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [3]
+
+    def run(self: Workers, method: str, parts: Sequence[tuple[Any, ...]], **_: object) -> list[Any]:
+        if method == "logprobs" and left[0]:
+            left[0] -= 1
+            raise WorkersLostError("a worker died")
+        return [(0, True)] if method == "place" else [[np.zeros(4, np.float32)]]
+
+    monkeypatch.setattr(Workers, "run", run)
+    engine.logprobs([row(4)])
+    engine._taken, engine._saved, left[0] = module.Taken(1), (Path("state"), module.Taken(1)), 3
+    engine.logprobs([row(4)])
+    left[0] = 1
+    with pytest.raises(EngineError, match=r"restarts = 3 were used up"):
+        engine.logprobs([row(4)])
+    assert len(cluster.made) == 7
