@@ -18,10 +18,12 @@ import typer
 
 from lightning._version import __version__
 from lightning.cli.output import fail
-from lightning.errors import LightningError
+from lightning.errors import ConfigError, LightningError
 
 EXIT_ERROR = 2
 """Exit code of every error that lightning raises on purpose, as of every wrong usage."""
+LOG_LEVEL = "--log-level"
+LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    typed = next((argument for argument in given if not argument.startswith("-")), "")
     try:
+        level, given = _log_level(given)
+        logging.basicConfig(
+            level=logging.DEBUG if debug else level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S%z",  # with the zone: logs of machines in several are compared
+        )
+        typed = next((argument for argument in given if not argument.startswith("-")), "")
         build(typed)(args=given, prog_name="lightning")
     except LightningError as error:
         if debug:
@@ -97,8 +104,26 @@ def _global_options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error and all log messages; goes anywhere.")
     ] = False,
+    log_level: Annotated[
+        str, typer.Option(LOG_LEVEL, help=f"Log from this level on: {', '.join(LEVELS)}; goes anywhere.")
+    ] = "warning",
 ) -> None:
-    """`--debug` is taken out by `main`, before any command can see it; it stands here for the help."""
+    """`--debug` and `--log-level` are taken out by `main`, before any command can see them; they stand here for the help."""
+
+
+def _log_level(given: Sequence[str]) -> tuple[str, list[str]]:
+    """The level that is asked for, and the arguments without it. Raises `ConfigError` for a level that there is not."""
+    level, rest = "warning", []
+    arguments = iter(given)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name != LOG_LEVEL:
+            rest.append(argument)
+            continue
+        level = value if equals else next(arguments, "")
+        if level not in LEVELS:
+            raise ConfigError(f"{LOG_LEVEL} {level!r}: there is no such level; give one of {', '.join(LEVELS)}")
+    return level, rest
 
 
 def _version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """Hands the metrics of each step, and finished rollouts, to every tracker of a run, each in a thread of its own.
 
-The invariant: training neither waits for a tracker nor fails with one: who raises is logged and hears no more.
+The invariant: training neither waits for a tracker nor fails with one. One that cannot start is left out; later a call that
+fails costs what was told by it and no more, for a run outlives a full disk and a backend that is down.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class _Feed:
         self._name, self._factory, self._config, self._store = name, factory, config, store
         self._run, self._described, self._folder = run, described, folder
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._wants_rollouts, self._missed = True, 0  # until the tracker is made, nobody knows
+        self._wants_rollouts = True  # until the tracker is made, nobody knows
+        self._missed, self._failed = 0, 0
         # A daemon: a tracker that hangs for ever must not keep the process.
         self._thread = threading.Thread(target=self._work, name=f"lightning-tracker-{name}", daemon=True)
 
@@ -101,6 +103,10 @@ class _Feed:
         self._thread.join(CLOSE_SECONDS)
         if self._missed:
             logger.warning("the tracker %r was too slow: it was not told of %d rollouts", self._name, self._missed)
+        if self._failed > 1:
+            logger.warning(
+                "the tracker %r failed %d times in all: what it was told then may be missing", self._name, self._failed
+            )
         if self._thread.is_alive():
             logger.warning(
                 "the tracker %r is not done after %g s: its last values may be missing", self._name, CLOSE_SECONDS
@@ -114,15 +120,25 @@ class _Feed:
             try:
                 with asyncio.Runner() as loop:
                     while (item := self._queue.get()) is not None:
-                        if isinstance(item, tuple):
-                            tracker.log(*item)
-                        elif isinstance(tracker, RolloutTracker):
-                            for record in loop.run(attempts_of(self._store, item)):
-                                tracker.attempt(record)
+                        self._tell(tracker, item, loop)
             finally:
                 tracker.close()
         except Exception as error:  # noqa: BLE001 — a tracker is a stranger's code and no reason to stop training
             logger.warning("the tracker %r failed and is left out from here on: %s", self._name, error or repr(error))
+
+    def _tell(self, tracker: Tracker, item: tuple[int, dict[str, float]] | Rollout, loop: asyncio.Runner) -> None:
+        try:
+            if isinstance(item, tuple):
+                tracker.log(*item)
+            elif isinstance(tracker, RolloutTracker):
+                for record in loop.run(attempts_of(self._store, item)):
+                    tracker.attempt(record)
+        except Exception as error:  # noqa: BLE001 — as above; the next call may find the disk or the backend well again
+            self._failed += 1
+            if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...: one that is down for days fills no log
+                logger.warning(
+                    "the tracker %r failed (%d so far) and goes on: %s", self._name, self._failed, error or repr(error)
+                )
 
 
 async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:

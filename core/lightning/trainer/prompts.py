@@ -14,6 +14,7 @@ from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS
 from lightning.server.projects import of_project
 from lightning.store.http import HttpStore
+from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
 from lightning.store.reference import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
@@ -108,7 +109,9 @@ async def _found(store: Store, text: str, home: str, project: str) -> Resource:
     place = reference.place or home
     if not place:
         return await find(store, reference)
-    other = plugins().store(existing_store(place))
+    url = existing_store(place)
+    await check_schema(url)
+    other = plugins().store(url)
     await other.open()
     try:
         seen = other if await _is_of_one_project(other) else of_project(other, project)

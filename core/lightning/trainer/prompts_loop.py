@@ -318,6 +318,7 @@ class PromptBench:
     async def report(self, step: int, metrics: Mapping[str, float], line: str) -> None:
         """See `Bench.report`."""
         self._last_step = max(self._last_step, step)
+        self._stack.advanced()
         told = self._told.get(step, {})
         if not self._again or not metrics.keys() <= told.keys():  # or killed between the work and its report
             spent = {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}

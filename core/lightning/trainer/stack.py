@@ -41,8 +41,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 MAX_RESTARTS = 5
-"""A policy server that dies more often than this in one run has a fault of its own, unless one rollout may have ended it each
-time: that one comes to its end first."""
+"""A policy server that dies more often than this within one step has a fault of its own, unless one rollout may have ended it
+each time: that one comes to its end first."""
 
 
 NOTICE_SECONDS = 5
@@ -74,6 +74,7 @@ class Stack:
     weights: Path | None = None
     restarts: int = 0
     waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
+    _deaths: int = field(default=0, repr=False)
     _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
     _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
@@ -116,8 +117,13 @@ class Stack:
                 raise
             update = await self._update(weights, version, probe)
         self.version, self.weights = version, weights
+        self.advanced()
         await self.waiting.aclose()
         return update
+
+    def advanced(self) -> None:
+        """A step was taken. The policy server works, so that deaths before it are no reason to end a run of weeks."""
+        self._deaths = 0
 
     async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
         """Every gateway that serves the run stops sending calls, the trainer's own last and for the update alone."""
@@ -161,14 +167,18 @@ class Stack:
             await asyncio.gather(doing, return_exceptions=True)
 
     async def supervise(self) -> None:
-        """Bring a dead policy server back with the current weights while requests wait; give up after MAX_RESTARTS."""
+        """Bring a dead policy server back with the current weights while requests wait.
+
+        Raises `PolicyServerError` when it dies more than MAX_RESTARTS times without a step in between.
+        """
         most = max(MAX_RESTARTS, EXCUSED + self.config.runner.max_attempts)
         while True:
             await self.policy.wait_died()
             self.restarts += 1
-            if self.restarts > most:
+            self._deaths += 1
+            if self._deaths > most:
                 raise PolicyServerError(
-                    f"the policy server died {self.restarts} times in this run; see {self.folder / 'vllm.log'}"
+                    f"the policy server died {self._deaths} times within one step; see {self.folder / 'vllm.log'}"
                 )
             logger.warning("the policy server died; restarting it with version %d", self.version)
             self._serving.clear()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts
-from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
+from lightning.trainer.plan import TRAIN, VAL, newest_generation
 from lightning.types import Json, Rollout, Status
 
 PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
@@ -59,17 +60,22 @@ class Summary:
 
 def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
     """Sum up one evaluation."""
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    failed = sum(rollout.status is Status.FAILED for rollout in rollouts)
-    return Evaluation(step, sum(rewards) / len(rewards) if rewards else None, len(rollouts), failed)
+    tally = _Tally()
+    for rollout in rollouts:
+        tally.add(rollout)
+    return tally.evaluation(step)
 
 
 async def summarize(store: Store, run: str) -> Summary:
-    """Read a run's summary. Raises `StoreError` when the store does."""
-    steps = await store.list_steps(run)
+    """Read a run's summary. Raises `StoreError` when the store does.
+
+    Rollouts are counted page by page: the last step of a run of weeks has millions behind it, and must not fail for want of
+    memory.
+    """
+    steps = [record.metrics for record in await store.list_steps(run)]  # without the names of all that was trained
     points = await store.metrics(run)
-    rollouts = await all_rollouts(store, run)
-    evaluations = _evaluations(rollouts)
+    counts = await _counted(store, run)
+    evaluations = counts.evaluations()
     time = dict.fromkeys(PHASES, 0.0)
     for point in points:
         for phase in PHASES:
@@ -80,37 +86,78 @@ async def summarize(store: Store, run: str) -> Summary:
         run=run,
         seed=seed if isinstance(seed, int) else 0,
         steps=len(steps),
-        rollouts=sum(rollout.split == TRAIN for rollout in rollouts),
-        failed=sum(rollout.split == TRAIN and rollout.status is Status.FAILED for rollout in rollouts),
-        trained_tokens=int(sum(record.metrics.get("tokens", 0.0) for record in steps)),
-        drift_tokens=int(sum(record.metrics.get("drift_tokens", 0.0) for record in steps)),
+        rollouts=counts.rollouts,
+        failed=counts.failed,
+        trained_tokens=int(sum(metrics.get("tokens", 0.0) for metrics in steps)),
+        drift_tokens=int(sum(metrics.get("drift_tokens", 0.0) for metrics in steps)),
         max_logprob_gap=max(
-            (
-                record.metrics.get("max_logprob_gap", 0.0)
-                for record in steps
-                if not record.metrics.get("staleness_max", 0.0)
-            ),
+            (metrics.get("max_logprob_gap", 0.0) for metrics in steps if not metrics.get("staleness_max", 0.0)),
             default=None,
         ),
         max_probe_gap=max((point.values.get("probe_gap", 0.0) for point in points), default=0.0),
         before=evaluations[0].reward if evaluations else None,
         after=evaluations[-1].reward if len(evaluations) > 1 else None,
         evaluations=evaluations,
-        rewards=tuple(record.metrics.get("reward", 0.0) for record in steps),
+        rewards=tuple(metrics.get("reward", 0.0) for metrics in steps),
         time={phase: round(seconds, 3) for phase, seconds in time.items()},
     )
 
 
-def _evaluations(rollouts: Sequence[Rollout]) -> tuple[Evaluation, ...]:
-    """Those that have ended. `rollouts` are in the order of their creation.
+@dataclass(slots=True)
+class _Tally:
+    """What an evaluation needs to know of its rollouts."""
+
+    rollouts: int = 0
+    failed: int = 0
+    unfinished: int = 0
+    generation: int = 0
+    rewards: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, rollout: Rollout) -> None:
+        """Count a rollout."""
+        self.rollouts += 1
+        self.failed += rollout.status is Status.FAILED
+        self.unfinished += not rollout.status.ended
+        if rollout.reward is not None:
+            self.rewards.append(rollout.reward)
+
+    def evaluation(self, step: int) -> Evaluation:
+        """The result."""
+        reward = sum(self.rewards) / len(self.rewards) if self.rewards else None
+        return Evaluation(step, reward, self.rollouts, self.failed)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Training rollouts, and a tally of the newest try at each evaluation in the order in which they were begun.
 
     A search that had ended and is given more measures another version of its prompt, maybe in the same round.
     """
-    evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], list[Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.split == VAL:
-            evaluated.setdefault((rollout.step, tuple(sorted(rollout.resources.items()))), []).append(rollout)
-    tries = [(step, of_generation(made, newest_generation(made))) for (step, _), made in evaluated.items()]
-    return tuple(
-        evaluate_rollouts(step, members) for step, members in tries if all(member.status.ended for member in members)
-    )
+
+    rollouts: int = 0
+    failed: int = 0
+    evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], _Tally] = field(default_factory=dict)
+
+    def add(self, rollout: Rollout) -> None:
+        """Count a rollout; those of one run come in the order of their creation."""
+        if rollout.split == TRAIN:
+            self.rollouts += 1
+            self.failed += rollout.status is Status.FAILED
+        elif rollout.split == VAL:
+            of, made = (rollout.step, tuple(sorted(rollout.resources.items()))), newest_generation([rollout])
+            tally = self.evaluated.get(of)
+            if tally is None or made > tally.generation:
+                tally = self.evaluated[of] = _Tally(generation=made)
+            if made == tally.generation:
+                tally.add(rollout)
+
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """Those that have ended."""
+        return tuple(tally.evaluation(step) for (step, _), tally in self.evaluated.items() if not tally.unfinished)
+
+
+async def _counted(store: Store, run: str) -> _Counts:
+    counts = _Counts()
+    async for rollout in each_rollout(store, run):
+        counts.add(rollout)
+    return counts

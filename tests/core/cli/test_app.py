@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from lightning.cli import app
@@ -48,6 +52,58 @@ def test_an_error_is_one_line_and_exit_code_2(lightning) -> None:
 def test_debug_shows_the_traceback(lightning, arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         lightning(*arguments)
+
+
+@pytest.fixture
+def warning(install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that logs at two levels."""
+    source = (
+        "import logging\ndef warning():\n    logger = logging.getLogger('lightning.made_up')\n"
+        "    logger.info('a detail')\n    logger.warning('look here')\n"
+    )
+    install("warning", modules={"warning_command": source})
+    monkeypatch.setattr(app, "COMMANDS", {"warning": app.Command("warning_command", "Warns.")})
+
+
+@contextmanager
+def no_handlers() -> Iterator[None]:
+    """Logging as it is in a new process; pytest has handlers of its own."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    root.handlers.clear()
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+@pytest.mark.usefixtures("warning")
+@pytest.mark.parametrize(
+    ("arguments", "logged"),
+    [
+        (("warning",), ["WARNING lightning.made_up: look here"]),
+        (("--log-level", "error", "warning"), []),
+        (
+            ("warning", "--log-level=info"),
+            ["INFO lightning.made_up: a detail", "WARNING lightning.made_up: look here"],
+        ),
+    ],
+)
+def test_log_lines_have_a_time_and_begin_at_the_level_asked_for(
+    lightning, arguments: tuple[str, ...], logged: list[str]
+) -> None:
+    with no_handlers():
+        lines = [line.partition(" ") for line in lightning(*arguments).err.splitlines()]
+    assert [line for _, _, line in lines] == logged
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", time) for time, _, _ in lines)
+
+
+@pytest.mark.parametrize("arguments", [("--log-level", "loud", "doctor"), ("doctor", "--log-level")])
+def test_a_level_that_there_is_not_is_an_error(lightning, arguments: tuple[str, ...]) -> None:
+    ran = lightning(*arguments)
+    assert (ran.code, ran.out) == (2, "")
+    assert "there is no such level; give one of debug, info, warning, error" in ran.err
 
 
 def test_help_imports_none_of_the_commands() -> None:

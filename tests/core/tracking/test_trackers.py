@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.config import Config
@@ -15,7 +17,9 @@ from lightning.plugins import Plugins, plugins
 from lightning.store.memory import MemoryStore
 from lightning.tracking import Trackers, trackers
 from lightning.tracking.jsonl import JsonLines
+from lightning.tracking.protocol import AttemptRecord
 from lightning.tracking.tensorboard import TensorBoard
+from lightning.types import Rollout, Run, Task
 
 TRACKER = """
 from lightning import hookimpl
@@ -56,14 +60,68 @@ def test_every_value_reaches_the_tracker_in_order(tracker, tmp_path: Path) -> No
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 50
 
 
-@pytest.mark.parametrize("broken", [{"start": "1 / 0"}, {"log": "1 / 0"}, {"start": "raise MissingExtraError('x')"}])
-def test_one_that_fails_is_named_and_left_out(tracker, tmp_path: Path, warnings_of, broken: dict[str, str]) -> None:
+@pytest.mark.parametrize("broken", [{"start": "1 / 0"}, {"start": "raise MissingExtraError('x')"}])
+def test_one_that_cannot_start_is_named_and_left_out(
+    tracker, tmp_path: Path, warnings_of, broken: dict[str, str]
+) -> None:
     tracker("broken", **broken)
     with Trackers(["broken", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
         run.log(0, {"reward": 0.5})
         run.log(1, {"reward": 0.6})
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert len([line for line in warnings_of() if "the tracker 'broken' failed and is left out" in line]) == 1
+
+
+def test_a_call_that_fails_costs_that_call_alone(tracker, tmp_path: Path, warnings_of) -> None:
+    module = tracker("flaky", log="1 / (step not in (3, 4))")
+    with Trackers(["flaky"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
+        for step in range(6):
+            run.log(step, {"reward": 0.5})
+    assert [call[1] for call in module.calls if call[0] == "log"] == [0, 1, 2, 3, 4, 5]
+    assert module.calls[-1] == ("close",)
+    assert [line.rpartition(": ")[0] for line in warnings_of() if "'flaky'" in line] == [
+        "the tracker 'flaky' failed (1 so far) and goes on",
+        "the tracker 'flaky' failed (2 so far) and goes on",
+        "the tracker 'flaky' failed 2 times in all",
+    ]
+
+
+def test_one_that_always_fails_is_named_at_growing_distances(tracker, tmp_path: Path, warnings_of) -> None:
+    tracker("broken", log="1 / 0")
+    with Trackers(["broken", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
+        for step in range(100):
+            run.log(step, {"reward": 0.5})
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 100
+    warned = [line for line in warnings_of() if "'broken'" in line]
+    assert [line.partition("(")[2].split()[0] for line in warned[:-1]] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert "failed 100 times in all" in warned[-1]
+
+
+async def test_an_attempt_that_is_not_taken_costs_that_attempt_alone(
+    tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tracker("flaky")
+
+    def attempt(self: Any, record: AttemptRecord) -> None:
+        module.calls.append(record.rollout.id)
+        if record.rollout.id == "first":
+            raise OSError("the backend is down")
+
+    monkeypatch.setattr(module.Tracker, "attempt", attempt, raising=False)
+    store = MemoryStore()
+    await store.open()
+    await store.put_run(Run("a", "a"))
+    await store.create_rollouts([Rollout(name, "a", Task("q"), "g") for name in ("first", "second")])
+    rollouts = [lease.rollout for lease in await store.lease("a", "worker", limit=2)]
+
+    def told() -> None:
+        with Trackers(["flaky"], Config(), run="a", folder=tmp_path, store=store) as run:
+            for rollout in rollouts:
+                run.finished(rollout)
+
+    await asyncio.to_thread(told)
+    await store.close()
+    assert [call for call in module.calls if isinstance(call, str)] == ["first", "second"]
 
 
 def test_one_that_hangs_does_not_keep_the_run(tracker, tmp_path: Path, warnings_of, monkeypatch) -> None:
