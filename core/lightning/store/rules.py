@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning.errors import DataError, StaleAttemptError, StoreError
 from lightning.store import codec
-from lightning.store.protocol import LATEST, ResourceUse
-from lightning.store.rows import (
-    Row,
+from lightning.store.json_text import (
     caller_to_json,
     conversation_to_text,
     dump,
@@ -29,9 +27,10 @@ from lightning.store.rows import (
     plain_text,
     step_rewards_to_text,
     tool_events_to_text,
-    versions_from_resources,
     versions_to_text,
 )
+from lightning.store.protocol import LATEST, ResourceUse
+from lightning.store.rows import Row, versions_from_resources
 from lightning.types import Fault, Json, Outcome, Rollout, Status, Transition
 
 EXCUSED = 3

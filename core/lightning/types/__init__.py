@@ -1,45 +1,66 @@
 """The nouns of lightning: plain frozen values that every room passes around.
 
-Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place: token arrays
-are `array.array` buffers that numpy and torch can read without a copy, and whoever holds one must treat it as read-only.
+Nothing here imports anything but the standard library and the errors, and nothing here is ever changed in place. The modules
+`recorded` (what an attempt leaves behind) and `values` (what that is made of) are parts of it: import their nouns from here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import uuid
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resolve `Json` here
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
 
 from lightning.errors import DataError
+from lightning.types.recorded import (
+    UNSERVED,
+    Caller,
+    CallStatus,
+    Conversation,
+    Span,
+    StepReward,
+    ToolEvent,
+    Transition,
+    VersionRun,
+)
+from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json, token_ids
 
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-TokenIds: TypeAlias = "array[int]"
-"""`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
-LogProbs: TypeAlias = "array[float]"
-"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
-
+__all__ = [
+    "DEFAULT_PROJECT",
+    "LLM",
+    "UNSERVED",
+    "CallStatus",
+    "Caller",
+    "Conversation",
+    "Fault",
+    "Json",
+    "Lease",
+    "LogProbs",
+    "Outcome",
+    "Resource",
+    "ResourceKind",
+    "Rollout",
+    "Run",
+    "Scope",
+    "Span",
+    "Status",
+    "StepRecord",
+    "StepReward",
+    "Task",
+    "Token",
+    "TokenIds",
+    "ToolEvent",
+    "Transition",
+    "VersionRun",
+    "logprobs",
+    "new_id",
+    "token_ids",
+]
 
 DEFAULT_PROJECT = "default"
 """The project of runs and tokens for which none was named."""
-
-MAX_TASK_DEPTH = 100
-"""Lists and mappings inside one another in a task."""
-
-
-def token_ids(values: Sequence[int] = ()) -> TokenIds:
-    """Pack integers into the project's token array."""
-    return array("i", values)
-
-
-def logprobs(values: Sequence[float] = ()) -> LogProbs:
-    """Pack floats into the project's log-probability array."""
-    return array("f", values)
 
 
 def new_id(prefix: str) -> str:
@@ -89,18 +110,6 @@ class Scope(StrEnum):
     VIEWER = "viewer"
 
 
-class CallStatus(StrEnum):
-    """How a model call ended: only `OK` calls are ever trained."""
-
-    OK = "ok"
-    ABORTED = "aborted"
-    ERROR = "error"
-
-
-UNSERVED = "unserved"
-"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """One unit of work. `input` is whatever the agent needs (JSON); `expected` is for the grader, never shown to the model.
@@ -122,7 +131,7 @@ class Task:
             )
         content = {"input": self.input, "expected": self.expected, "metadata": dict(self.metadata)}
         for name, value in content.items():
-            if found := _not_json(value):
+            if found := not_json(value):
                 place, problem = found
                 raise DataError(
                     f"{called} is not JSON: its {name}{place[:60]} {problem}. Put only null, booleans, finite numbers, "
@@ -131,24 +140,6 @@ class Task:
         if not self.id:
             text = json.dumps(list(content.values()), sort_keys=True)
             object.__setattr__(self, "id", "task-" + hashlib.sha256(text.encode()).hexdigest()[:16])
-
-
-def _not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
-    """Where inside `value` something is not JSON (as `['key'][0]`) and what it is; None when all of it is JSON."""
-    if value is None or isinstance(value, (str, int)):
-        return None
-    if isinstance(value, float):
-        return None if math.isfinite(value) else ("", f"is {value}, not a finite number")
-    if not isinstance(value, (list, tuple, dict)):
-        return "", f"is a {type(value).__qualname__}"
-    if depth == MAX_TASK_DEPTH:
-        return "", f"is nested more than {MAX_TASK_DEPTH} deep, or contains itself"
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        if isinstance(value, dict) and not isinstance(key, str):
-            return "", f"has the key {key!r}, which is no string"
-        if found := _not_json(item, depth + 1):
-            return f"[{key!r}]{found[0]}", found[1]
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,136 +160,6 @@ class LLM:
         """A base URL that carries the token itself, for clients that take a URL but no key."""
         root = self.base_url.removesuffix("/v1")
         return f"{root}/r/{self.api_key}/v1"
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who is calling the model: `agent` is the name users put in `train_agents`, `path` runs outermost to innermost."""
-
-    agent: str
-    path: tuple[str, ...] = ()
-    span_id: str = ""
-    parent_id: str = ""
-    framework: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolEvent:
-    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds.
-
-    `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
-    that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
-    """
-
-    name: str
-    status: str
-    call_id: str = ""
-    arguments: Json = None
-    output: str = ""
-    error: str = ""
-    caller: Caller | None = None
-    at: float = 0.0
-    response_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReward:
-    """A reward given inside a rollout by `lightning.reward`, for the call `response_id`.
-
-    Empty where nobody knew which call came last; then `at`, Unix time in seconds by the agent's clock, has to tell.
-    """
-
-    value: float
-    name: str = "reward"
-    response_id: str = ""
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRun:
-    """From response token `start` on, the policy that sampled was version `version`."""
-
-    start: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The chat messages up to the end of a response of the Responses API, as what it adds to an earlier one of its attempt.
-
-    The first `kept` messages are those of the response `after` (empty: there is none), then come `messages`, the answer last.
-    """
-
-    messages: tuple[Json, ...]
-    after: str = ""
-    kept: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """One model call as a step of the agent's MDP: state = `prompt_ids`, action = `response_ids`.
-
-    `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order they began.
-    With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
-    and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
-    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
-    under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
-    `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
-    and those whose text may not be stored.
-    """
-
-    rollout: str
-    attempt: int
-    seq: int
-    id: str
-    prompt_ids: TokenIds
-    response_ids: TokenIds
-    logprobs: LogProbs
-    caller: Caller = Caller("agent")
-    versions: tuple[VersionRun, ...] = (VersionRun(0, 0),)
-    status: CallStatus = CallStatus.OK
-    finish_reason: str = ""
-    choice: int = 0
-    temperature: float = 1.0
-    constrained: bool = False
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    tool_calls: tuple[str, ...] = ()
-    conversation: Conversation | None = None
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """The idempotency key."""
-        return (self.rollout, self.attempt, self.seq)
-
-    @property
-    def version(self) -> int:
-        """The version that sampled the first response token."""
-        return self.versions[0].version
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side.
-
-    `(rollout, attempt, span_id)` is the idempotency key. Ids are lower-case hexadecimal (`trace_id` 32 digits, the others 16);
-    `parent_id` is empty at the top of a trace. Times are Unix seconds; `kind` is `internal`, `server`, `client`, `producer`
-    or `consumer`, `status` is `ok`, `error` or `unset`, and `service` names the program that made the span.
-    """
-
-    rollout: str
-    attempt: int
-    trace_id: str
-    span_id: str
-    parent_id: str = ""
-    name: str = ""
-    kind: str = "internal"
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    status: str = "unset"
-    error: str = ""
-    service: str = ""
-    attributes: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +187,7 @@ class Resource:
         if self.kind is ResourceKind.PROMPT and not isinstance(self.content, str):
             raise DataError(f"the prompt {self.name!r} is a {type(self.content).__qualname__}: a prompt is a text")
         for what, value in (("content", self.content), ("metadata", dict(self.metadata))):
-            if found := _not_json(value):
+            if found := not_json(value):
                 raise DataError(f"the {what} of the resource {self.name!r} is not JSON: {found[0][:60]} {found[1]}")
 
     @property

@@ -1,0 +1,154 @@
+"""What an attempt leaves behind: its model calls token by token, who made them, its tool runs, step rewards and spans.
+
+The invariant: none of it is ever changed in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resolve `Json` here
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lightning.types.values import Json, LogProbs, TokenIds
+
+
+class CallStatus(StrEnum):
+    """How a model call ended: only `OK` calls are ever trained."""
+
+    OK = "ok"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+UNSERVED = "unserved"
+"""The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is calling the model: `agent` is the name users put in `train_agents`, `path` runs outermost to innermost."""
+
+    agent: str
+    path: tuple[str, ...] = ()
+    span_id: str = ""
+    parent_id: str = ""
+    framework: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolEvent:
+    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds.
+
+    `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
+    that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
+    """
+
+    name: str
+    status: str
+    call_id: str = ""
+    arguments: Json = None
+    output: str = ""
+    error: str = ""
+    caller: Caller | None = None
+    at: float = 0.0
+    response_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReward:
+    """A reward given inside a rollout by `lightning.reward`, for the call `response_id`.
+
+    Empty where nobody knew which call came last; then `at`, Unix time in seconds by the agent's clock, has to tell.
+    """
+
+    value: float
+    name: str = "reward"
+    response_id: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """From response token `start` on, the policy that sampled was version `version`."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The chat messages up to the end of a response of the Responses API, as what it adds to an earlier one of its attempt.
+
+    The first `kept` messages are those of the response `after` (empty: there is none), then come `messages`, the answer last.
+    """
+
+    messages: tuple[Json, ...]
+    after: str = ""
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One model call as a step of the agent's MDP: state = `prompt_ids`, action = `response_ids`.
+
+    `(rollout, attempt, seq)` is the idempotency key; `seq` counts the calls of an attempt in the order they began.
+    With `n > 1` each choice is a transition of its own (same `id`, different `choice`). `versions` starts at token 0
+    and has one more entry for each weight update that fell inside the call. `constrained` marks calls sampled under a
+    grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
+    under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
+    `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
+    and those whose text may not be stored.
+    """
+
+    rollout: str
+    attempt: int
+    seq: int
+    id: str
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    logprobs: LogProbs
+    caller: Caller = Caller("agent")
+    versions: tuple[VersionRun, ...] = (VersionRun(0, 0),)
+    status: CallStatus = CallStatus.OK
+    finish_reason: str = ""
+    choice: int = 0
+    temperature: float = 1.0
+    constrained: bool = False
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    tool_calls: tuple[str, ...] = ()
+    conversation: Conversation | None = None
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The idempotency key."""
+        return (self.rollout, self.attempt, self.seq)
+
+    @property
+    def version(self) -> int:
+        """The version that sampled the first response token."""
+        return self.versions[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One OpenTelemetry span of an attempt, wherever it was made. Unlike transitions, spans are told by the agent's side.
+
+    `(rollout, attempt, span_id)` is the idempotency key. Ids are lower-case hexadecimal (`trace_id` 32 digits, the others 16);
+    `parent_id` is empty at the top of a trace. Times are Unix seconds; `kind` is `internal`, `server`, `client`, `producer`
+    or `consumer`, `status` is `ok`, `error` or `unset`, and `service` names the program that made the span.
+    """
+
+    rollout: str
+    attempt: int
+    trace_id: str
+    span_id: str
+    parent_id: str = ""
+    name: str = ""
+    kind: str = "internal"
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    status: str = "unset"
+    error: str = ""
+    service: str = ""
+    attributes: Mapping[str, Json] = field(default_factory=dict)

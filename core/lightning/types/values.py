@@ -1,0 +1,49 @@
+"""What values are made of: JSON, and token arrays.
+
+The invariant: token arrays are `array.array` buffers that numpy and torch can read without a copy, and whoever holds one must
+treat it as read-only.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+TokenIds: TypeAlias = "array[int]"
+"""`array('i')`: 32-bit token ids, exactly as the policy server returned them."""
+LogProbs: TypeAlias = "array[float]"
+"""`array('f')`: 32-bit log-probabilities (nats), one per response token; empty when the engine gave none."""
+
+MAX_DEPTH = 100
+"""Lists and mappings inside one another in a task or a resource."""
+
+
+def token_ids(values: Sequence[int] = ()) -> TokenIds:
+    """Pack integers into the project's token array."""
+    return array("i", values)
+
+
+def logprobs(values: Sequence[float] = ()) -> LogProbs:
+    """Pack floats into the project's log-probability array."""
+    return array("f", values)
+
+
+def not_json(value: object, depth: int = 0) -> tuple[str, str] | None:
+    """Where inside `value` something is not JSON (as `['key'][0]`) and what it is; None when all of it is JSON."""
+    if value is None or isinstance(value, (str, int)):
+        return None
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ("", f"is {value}, not a finite number")
+    if not isinstance(value, (list, tuple, dict)):
+        return "", f"is a {type(value).__qualname__}"
+    if depth == MAX_DEPTH:
+        return "", f"is nested more than {MAX_DEPTH} deep, or contains itself"
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            return "", f"has the key {key!r}, which is no string"
+        if found := not_json(item, depth + 1):
+            return f"[{key!r}]{found[0]}", found[1]
+    return None
