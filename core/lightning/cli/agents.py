@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,10 @@ from lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning.runner.protocol import Agent
+
+
+LIBRARIES = "site-packages"
+"""In the paths of what was installed: an environment may lie in the folder of the agent."""
 
 
 def load_agent(name: str) -> Agent:
@@ -23,6 +28,11 @@ def load_agent(name: str) -> Agent:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot import {module_name!r} for the agent {name!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"importing {module_name!r} for the agent {name!r} failed at {_where(error)}: {type(error).__name__}: {error}. "
+            "Mend it there (a client that wants a key can be made inside the agent); --debug shows the traceback"
+        ) from error
     target: object = module
     for part in attribute.split("."):
         if not hasattr(target, part):
@@ -31,3 +41,15 @@ def load_agent(name: str) -> Agent:
     if not callable(target):
         raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")
     return target
+
+
+def _where(error: Exception) -> str:
+    """The line that does not parse, or the one that raised: the last one of this folder, if any, else of a library."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and LIBRARIES not in frame.filename
+    ]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"

@@ -19,7 +19,7 @@ import typer
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
 from lightning.plugins import plugins
-from lightning.store.maintenance import Status, check_there, keeper_of, look
+from lightning.store.maintenance import Status, check_schema, keeper_of, look
 from lightning.store.maintenance.export import TABLES, Scope, chosen_runs, read_table
 from lightning.store.maintenance.files import Format, write_lines, write_table
 from lightning.store.maintenance.prune import Choice, RunPlan, carry_out, plan
@@ -54,9 +54,9 @@ def upgrade(
         bool, typer.Option("--backup/--no-backup", help="Keep a copy of the database as it was, beside it.")
     ] = True,
 ) -> None:
-    """Bring a database to this release's schema, after a backup. Commands that open an older one do so by themselves."""
+    """Bring a database to this release's schema, after a backup. Training and serving do so by themselves."""
     url = existing_store(place)
-    asyncio.run(check_there(url))
+    asyncio.run(keeper_of(url).schema())  # raises where there is no store
     before = asyncio.run(keeper_of(url).status())
     if before.schema == before.newest_schema:
         say(f"{escape(before.store)} has schema {before.schema} already")
@@ -193,7 +193,7 @@ async def _open_and_close(url: str) -> None:
 
 async def _prune(url: str, choice: Choice, *, apply: bool) -> list[RunPlan]:
     keeper, store = keeper_of(url), plugins().store(url)
-    await check_there(url)
+    await check_schema(url)
     await store.open()
     try:
         plans = await plan(store, keeper, choice)
@@ -208,7 +208,7 @@ async def _prune(url: str, choice: Choice, *, apply: bool) -> list[RunPlan]:
 
 async def _export(url: str, out: str, tables: Sequence[str], kind: Format, scope: Scope) -> list[tuple[str, int, Path]]:
     store: Store = plugins().store(url)
-    await check_there(url)
+    await check_schema(url)
     await store.open()
     try:
         runs = await chosen_runs(store, scope.runs)

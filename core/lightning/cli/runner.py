@@ -10,7 +10,6 @@ import typer
 from lightning.cli.agents import load_agent
 from lightning.cli.output import fail, say
 from lightning.config import load_config
-from lightning.errors import ConfigError
 
 
 def runner(
@@ -46,7 +45,7 @@ def runner(
     client = Client(
         server,
         load_agent(agent),
-        token=read_token(token_file),
+        token=token_file,
         runs=run or (),
         runner=executor,
         config=load_config(config, set_ or []),
@@ -65,13 +64,3 @@ def runner(
         f"{done.leased} attempts: {done.succeeded} succeeded, {done.failed} failed, {done.retried} to be made again, "
         f"{done.lost} given to others"
     )
-
-
-def read_token(file: Path | None) -> str | None:
-    """The token in a file; None without one. Raises `ConfigError` when the file cannot be read."""
-    if file is None:
-        return None
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token in {file} cannot be read: {error}") from error

@@ -19,7 +19,7 @@ import typer
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
-from lightning.store.maintenance import check_there
+from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
 from lightning.store.reference import DATABASE, existing_store, store_in
 from lightning.store.url import redacted, sqlite_url
@@ -136,11 +136,11 @@ def answers(
 
 
 async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
-    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when there is none at the URL, unless it is to
-    be made then."""
+    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make a store, or bring an
+    older one forward, unless it is to `make` one."""
     store = plugins().store(url)
     if not make:
-        await check_there(existing_store(url))
+        await check_schema(existing_store(url))
     await store.open()
     try:
         return await use(store)

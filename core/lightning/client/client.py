@@ -42,7 +42,8 @@ __all__ = ["Client", "Tally"]
 class Client:
     """Runs an agent for the servers at `server` (one URL, or several that serve one database).
 
-    `token` (default: the environment's `LIGHTNING_TOKEN`) has the scope `runner`. `runs` are the runs to work for; by default
+    `token` (default: the environment's `LIGHTNING_TOKEN`) has the scope `runner`; a path names a file with it, which is read
+    again when servers refuse what it had. `runs` are the runs to work for; by default
     every run of the token's project that has work. `runner` names the plugin that executes agents (`process`, `inline`, ...),
     `config` is a `lightning.config.Config` or a TOML file, of which the section `runner` counts; `concurrency` and `adapters`
     win over it. `rollouts` ends the client after so many attempts, `idle` after so many seconds without work.
@@ -55,7 +56,7 @@ class Client:
         server: str | Sequence[str],
         agent: Agent,
         *,
-        token: str | None = None,
+        token: str | Path | None = None,
         runs: Sequence[str] = (),
         runner: str = "process",
         config: Config | str | Path | None = None,
@@ -110,6 +111,7 @@ class Client:
                 rollouts,
                 idle,
                 presence,
+                timeout=self.config.runner.timeout,
             )
             await deliver(delivery, self._runner, self.config.runner, stop=stop)
             return delivery.tally

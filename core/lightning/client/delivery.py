@@ -19,6 +19,7 @@ from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
+from lightning.gateway.tokens import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Seconds between two attempts to tell an outcome."""
+LONG_ENOUGH = 0.95
+"""The part of `runner.timeout` for which a key must be good: it was issued a moment ago, by a machine with its own clock."""
 WORK = "leases and outcomes"
 """What a delivery asks servers, as `Presence` knows it."""
 
@@ -47,7 +50,10 @@ class Tally:
 
 @dataclass(slots=True)
 class ServerDelivery:
-    """The `Delivery` of one client. It hands out `rollouts` attempts at most, and ends after `idle` seconds without work."""
+    """The `Delivery` of one client. It hands out `rollouts` attempts at most, and ends after `idle` seconds without work.
+
+    An agent may run for `timeout` seconds.
+    """
 
     store: HttpStore
     servers: Servers
@@ -57,9 +63,11 @@ class ServerDelivery:
     rollouts: int | None = None
     idle: float | None = None
     presence: Presence = field(default_factory=Presence)
+    timeout: float = 0.0
     tally: Tally = field(default_factory=Tally)
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
     _busy_at: float = field(default_factory=time.monotonic)
+    _told_of_keys: bool = False
     _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
 
     def watch(self) -> AbstractAsyncContextManager[Watch]:
@@ -150,9 +158,24 @@ class ServerDelivery:
         """The leases with the model at the very server that has just answered: its address is known to work from here."""
         url = self.store.answering
         process = await self.servers.process_at(url)
-        for lease, _ in leased:
+        for lease, llm in leased:
             self._used[lease.rollout.id, lease.attempt] = (url, process)
+            self._check_lifetime(llm, url)
         return [(lease, replace(llm, base_url=f"{url}/v1")) for lease, llm in leased]
+
+    def _check_lifetime(self, llm: LLM, url: str) -> None:
+        """Say once that agents may run longer than their keys are valid: the server does not know this client's settings."""
+        left = seconds_left(llm.api_key)
+        if self._told_of_keys or left >= LONG_ENOUGH * self.timeout:
+            return
+        self._told_of_keys = True
+        logger.warning(
+            "runner.timeout is %g s and the server at %s gives agents keys for %.0f s (by this machine's clock): the attempt "
+            "of one that runs longer fails. Raise gateway.token_ttl of the server, or lower runner.timeout",
+            self.timeout,
+            url,
+            max(0.0, left),
+        )
 
     async def _tell(self, lease: Lease, outcome: Outcome) -> Rollout | None:
         """The rollout as an outcome left it, or as little of that outcome as servers take; None when they take nothing."""

@@ -150,12 +150,12 @@ class Runs:
 
     async def _to_look_at(self) -> list[str]:
         """The newest runs, and the next ones in turn of all that are older."""
-        newest = [run.id for run in await self._store.list_runs(limit=NEWEST)]
+        newest = [run.id for run in await self._store.list_runs(limit=NEWEST, brief=True)]
         if len(newest) < NEWEST:
             return newest
         after, self._looked_at = self._looked_at or newest[-1], ""
         try:
-            older = [run.id for run in await self._store.list_runs(after=after, limit=OLDER)]
+            older = [run.id for run in await self._store.list_runs(after=after, limit=OLDER, brief=True)]
         except DataError:  # that run was deleted meanwhile: begin again
             return newest
         self._looked_at = older[-1] if len(older) == OLDER else ""

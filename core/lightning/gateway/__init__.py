@@ -4,7 +4,6 @@
 """
 
 from lightning.gateway.gateway import Gateway
-from lightning.gateway.stats import GatewayStats
 from lightning.gateway.upstreams import Upstream
 
-__all__ = ["Gateway", "GatewayStats", "Upstream"]
+__all__ = ["Gateway", "Upstream"]

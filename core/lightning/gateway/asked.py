@@ -1,7 +1,8 @@
 """Which models agents ask for. Whatever the name, the run's policy answers: one that is not the policy's may be meant for
 another model, such as a judge in the reward, and is said in the log.
 
-The invariant: a name changes nothing of its call. Each is looked at once, and how many are remembered is bounded.
+The invariant: a name changes nothing of its call. Each is looked at once, and how many are remembered is bounded: the log says
+when no more are.
 """
 
 from __future__ import annotations
@@ -29,22 +30,30 @@ class AskedModels:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: set[tuple[str, str]] = set()
+        self._told_of_limit = False
 
     async def look(self, run: str, policy: Policy, model: object) -> None:
         """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
         if not isinstance(model, str) or not model or model == MODEL or model.startswith(ALIAS):
             return
         name = model[:LONGEST]
-        if (run, name) in self._seen or len(self._seen) >= NAMES:
+        if (run, name) in self._seen:
+            return
+        if len(self._seen) >= NAMES:
+            if not self._told_of_limit:
+                self._told_of_limit = True
+                log.warning(
+                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
+                )
             return
         self._seen.add((run, name))
         if any(slot.upstream.model == model for slot in policy.pool.slots) or await self._is_trained(run, model):
             return
         log.warning(
-            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded, and trained as "
-            "the agent's own. A judge or another model that is not to be trained needs a client with a base_url and an API "
-            "key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY are the policy's); or name its "
-            "calls and leave that name out of train_agents (said once for each name)",
+            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
+            "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
+            "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
+            "are the policy's); or name its calls and leave that name out of train_agents (said once for each name)",
             name,
             f" in run {run}" if run else "",
         )

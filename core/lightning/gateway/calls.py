@@ -32,7 +32,6 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
-from lightning.gateway.stats import Counters
 from lightning.gateway.tokens import Claims
 from lightning.gateway.versions import LiveCall
 from lightning.types import CallStatus, Conversation
@@ -96,16 +95,14 @@ class CallEndpoint:
         forwarder: Forwarder,
         recorder: Recorder,
         history: History,
-        counters: Counters,
     ) -> None:
         self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
-        self._forwarder, self._recorder, self._history, self._counters = forwarder, recorder, history, counters
+        self._forwarder, self._recorder, self._history = forwarder, recorder, history
         self._told_of_missing_ids = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
         call: Call | None = None
-        self._counters.in_flight += 1
         try:
             call = await self._admit(scope, receive)
             await self._serve(call, receive, send)
@@ -124,8 +121,6 @@ class CallEndpoint:
         except Exception:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
-        finally:
-            self._counters.in_flight -= 1
 
     async def _admit(self, scope: Scope, receive: Receive) -> Call:
         claims = self._identity.claims(scope)
@@ -247,9 +242,7 @@ class CallEndpoint:
 
     async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
         """Make the call durable, then let go of the answer's last bytes."""
-        if answer.outcome is None:
-            self._counters.count(CallStatus.ERROR)
-        else:
+        if answer.outcome is not None:
             if call.live.unsure:
                 log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
             entry = await self._entry(call) if answer.outcome is CallStatus.OK else None
@@ -271,12 +264,11 @@ class CallEndpoint:
 
     async def _record(self, call: Call, status: CallStatus, said: Conversation | None = None) -> None:
         try:
-            stored = await self._recorder.append(call.ticket, call.plan, call.live, status, said)
+            await self._recorder.append(call.ticket, call.plan, call.live, status, said)
         except StaleAttemptError as error:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        self._counters.count(status, stored)
         if status is CallStatus.OK and _lacks_ids(call) and not self._told_of_missing_ids:
             self._told_of_missing_ids = True
             log.warning(
@@ -304,7 +296,6 @@ class CallEndpoint:
             log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
-        self._counters.refused += 1
         if call is not None and call.started:
             event = refusal.event if call.translator is None else call.translator.broken(refusal)
             await send({"type": "http.response.body", "body": event, "more_body": False})

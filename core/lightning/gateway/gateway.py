@@ -21,7 +21,6 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
-from lightning.gateway.stats import Counters, GatewayStats
 from lightning.gateway.tokens import TokenSigner
 from lightning.gateway.tracebook import TraceBook
 from lightning.gateway.traces import TraceEndpoint
@@ -68,7 +67,6 @@ class Gateway:
         self.url = ""
         self._config = config
         self._signer = TokenSigner(secret)
-        self._counters = Counters()
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
         self._policies = Policies(store, own, run, config.hold_timeout, allowed=Allowed(config.allowed_upstreams))
         self._forwarder = Forwarder()
@@ -76,10 +74,10 @@ class Gateway:
         self._recorder = Recorder(store, config.token_ttl)
         identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
-        traces = TraceEndpoint(config, identity, self._tracebook, store, self._counters)
+        traces = TraceEndpoint(config, identity, self._tracebook, store)
         self._history = History(store)
         self._front = build_front(
-            config, identity, self._policies, self._forwarder, self._recorder, self._history, self._counters, traces
+            config, identity, self._policies, self._forwarder, self._recorder, self._history, traces
         )
         self.app = self._front.app
 
@@ -175,10 +173,6 @@ class Gateway:
                 "this gateway has no policy server of its own; make it with at least one Upstream(url, model)"
             )
         return self._policies.own
-
-    def stats(self) -> GatewayStats:
-        """Counts since the start."""
-        return self._counters.snapshot(sum(policy.gate.waiting for policy in self._policies.known))
 
     async def close(self) -> None:
         """Let the calls in flight end (for a while), then stop. Idempotent."""

@@ -8,7 +8,6 @@ and holds none of their secrets. A request costs three look-ups in dictionaries.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import math
 import time
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.identity import ROLLOUT_HEADER, bearer
@@ -27,7 +27,6 @@ CLIENTS = 16_384
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
 """The paths that need no token, so that an answer there says nothing of one."""
-LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 
 
 @dataclass(slots=True)
@@ -202,14 +201,6 @@ def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:
     if path.startswith("/r/"):
         return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
     return token or sent.get(b"x-api-key", b"")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or a name means this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() in LOOPBACK_NAMES
 
 
 def _too_many(what: str, seconds: float) -> RefusalError:

@@ -101,7 +101,7 @@ class Recorder:
 
     async def append(
         self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus, said: Conversation | None = None
-    ) -> list[Transition]:
+    ) -> None:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         first = await ticket.counter.first() + ticket.offset
         transitions = build(ticket, first, plan, live, status, said)
@@ -113,9 +113,8 @@ class Recorder:
                 log.info("calls of %s attempt %d renumbered from %d", ticket.rollout, ticket.attempt, first)
                 transitions = [replace(item, seq=first + offset) for offset, item in enumerate(transitions)]
             else:
-                return transitions
+                return
         await self._store.append(transitions)
-        return transitions
 
     async def _renumber(self, ticket: Ticket, count: int) -> int:
         free = await self._store.next_seq(ticket.rollout, ticket.attempt)

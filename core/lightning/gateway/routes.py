@@ -28,7 +28,6 @@ from lightning.gateway.history import History
 from lightning.gateway.identity import Identity
 from lightning.gateway.policies import Policies
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.stats import Counters
 from lightning.gateway.traces import PATH, TraceEndpoint
 
 PREFIXES = ("/v1", "/r/{token}/v1")
@@ -63,13 +62,12 @@ def build_front(
     forwarder: Forwarder,
     recorder: Recorder,
     history: History,
-    counters: Counters,
     traces: TraceEndpoint,
 ) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(identity, policies, forwarder)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history, counters)
+        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history)
         for dialect in DIALECTS
     }
     endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder)

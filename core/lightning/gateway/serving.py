@@ -16,9 +16,10 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.guard import Guard, is_loopback
+from lightning.gateway.guard import Guard
 from lightning.gateway.patience import patient
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise GatewayError(
                 f"The gateway's port {port} on {host} is in use by another process. Stop that process, or choose "
-                "another port (--set gateway.port=0 takes a free one)."
+                "another port: server.port if that is set, else gateway.port (0 takes a free one)."
             ) from error
         raise GatewayError(f"The gateway cannot bind {host}:{port}: {error}. Check gateway.host.") from error
     return listener

@@ -7,6 +7,7 @@ spelling: whoever counts by the token's text counts each attempt once.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -146,6 +147,15 @@ def is_canonical(token: str) -> bool:
     """
     signature = token.rpartition(".")[2]
     return base64url_encode(base64url_decode(signature)).decode() == signature
+
+
+def seconds_left(token: str) -> float:
+    """How long a token will still be good by this machine's clock, its signature unread; infinite for what does not say so."""
+    try:
+        said = jwt.decode(token, options={"verify_signature": False})
+        return float(said["exp"]) - time.time()
+    except (jwt.InvalidTokenError, KeyError, ValueError, TypeError):
+        return math.inf
 
 
 def refuse_expired() -> RefusalError:

@@ -24,7 +24,6 @@ from lightning.gateway.body import RAISE_THE_LIMIT, ClientGoneError, read_body, 
 from lightning.gateway.errors import Header, RefusalError, send_bytes
 from lightning.gateway.identity import Identity
 from lightning.gateway.redaction import redacted_span
-from lightning.gateway.stats import Counters
 from lightning.gateway.tokens import Claims
 from lightning.gateway.tracebook import TraceBook
 from lightning.spans import otlp
@@ -65,11 +64,8 @@ class Bounds:
 class TraceEndpoint:
     """The ASGI application behind the route."""
 
-    def __init__(
-        self, config: GatewayConfig, identity: Identity, book: TraceBook, store: Store, counters: Counters
-    ) -> None:
-        self._config, self._identity, self._book = config, identity, book
-        self._store, self._counters = store, counters
+    def __init__(self, config: GatewayConfig, identity: Identity, book: TraceBook, store: Store) -> None:
+        self._config, self._identity, self._book, self._store = config, identity, book, store
         self._anonymous = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,8 +113,6 @@ class TraceEndpoint:
             message = f"The store did not take the spans: {error}. Send them again."
             raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error
         rejected = len(spans) - stored
-        self._counters.spans += stored
-        self._counters.spans_rejected += rejected
         return otlp.accepted(content_type, rejected, WHY_REJECTED.format(rejected, len(spans)))
 
     def _looked_up(self, spans: Sequence[Span], claims: Claims | None) -> list[str]:

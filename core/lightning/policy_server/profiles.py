@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import ipaddress
 import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.orphans import OWNED
 from lightning.policy_server.weight_transfer.layout import BACKENDS
@@ -65,11 +65,7 @@ def require_vllm(device: Literal["cpu", "cuda"]) -> None:
 
 def check_host(host: str) -> None:
     """Raise ConfigError unless `host` is this machine's own: anybody who reaches the RL routes can replace the model."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise ConfigError(
             f"policy_server.host = {host!r} would open vLLM's unprotected RL routes to the network; "
             "use 127.0.0.1 and let agents reach the model through the gateway"

@@ -109,6 +109,7 @@ class ForkServer:
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
         }
+        self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -159,6 +160,7 @@ class ForkServer:
             )
         if answer.get("error"):
             raise RunnerError(f"no agent can be run: {answer['error']}")
+        self.threads = str(answer["threads"])
         self._listener = asyncio.create_task(self._listen(incoming))
 
     async def fork(self) -> Worker:

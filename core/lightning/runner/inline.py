@@ -19,6 +19,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
+from lightning.runner.calling import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.worker import is_async
@@ -39,10 +40,7 @@ class InlineRunner:
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig) -> None:
-        if not callable(agent):
-            raise RunnerError(
-                f"the agent is {agent!r}, which cannot be called: give a function agent(task, llm) -> reward"
-            )
+        check_agent(agent)
         if config.sandbox != "none":
             raise RunnerError(
                 f"runner.sandbox is {config.sandbox!r}, and runner='inline' runs agents in this very process, where nothing "

@@ -36,6 +36,7 @@ class ProcessRunner:
         self._idle: list[Worker] = []
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
+        self._told_of_threads = False
 
     @property
     def concurrency(self) -> int:
@@ -129,4 +130,11 @@ class ProcessRunner:
             self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute, sandbox=sandbox
         )
         await server.start()
+        if server.threads and not self._told_of_threads:
+            self._told_of_threads = True
+            logger.warning(
+                "importing the agent's modules started %s, which the agents' processes, as forks, do not have: an agent that "
+                "waits for one hangs until runner.timeout. Start threads inside the agent, or use runner='inline'",
+                server.threads,
+            )
         return server

@@ -1,7 +1,6 @@
-"""How an address is reached: whether a URL means this machine only, to be asked before it is given to another one, and the
-variables by which clients go to a host without a proxy.
+"""How clients go to a host without a proxy.
 
-The invariant: what is called loopback here leads another machine to itself, never to us.
+The invariant: what the user has said of proxies stays, and a host with a public name is reached as they said.
 """
 
 from __future__ import annotations
@@ -10,15 +9,7 @@ import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-
-def is_loopback(url: str) -> bool:
-    """Whether the host of a URL is this machine's own name or address for itself, or none at all."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host in ("", "localhost") or host.endswith(".localhost")
-    return address.is_loopback or address.is_unspecified
+from lightning.addresses import leads_to_itself
 
 
 def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
@@ -33,7 +24,7 @@ def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
     ):
         return {}
     host = urlsplit(url).hostname or ""
-    if not (host and (is_loopback(url) or _is_private(host))):
+    if not (host and (leads_to_itself(url) or _is_private(host))):
         return {}
     both = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):  # clients that know both prefer either

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,9 +32,10 @@ NEVER_FINISHED = (
 )
 
 
-async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
+async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, *, token_ttl: float = math.inf) -> Rollout:
     """End an attempt with the outcome that the runner saw, in the light of what is stored; return the rollout as it stands.
 
+    `token_ttl` is for how many seconds the agent's API key was valid, where the runner's own settings may allow it longer.
     Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
     """
     judged, spend = outcome.fault is not Fault.INFRASTRUCTURE, True
@@ -42,7 +44,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
         calls = await store.transitions(rollout, attempt)
         _check_labels(rollout, attempt, outcome, calls)
         if judged:
-            outcome = judge(outcome, calls)
+            outcome = judge(outcome, calls, token_ttl)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = with_spans(outcome, spans, calls)
     if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
@@ -64,13 +66,18 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
     return told == (kept.reward, dict(kept.rewards), kept.fault, kept.error, kept.seconds)
 
 
-def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
+def judge(outcome: Outcome, calls: Sequence[Transition], token_ttl: float = math.inf) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
     A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
-    failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved.
+    failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
+    and one that outlived its API key, of `token_ttl` seconds: calls that are refused for that leave no record.
     """
+    if outcome.fault is not Fault.INFRASTRUCTURE and outcome.seconds > token_ttl:
+        return replace(
+            outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=_outlived(outcome, token_ttl)
+        )
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
@@ -82,6 +89,14 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome
+
+
+def _outlived(outcome: Outcome, token_ttl: float) -> str:
+    return (
+        f"the agent ran for {outcome.seconds:.0f} s and its API key was valid for {token_ttl:g} s, so its later calls were "
+        "refused: raise gateway.token_ttl of the server to the client's runner.timeout at least"
+        f"{'; the agent ended with: ' if outcome.error else ''}{outcome.error}"
+    )
 
 
 def _no_reward(outcome: Outcome) -> str:

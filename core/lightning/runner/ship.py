@@ -16,6 +16,7 @@ from types import ModuleType
 import cloudpickle  # type: ignore[import-untyped]
 
 from lightning.errors import RunnerError
+from lightning.runner.calling import check_agent
 from lightning.runner.protocol import Agent
 
 _LIBRARIES = tuple({str(Path(path)) + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib")})
@@ -29,9 +30,11 @@ def name_of(agent: Agent) -> str:
 
 
 def pack_agent(agent: Agent) -> bytes:
-    """The agent as bytes for `cloudpickle.loads`. Raises `RunnerError` when part of it cannot leave this process."""
-    if not callable(agent):
-        raise RunnerError(f"the agent is {agent!r}, which cannot be called: give a function agent(task, llm) -> reward")
+    """The agent as bytes for `cloudpickle.loads`.
+
+    Raises `RunnerError` when it cannot be called with (task, llm), or when part of it cannot leave this process.
+    """
+    check_agent(agent)
     by_value = _homeless(_module_name(agent))
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)

@@ -14,7 +14,9 @@ import os
 import selectors
 import signal
 import socket
+import threading
 import traceback
+from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning.instrument import emit
@@ -22,6 +24,12 @@ from lightning.plugins import plugins
 from lightning.runner import frames, worker
 from lightning.runner.posix import die_with_parent, kill_group
 from lightning.runner.ship import unpack_agent
+
+MOST_NAMES = 8
+"""Threads that are named in a message."""
+
+_COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
+"""They start their threads anew in a forked process, or do without."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -32,9 +40,9 @@ def main(descriptor: int, parent: int) -> None:
         if head is None or shipped is None:
             return
         setup = json.loads(head)
-        error = _prepare(setup, shipped)
+        error, threads = _prepare(setup, shipped)
         try:
-            frames.send(control, json.dumps({"ready": not error, "error": error}).encode())
+            frames.send(control, json.dumps({"ready": not error, "error": error, "threads": threads}).encode())
         except OSError:
             return  # the parent gave up on its start meanwhile, and has said why
         if not error:
@@ -43,24 +51,63 @@ def main(descriptor: int, parent: int) -> None:
             _Template(control, parent, shipped, setup["adapters"], setup["reroute"]).serve()
 
 
-def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> str:
-    """Import once what every worker will need; return what went wrong, or nothing.
+def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> tuple[str, str]:
+    """Import once what every worker will need; return what went wrong, or nothing, and the threads that this started.
 
     The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and
-    removed again for the same reason.
+    removed again for the same reason; a worker does that itself, so threads of theirs are in the workers.
     """
-    doing = ""
+    doing = threads = ""
+    before = threading.enumerate()
     try:
         for module in setup["preload"] or ():
             doing = f"preloading module {module!r} (runner.preload)"
             importlib.import_module(module)
         doing = "loading the agent"
         unpack_agent(shipped)
+        threads = _started_since(before)
         doing = "installing the adapters"
         plugins().install_adapters(emit, setup["adapters"])()
     except BaseException:  # noqa: BLE001 — isolates the user's modules; the parent raises it
-        return f"{doing} failed in a new process:\n{traceback.format_exc()}"
-    return ""
+        return f"{doing} failed in a new process:\n{traceback.format_exc()}", ""
+    return "", threads
+
+
+def _started_since(before: Sequence[threading.Thread]) -> str:
+    """The threads that live now and did not `before`, in words; nothing when no fork misses one."""
+    names = [thread.name for thread in threading.enumerate() if thread not in before and not _restarts(thread)]
+    shown = ", ".join(name[:100] for name in names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+    return f"{len(names)} thread{'s' * (len(names) > 1)} ({shown})" if names else ""
+
+
+def _restarts(thread: threading.Thread) -> bool:
+    """Whether a thread is of a library that copes with forks."""
+    target = getattr(thread, "_target", None)  # what it runs, if it is no class of its own
+    modules = (type(thread).__module__, str(getattr(target, "__module__", "")))
+    return any(module.partition(".")[0] in _COPE_WITH_FORKS for module in modules)
+
+
+def _go_on(*_: object) -> None:
+    """A handler that does nothing; unlike SIG_IGN it ends with an `exec`, so programs that an agent starts do not have it."""
+
+
+def _outlive_sigterm() -> None:
+    """SIGTERM to every process of a service or a job is for the runner, which lets agents end (`runner.drain`) or kills them.
+
+    What an agent forks without `exec` (multiprocessing) ends by it as ever, also when it comes right after the fork.
+    """
+
+    def in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is _go_on:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    signal.signal(signal.SIGTERM, _go_on)
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+        after_in_child=in_child,
+    )
 
 
 class _Template:
@@ -137,8 +184,8 @@ class _Template:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _outlive_sigterm()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)

@@ -1,27 +1,33 @@
 """A gateway's port opened to clients: the control API on it, and the first tokens.
 
 The invariant: the API is on the port before the port is open, so that no client is ever told that there is none; a token's
-plain text is written once, into a file that only its owner can read.
+plain text is written once, into a file that only its owner can read, and no file of another database's token is lost by it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lightning.addresses import is_loopback
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.gateway import Gateway
-from lightning.gateway.guard import is_loopback
 from lightning.runner.report import report
 from lightning.server.agents import Agents
 from lightning.server.api import Api, Limits
 from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, check_project, digest_of, issue_token
 from lightning.server.exposure import AUTOMATIC
+from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
+
+log = logging.getLogger(__name__)
 
 ADMIN_FILE = "admin-token"
 RUNNER_FILE = "runner-token"
@@ -38,8 +44,9 @@ class Control:
         self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
         agents = Agents(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
+        finish = partial(report, token_ttl=config.gateway.token_ttl)  # clients have a runner.timeout of their own
         self._api = Api(
-            store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits
+            store, Authenticator(store), finish=finish, llm_for=agents.llm_for, served=gateway.served, limits=limits
         )
         gateway.mount(self._api)
 
@@ -71,6 +78,12 @@ def project_of(config: Config) -> str:
     return config.trainer.project
 
 
+def token_file(store: Store, folder: Path, name: str) -> Path:
+    """Where a first token of the store goes. A store in memory has files of its own: its tokens open nothing after it, so that
+    the next such store may replace them, and nothing else."""
+    return folder / (f"{name}.memory" if isinstance(store, MemoryStore) else name)
+
+
 async def first_admin_token(store: Store, folder: Path) -> Path | None:
     """The file of a new admin token when the store has none that still opens anything, else None.
 
@@ -78,35 +91,68 @@ async def first_admin_token(store: Store, folder: Path) -> Path | None:
     """
     if any(token.scope is Scope.ADMIN and _alive(token) for token in await store.list_tokens()):
         return None
-    return await _write_token(store, folder / ADMIN_FILE, Scope.ADMIN, ALL_PROJECTS)
+    return await _write_token(store, token_file(store, folder, ADMIN_FILE), Scope.ADMIN, ALL_PROJECTS)
 
 
 async def runner_token(
     store: Store, folder: Path, project: str = DEFAULT_PROJECT, *, only: bool = False
 ) -> tuple[Path, str]:
     """The file of a token for runners, and its plain text. It is made for `project` unless a good one is there: of any project,
-    with `only` of that one.
+    with `only` of that one. One that was set aside for another database's is still good where it is.
 
-    Raises `ConfigError` when the file cannot be written.
+    Raises `ConfigError` when the file cannot be read or written.
     """
-    file = folder / RUNNER_FILE
-    kept = file.read_text().strip() if file.is_file() else ""
-    found = PLAIN.fullmatch(kept)
-    token = await store.get_token(found[1]) if found else None
-    good = found is not None and token is not None and _alive(token) and token.digest == digest_of(found[2])
-    if not good or (only and token is not None and token.project != project):
-        await _write_token(store, file, Scope.RUNNER, project)
+    file = token_file(store, folder, RUNNER_FILE)
+    for there in (file, *_set_aside_of(folder, RUNNER_FILE)):
+        found = _token_in(there)
+        token = await store.get_token(found[1]) if found else None
+        if found is None or token is None or (only and token.project != project):
+            continue
+        if _alive(token) and token.digest == digest_of(found[2]):
+            return there, found[0]
+    await _write_token(store, file, Scope.RUNNER, project)
     return file, file.read_text().strip()
 
 
 async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> Path:
     token, plain = issue_token(scope, project, name=AUTOMATIC)
     try:
+        # Before anything is awaited: another server may be writing its own here.
+        older = None if isinstance(store, MemoryStore) else _set_aside(file)
         _write_private(file, f"{plain}\n")
     except OSError as error:
         raise ConfigError(f"the first {scope.value} token cannot be written to {file}: {error}") from error
     await store.put_token(token)
+    if older is not None and await store.get_token(older.suffix[1:]) is not None:
+        older.unlink(missing_ok=True)  # this database's own, and replaced
+    elif older is not None:
+        log.warning(
+            "%s had a token of another database, which is in %s now: give each database a folder of its own with --out, or "
+            "remove that file if its database is gone",
+            file,
+            older,
+        )
     return file
+
+
+def _token_in(file: Path) -> re.Match[str] | None:
+    try:
+        return PLAIN.fullmatch(file.read_text(errors="replace").strip()) if file.is_file() else None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _set_aside(file: Path) -> Path | None:
+    """Rename a file that has a token, to a name with the token's id. None where there is none."""
+    found = _token_in(file)
+    if found is None:
+        return None
+    file.chmod(0o600)  # its rights may be too wide
+    return file.rename(file.with_name(f"{file.name}.{found[1]}"))
+
+
+def _set_aside_of(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(f"{name}.*"))
 
 
 def _write_private(file: Path, text: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
+from lightning.addresses import is_loopback
 from lightning.errors import ConfigError
-from lightning.gateway.guard import is_loopback
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
 

@@ -142,13 +142,15 @@ class ProjectStore:
         found = await self._store.get_run(run)
         return found if found is None or self._project in (None, found.project) else None
 
-    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
         """See `Store.list_runs`."""
         if self._project is None:
-            return await self._store.list_runs(project, after=after, limit=limit)
+            return await self._store.list_runs(project, after=after, limit=limit, brief=brief)
         if project not in (None, self._project):
             return []
-        return await self._store.list_runs(self._project, after=after, limit=limit)
+        return await self._store.list_runs(self._project, after=after, limit=limit, brief=brief)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""

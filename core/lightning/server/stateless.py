@@ -17,7 +17,15 @@ from lightning.errors import ConfigError
 from lightning.gateway import Gateway
 from lightning.gateway.fleet import gateway_secret
 from lightning.plugins import plugins
-from lightning.server.control import RUNNER_FILE, Control, first_admin_token, on_server_port, project_of, runner_token
+from lightning.server.control import (
+    RUNNER_FILE,
+    Control,
+    first_admin_token,
+    on_server_port,
+    project_of,
+    runner_token,
+    token_file,
+)
 from lightning.server.exposure import check_exposure
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
@@ -63,7 +71,7 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(control.close)
         await gateway.start()
         admin = await first_admin_token(store, folder)
-        file = folder / RUNNER_FILE
+        file = token_file(store, folder, RUNNER_FILE)
         if admin is not None or file.is_file():
             file, _ = await runner_token(store, folder, project)
         yield Server(control.url, store, admin, file if file.is_file() else None)

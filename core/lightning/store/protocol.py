@@ -109,8 +109,11 @@ class Store(Protocol):
     async def get_run(self, run: str) -> Run | None:
         """The run, or None when nobody created it."""
 
-    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
-        """All runs, or those of a project, newest first: at most `limit` of those behind the run `after`.
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
+        """All runs, or those of a project, newest first: at most `limit` of those behind the run `after`. If `brief`, each with
+        an empty `config`: whoever only wants their names need not read what may list all tasks.
 
         Raises `DataError` for a limit below 1, and where `after` is none of those runs.
         """

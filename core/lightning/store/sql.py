@@ -10,16 +10,21 @@ from __future__ import annotations
 from typing import Final
 
 RUN_COLUMNS: Final = "id, name, config, created_at, project"
+BRIEF_RUN_COLUMNS: Final = "id, name, '{}', created_at, project"
 INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
 SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
 SELECT_RUN_PLACE: Final = "SELECT created_at, n, project FROM runs WHERE id = ?"
 
 
-def select_runs(*, project: bool, after: bool, limit: bool) -> str:
-    """Runs, newest first; the parameters are those asked for: project, time and `n` of the run before them, their number."""
+def select_runs(*, project: bool, after: bool, limit: bool, brief: bool) -> str:
+    """Runs, newest first; the parameters are those asked for: project, time and `n` of the run before them, their number.
+
+    `brief` leaves their configurations out.
+    """
     clauses = [clause for clause, asked in (("project = ?", project), ("(created_at, n) < (?, ?)", after)) if asked]
     where = f"WHERE {' AND '.join(clauses)} " if clauses else ""
-    return f"SELECT {RUN_COLUMNS} FROM runs {where}ORDER BY created_at DESC, n DESC{' LIMIT ?' if limit else ''}"  # noqa: S608
+    columns = BRIEF_RUN_COLUMNS if brief else RUN_COLUMNS
+    return f"SELECT {columns} FROM runs {where}ORDER BY created_at DESC, n DESC{' LIMIT ?' if limit else ''}"  # noqa: S608
 
 
 # rollouts -------------------------------------------------------------------------------------------------------

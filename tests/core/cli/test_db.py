@@ -45,6 +45,37 @@ def test_upgrade_keeps_the_database_as_it_was_beside_it(lightning: Command, tmp_
     assert not (tmp_path / "again.db.schema-2").exists()
 
 
+@pytest.mark.parametrize("version", [6, NEWEST])
+def test_looking_brings_no_database_forward(lightning: Command, tmp_path: Path, version: int) -> None:
+    """The trainer that uses it may be of an older release, and could not resume its run."""
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    path = folder / "lightning.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript((FROZEN / f"version-{version}.sql").read_text())
+    (tmp_path / "prompt.txt").write_text("Write.")
+    for command in (
+        ("runs", "--runs", str(tmp_path / "runs")),
+        ("runs", "show", str(folder)),
+        ("audit", str(folder)),
+        ("plan", str(folder)),
+        ("resources", "ls", str(path)),
+        ("resources", "show", f"{path}#writer"),
+        ("resources", "promote", f"{path}#writer@1"),
+        ("resources", "put", f"{path}#writer", str(tmp_path / "prompt.txt")),
+        ("token", "ls", "--store", str(path)),
+        ("db", "prune", str(path)),
+        ("db", "export", str(path), str(tmp_path / "out")),
+    ):
+        ran = lightning(*command)
+        older = f"lightning.db has schema version {version}, this release works on {NEWEST}." in ran.err
+        assert older is (version < NEWEST), (command, ran)
+        assert ran.code == 2 or not older, (command, ran)
+    assert json.loads(lightning("db", "status", str(path), "--json").out)["schema"] == version
+    path.write_bytes(b"")
+    assert "is empty" in lightning("runs", "show", str(folder)).err
+
+
 def test_an_upgrade_that_broke_off_can_be_gone_on_with(lightning: Command, tmp_path: Path) -> None:
     path, copy = tmp_path / "old.db", tmp_path / "old.db.schema-2"
     connection = sqlite3.connect(path)

@@ -53,6 +53,30 @@ def test_a_runner_needs_a_token(lightning, tmp_path: Path, monkeypatch: pytest.M
     assert f"the token in {tmp_path / 'none'} cannot be read" in ran.err
 
 
+def test_an_agent_that_cannot_be_called_is_refused_before_anything_starts(
+    lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_examples.raw_python import MODEL
+
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "uncallable.py").write_text("class Agent: ...\ndef agent(task): ...\n")
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    out = tmp_path / "run"
+    train = ("--model", str(MODEL), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out))
+    monkeypatch.setenv("LIGHTNING_TOKEN", "token")
+    join = ("--server", "http://127.0.0.1:1")
+    for name, says in (
+        ("Agent", "uncallable.Agent is a class"),
+        ("agent", "uncallable.agent, which takes (task), cannot"),
+    ):
+        for command in (("train", *train), ("train", "--dev", *train), ("train", "--runner", "inline", *train)):
+            ran = lightning(command[0], f"uncallable:{name}", *command[1:])
+            assert (ran.code, says in ran.err) == (2, True), ran.err
+        ran = lightning("runner", f"uncallable:{name}", *join)
+        assert (ran.code, says in ran.err) == (2, True), ran.err
+    assert not out.exists()
+
+
 def test_a_trainer_needs_an_agent_and_a_database(tmp_path: Path) -> None:
     from lightning import Trainer
     from lightning.errors import ConfigError

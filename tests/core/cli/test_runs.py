@@ -136,7 +136,7 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
     async def there(url: str) -> None: ...
 
     monkeypatch.setattr(runs_module, "plugins", Known)
-    monkeypatch.setattr(runs_module, "check_there", there)
+    monkeypatch.setattr(runs_module, "check_schema", there)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     prompt = runs.parent / "prompt.txt"

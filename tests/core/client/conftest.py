@@ -126,7 +126,7 @@ class Site:
         """A client with agents in this process; `settings` are the client's own arguments, or the configuration's."""
         own = {name: settings.pop(name) for name in ("rollouts", "idle", "runs", "token") if name in settings}
         config = with_settings(self.config, {name.replace("__", "."): value for name, value in settings.items()})
-        token = str(own.pop("token", self.tokens[Scope.RUNNER]))
+        token = own.pop("token", self.tokens[Scope.RUNNER])
         urls = [server.url for server in servers]
         return Client(urls, agent, token=token, runner="inline", config=config, **own)  # type: ignore[arg-type]
 

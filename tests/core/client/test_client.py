@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import lightning
 import pytest
 from lightning.client import Client, Tally
@@ -16,6 +18,7 @@ from lightning.gateway import Upstream
 from lightning.gateway.owner import Owner
 from lightning.instrument import emit
 from lightning.runner.report import NEVER_CALLED
+from lightning.server.auth import issue_token
 from lightning.server.how_to_call import HowToCall
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
@@ -86,6 +89,44 @@ async def test_the_server_judges_what_the_agent_says(site: Site) -> None:
     (found,) = (await site.rollouts()).values()
     assert (found.status, found.fault, found.error) == (Status.FAILED, Fault.AGENT, NEVER_CALLED)
     assert tally.failed == 1
+
+
+async def test_an_agent_whose_key_expires_under_it_has_no_reward_and_is_run_again(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(task: Task, llm: LLM) -> float:
+        if (await site.rollouts())[f"{RUN}/0"].attempt == 1:
+            await asyncio.sleep(2.1)  # longer than its key is good
+            with pytest.raises(aiohttp.ClientResponseError, match="401"):
+                await calling(task, llm)
+            return 0.0
+        return await calling(task, llm)
+
+    site.config = with_settings(site.config, {"gateway.token_ttl": 2.0})
+    server = await site.start()
+    await site.begin(count=1, max_attempts=9)
+    told: list[str] = []
+    complete = site.store.complete
+
+    async def completing(rollout: str, attempt: int, outcome: Outcome, **how: Any) -> Rollout:
+        told.append(outcome.error)
+        return await complete(rollout, attempt, outcome, **how)
+
+    site.store.complete = completing  # type: ignore[method-assign]
+    tally = await work_until(site.client(server, agent=agent), ended(site))
+    assert tally.retried >= 1  # more on a machine that was away for two seconds
+    assert tally.succeeded == 1
+    assert "its API key was valid for 2 s" in told[0]
+    assert caplog.text.count("runner.timeout is 60 s and the server at") == 1
+    assert "Raise gateway.token_ttl of the server" in caplog.text
+
+
+async def test_keys_that_outlive_every_agent_are_no_warning(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.config = with_settings(site.config, {"gateway.token_ttl": 60})  # as long as runner.timeout
+    server = await site.start()
+    await site.begin(count=1)
+    assert (await site.client(server, rollouts=1).work()).succeeded == 1
+    assert "runner.timeout" not in caplog.text
 
 
 async def test_agents_get_the_run_s_prompts_and_the_temperature_of_evaluations(site: Site) -> None:
@@ -242,6 +283,30 @@ async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypat
         await asyncio.wait_for(working, 60)
 
 
+async def test_a_token_that_expires_and_is_renewed_in_its_file_ends_no_agent(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.0)
+    file = tmp_path / "token"
+    file.write_text(site.tokens[Scope.RUNNER])
+
+    async def agent(task: Task, llm: LLM) -> float:
+        token, plain = issue_token(Scope.RUNNER)
+        await site.store.put_token(token)
+        await asyncio.to_thread(file.write_text, plain)
+        for one in await site.store.list_tokens():
+            if one.scope is Scope.RUNNER and one.id != token.id:
+                await site.store.revoke_token(one.id)
+        return await calling(task, llm)
+
+    server = await site.start()
+    await site.begin(count=2, max_attempts=1)
+    tally = await asyncio.wait_for(
+        site.client(server, agent=agent, token=file, rollouts=2, runner__concurrency=1).work(), 60
+    )
+    assert (tally.succeeded, tally.lost) == (2, 0)
+
+
 async def test_work_of_an_old_run_is_found_behind_many_newer_ones(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("FIND_SECONDS", 0.05), ("NEWEST", 2), ("OLDER", 2)):
         monkeypatch.setattr(finding, name, value)
@@ -249,8 +314,19 @@ async def test_work_of_an_old_run_is_found_behind_many_newer_ones(site: Site, mo
     server = await site.start()
     await site.begin(count=1)
     for number in range(7):
-        await site.store.put_run(Run(f"newer-{number}", "x", created_at=4e9 + number))
-    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 60)).succeeded == 1
+        await site.store.put_run(Run(f"newer-{number}", "x", {"tasks": ["a"]}, created_at=4e9 + number))
+    client, looked_at = site.client(server, rollouts=1), list[Run]()
+    listed = client._store.list_runs
+
+    async def listing(*of: Any, **how: Any) -> list[Run]:
+        found = await listed(*of, **how)
+        looked_at.extend(found)
+        return found
+
+    monkeypatch.setattr(client._store, "list_runs", listing)
+    assert (await asyncio.wait_for(client.work(), 60)).succeeded == 1
+    assert len(looked_at) > 7
+    assert not any(run.config for run in looked_at)  # they may be long, and are asked for every few seconds
 
 
 async def test_one_rollout_whose_prompt_is_missing_costs_no_other(site: Site) -> None:

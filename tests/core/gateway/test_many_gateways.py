@@ -130,7 +130,8 @@ async def test_requests_wait_at_every_server_while_weights_change(fleet):
         await fleet.ask(llm)
     async with fleet.owner.hold() as hold, fleet.trainers.hold():
         asking = [asyncio.create_task(fleet.ask(llm)) for llm in llms]
-        await fleet.until(lambda: sum(gateway.stats().held for gateway in (fleet.trainers, *fleet.servers)) == 3)
+        gates = [gateway._policies.of("run").gate for gateway in (fleet.trainers, *fleet.servers)]
+        await fleet.until(lambda: sum(gate.waiting for gate in gates) == 3)
         assert len(fleet.fake.requests) == 3
         hold.update = Update(1)
         fleet.trainers.policy_updated(hold.update)
@@ -146,7 +147,7 @@ async def test_a_server_follows_the_policy_server_to_another_address(fleet):
         async with fleet.owner.moving(lambda: moved):
             await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.closed)
             asking = asyncio.create_task(fleet.ask(llm))
-            await fleet.until(lambda: fleet.servers[0].stats().held)
+            await fleet.until(lambda: fleet.servers[0]._policies.of("run").gate.waiting)
         assert (await asking).status_code == 200
         assert (len(fleet.fake.requests), len(other.requests)) == (1, 1)
 

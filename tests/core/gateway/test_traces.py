@@ -109,7 +109,6 @@ async def test_the_sdk_exports_in_protobuf_and_the_json_of_the_same_spans_says_t
         "names": ["a", "b"],
         "gen_ai.operation.name": "execute_tool",
     }
-    assert (house.gateway.stats().spans, house.gateway.stats().spans_rejected) == (2, 0)
 
     from google.protobuf.json_format import MessageToDict
 
@@ -166,7 +165,6 @@ async def test_spans_of_nobody_are_counted_and_kept_nowhere(house, post) -> None
     assert (reply.status_code, partial["rejectedSpans"]) == (200, "5")
     assert partial["errorMessage"].startswith("5 of 6 spans were not kept. A span belongs to a rollout by its trace id")
     assert [found.span_id for found in await house.store.spans("rollout-0")] == [f"{1:016x}"]
-    assert (house.gateway.stats().spans, house.gateway.stats().spans_rejected) == (1, 5)
 
 
 async def test_without_a_token_the_store_is_asked_for_few_traces(house, post, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,41 @@ async def test_cancelling_ends_the_agent(lease: Leases, tmp_path: Path, gone: Ca
         assert gone(int(pid.read_text()))
 
 
+async def test_sigterm_to_all_processes_ends_no_agent(lease: Leases, tmp_path: Path) -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        scratch = Path(str(task.input))
+        scratch.with_suffix(".new").write_text(f"{os.getpid()} {os.getppid()}")
+        scratch.with_suffix(".new").rename(scratch)
+        while not scratch.with_suffix(".go").exists():
+            time.sleep(0.02)
+        return 1.0
+
+    async with runner_of(agent) as runner:
+        running = asyncio.create_task(runner.run(lease(str(tmp_path / "pids")), NOWHERE))
+        while not (tmp_path / "pids").exists():
+            await asyncio.sleep(0.02)
+        worker, fork_server = map(int, (tmp_path / "pids").read_text().split())
+        for pid in (worker, fork_server):
+            os.kill(pid, signal.SIGTERM)
+        (tmp_path / "pids.go").touch()
+        assert (await running).reward == 1.0
+
+
+async def test_what_an_agent_starts_still_ends_by_sigterm(lease: Leases) -> None:
+    def agent(task: Task, llm: LLM) -> dict[str, float]:
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        program.terminate()
+        forked = os.fork()
+        if not forked:
+            time.sleep(600)
+        os.kill(forked, signal.SIGTERM)  # at once: it has hardly begun
+        return {"program": program.wait(60), "forked": os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])}
+
+    async with runner_of(agent) as runner:
+        outcome = await runner.run(lease("go"), NOWHERE)
+    assert (outcome.error, outcome.rewards) == ("", {"program": -signal.SIGTERM, "forked": -signal.SIGTERM})
+
+
 async def test_a_worker_is_kept_and_then_replaced(lease: Leases) -> None:
     async with runner_of(misbehave, concurrency=1, rollouts_per_process=2) as runner:
         pids = [(await runner.run(lease("pid"), NOWHERE)).reward for _ in range(4)]
@@ -472,6 +507,36 @@ async def test_an_agent_that_cannot_travel_is_refused() -> None:
         ProcessRunner(lambda task, llm: float(lock.locked()), RunnerConfig())
     with pytest.raises(RunnerError, match="cannot be called"):
         ProcessRunner("agent", RunnerConfig())  # type: ignore[arg-type]
+
+
+WITH_THREADS = """
+import threading
+
+class Exporter(threading.Thread):
+    __module__ = "opentelemetry.sdk"
+
+for kind, name in ((threading.Thread, "heartbeat"), (Exporter, "exporter")):
+    kind(target=threading.Event().wait, name=name, daemon=True).start()
+"""
+
+
+async def test_threads_that_no_worker_has_are_named_once(
+    lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "with_threads.py").write_text(WITH_THREADS)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with runner_of(lambda task, llm: float(threading.active_count()), preload=("with_threads",)) as runner:
+        assert (await runner.run(lease(), NOWHERE)).reward == 1.0
+        await (await runner._new_server()).close()  # as when the first one died
+    (warned,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "started 1 thread (heartbeat), which" in warned, "those of OpenTelemetry start again after a fork"
+    assert "Start threads inside the agent, or use runner='inline'" in warned
+
+
+async def test_an_agent_without_threads_starts_in_silence(lease: Leases, caplog: pytest.LogCaptureFixture) -> None:
+    async with runner_of(misbehave) as runner:
+        assert (await runner.run(lease("fine"), NOWHERE)).reward is not None
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

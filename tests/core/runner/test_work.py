@@ -238,6 +238,27 @@ def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | N
 
 
 @pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(reward=0.0, rewards={"format": 1.0}, seconds=61),
+        Outcome(fault=Fault.AGENT, error="Error code: 401", seconds=61),
+        Outcome(fault=Fault.TIMEOUT, error="slow", seconds=61),
+    ],
+)
+@pytest.mark.parametrize("statuses", [[], [CallStatus.OK]], ids=["never called", "called"])
+def test_an_agent_that_outlived_its_key_is_not_at_fault_and_has_no_reward(
+    outcome: Outcome, statuses: list[CallStatus]
+) -> None:
+    lease = Lease(Rollout("r", RUN, Task(1), "g", attempt=1), "w", 0.0)
+    calls = [call(lease, seq, status) for seq, status in enumerate(statuses)]
+    verdict = judge(outcome, calls, 60.0)
+    assert (verdict.fault, verdict.reward, dict(verdict.rewards)) == (Fault.INFRASTRUCTURE, None, {})
+    assert "gateway.token_ttl" in verdict.error
+    assert verdict.error.endswith(outcome.error)
+    assert judge(outcome, calls, 61.0) == judge(outcome, calls)
+
+
+@pytest.mark.parametrize(
     ("reason", "outcome", "attempts"),
     [
         (UNSERVED, Outcome(fault=Fault.AGENT, error="boom"), EXCUSED + 2),

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightning.addresses import is_loopback
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.gateway.guard import is_loopback
 from lightning.server.auth import issue_token
 from lightning.server.control import on_server_port
 from lightning.server.exposure import AUTOMATIC, check_exposure

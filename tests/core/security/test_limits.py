@@ -12,7 +12,7 @@ import pytest
 from lightning.config import LimitsConfig
 from lightning.gateway import guard, patience
 from lightning.gateway.errors import send_bytes
-from lightning.gateway.guard import Guard, is_loopback
+from lightning.gateway.guard import Guard
 from lightning.gateway.serving import Serving, bind
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -316,8 +316,3 @@ async def test_a_server_of_the_network_answers_to_every_name_unless_told() -> No
     assert (await ask(Guard(echo, LimitsConfig(), loopback=False), host="gpu-7"))[0] == 200
     told = Guard(echo, LimitsConfig(hosts=("gpu-7",)), loopback=False)
     assert [(await ask(told, host=host))[0] for host in ("gpu-7:80", "evil.example", "127.0.0.1")] == [200, 421, 421]
-
-
-@pytest.mark.parametrize(("host", "is_it"), [("127.0.0.1", 1), ("::1", 1), ("localhost", 1), ("0.0.0.0", 0), ("", 0)])
-def test_what_loopback_is(host: str, is_it: int) -> None:
-    assert is_loopback(host) == bool(is_it)

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
+from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS, Authenticator
 from lightning.server.control import first_admin_token, runner_token
 from lightning.server.exposure import AUTOMATIC
@@ -83,6 +84,51 @@ async def test_a_token_that_cannot_be_written_is_not_made(store: MemoryStore, tm
     with pytest.raises(ConfigError, match="the first admin token cannot be written to"):
         await first_admin_token(store, tmp_path / "file")
     assert await store.list_tokens() == []
+
+
+async def test_a_second_database_s_server_in_the_folder_keeps_the_first_one_s_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (sqlite_url(tmp_path / name) for name in ("first.db", "second.db"))
+    async with serve_store(first, Config(), tmp_path):
+        kept = {name: (tmp_path / name).read_text() for name in ("admin-token", "runner-token")}
+        (tmp_path / "admin-token").chmod(0o644)
+        assert not caplog.records
+        async with serve_store(second, Config(), tmp_path) as server:
+            assert (server.admin_file, server.runner_file) == (tmp_path / "admin-token", tmp_path / "runner-token")
+    aside = {name: tmp_path / f"{name}.{plain.split('_')[1]}" for name, plain in kept.items()}
+    assert {name: file.read_text() for name, file in aside.items()} == kept
+    assert {file.stat().st_mode & 0o777 for file in aside.values()} == {0o600}
+    assert [record.args for record in caplog.records] == [(tmp_path / name, file) for name, file in aside.items()]
+    assert "give each database a folder of its own with --out" in caplog.text
+    files = set(tmp_path.glob("*-token*"))
+    for url, runner in ((first, aside["runner-token"]), (second, tmp_path / "runner-token")):
+        async with serve_store(url, Config(), tmp_path) as server:
+            assert (server.admin_file, server.runner_file) == (None, runner)
+    assert set(tmp_path.glob("*-token*")) == files, "starting them in turn leaves no more"
+
+
+async def test_stores_in_memory_have_files_of_their_own_and_replace_them(tmp_path: Path) -> None:
+    async with serve_store(sqlite_url(tmp_path / "kept.db"), Config(), tmp_path):
+        kept = {file: file.read_text() for file in tmp_path.glob("*-token")}
+    plains = set()
+    for _ in range(2):
+        async with serve_store("memory://", Config(), tmp_path) as server:
+            assert server.admin_file == tmp_path / "admin-token.memory"
+            assert server.runner_file == tmp_path / "runner-token.memory"
+            plains |= {server.admin_file.read_text(), server.runner_file.read_text()}
+    assert len(plains) == 4
+    assert {file: file.read_text() for file in kept} == kept
+    assert len(list(tmp_path.glob("*-token*"))) == len(kept) + 2
+
+
+async def test_a_token_of_the_same_database_is_replaced_and_not_kept(tmp_path: Path) -> None:
+    store = plugins().store(sqlite_url(tmp_path / "shared.db"))
+    await store.open()
+    file, _ = await runner_token(store, tmp_path)
+    assert await runner_token(store, tmp_path, "team-a", only=True) == (file, file.read_text().strip())
+    assert list(tmp_path.glob("*-token*")) == [file]
+    await store.close()
 
 
 async def test_servers_over_one_database_are_one(tmp_path: Path) -> None:

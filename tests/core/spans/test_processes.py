@@ -119,7 +119,6 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
         finally:
             await runner.close()
             await gateway.close()
-    assert (gateway.stats().spans, gateway.stats().spans_rejected) == (9, 0)
 
     rollouts = (await store.list_rollouts("run")).rollouts
     assert [(rollout.status, rollout.error) for rollout in rollouts] == [(Status.SUCCEEDED, "")] * 3

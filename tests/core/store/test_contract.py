@@ -149,6 +149,16 @@ async def test_runs_are_listed_in_pages(store: Store) -> None:
 
 
 @everywhere
+async def test_runs_are_listed_without_their_configurations(store: Store) -> None:
+    for number in range(3):
+        await store.put_run(Run(f"r{number}", "one", {"tasks": ["a", "b"]}, created_at=number + 1.0, project="theirs"))
+    whole = await store.list_runs("theirs", after="r2")
+    assert [dict(run.config) for run in whole] == [{"tasks": ["a", "b"]}] * 2
+    assert await store.list_runs("theirs", after="r2", brief=True) == [replace(run, config={}) for run in whole]
+    assert [run.id for run in await store.list_runs(limit=2, brief=True)] == ["run", "r2"]
+
+
+@everywhere
 async def test_runs_behind_none_of_them_are_refused(store: Store) -> None:
     await store.put_run(Run("theirs", "one", project="theirs"))
     for project, after in ((None, "nobody"), ("ours", "theirs"), ("theirs", "run")):

@@ -83,10 +83,12 @@ class Script:
     def __init__(self, **answers: list[tuple[int, object]]) -> None:
         self.answers: dict[str, list[tuple[int, object]]] = {"version": [(200, VERSION)], **answers}
         self.asked: list[str] = []
+        self.bodies: list[str] = []
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         name = request.path.rsplit("/", 1)[1]
         self.asked.append(f"{request.method} {name}")
+        self.bodies.append(await request.text())
         prepared = self.answers[name]
         status, body = prepared.pop(0) if len(prepared) > 1 else prepared[0]
         if status == 0:
@@ -211,6 +213,68 @@ async def test_a_server_that_comes_back_is_found_again(caplog: pytest.LogCapture
         assert await asyncio.wait_for(asking, 10) == []
     await store.close()
     assert TOKEN not in caplog.text
+
+
+async def test_an_older_server_is_not_told_of_fields_that_nobody_uses() -> None:
+    answer = {"id": "r", "run": "run", "task": {"input": 1}, "group": "g", "status": "succeeded", "reward": 1.0}
+    script = Script(complete=[(200, answer)], rollouts=[(200, {"created": 1})], transitions=[(200, {"appended": 1})])
+    async with server(script) as url, opened(url) as store:
+        assert (await store.complete("r", 1, Outcome(reward=1.0))).reward == 1.0
+        await store.create_rollouts([Rollout("r", "run", Task(1, id="t"), "g")])
+        await store.append([Transition("r", 1, 0, "c", token_ids([]), token_ids([]), logprobs([]))])
+    assert [json.loads(body) for body in script.bodies[1:]] == [
+        {"outcome": {"reward": 1.0}},
+        {"rollouts": [{"id": "r", "run": "run", "task": {"input": 1, "id": "t"}, "group": "g"}]},
+        {
+            "transitions": [
+                {
+                    "rollout": "r",
+                    "attempt": 1,
+                    "seq": 0,
+                    "id": "c",
+                    "prompt_ids": "",
+                    "response_ids": "",
+                    "logprobs": "",
+                }
+            ]
+        },
+    ]
+
+
+async def test_a_token_that_is_refused_is_read_again_from_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new, file = TOKEN, TOKEN.replace("s", "n"), tmp_path / "token"
+    file.write_text(f"{old}\n")
+    good, asked = {old}, list[str]()
+
+    async def expiring(request: web.Request) -> web.StreamResponse:
+        token = request.headers["authorization"].removeprefix("Bearer ")
+        asked.append(token)
+        if token not in good:
+            return web.json_response(refused("expired_token"), status=401)
+        return web.json_response(VERSION)
+
+    async with server(expiring) as url:
+        store = HttpStore(url, token=file, patience=5)
+        await store.open()
+        good.clear()
+        with pytest.raises(transport.TokenRefusedError, match="for a reason"):
+            await store.version()
+        assert asked == [old] * 2, "it has the same still"
+        file.write_text("")
+        with pytest.raises(transport.TokenRefusedError, match="for a reason"):
+            await store.version()
+        assert f"there is no token in {file}" in caplog.text
+        file.write_text(f"{new}\n")
+        good.add(new)
+        for version in await asyncio.gather(*(store.version() for _ in range(4))):
+            assert version.scope == "admin"
+        await store.version()
+        await store.close()
+    assert asked.count(new) == 5
+    assert "nnnn" not in caplog.text
+    assert "ssss" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,30 @@ async def test_a_server_that_hangs_is_waited_for_no_longer_than_the_timeout(own_
     await store.close()
 
 
+async def test_connections_on_which_nothing_is_answered_are_given_up_for_new_ones(
+    store: PostgresStore, rollout: RolloutOf
+) -> None:
+    """As after a failover in which the old server said no good-bye. Also those who wait for a connection get one."""
+    store = PostgresStore(replace(store._settings, pool=2, timeout=4))
+    await store.open()
+    await asyncio.gather(*(store.list_runs() for _ in range(2)))
+    assert store._session is not None
+    old = [connection.get_server_pid() for connection in store._session.connections._idle]
+    for process in old:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        made = await asyncio.gather(
+            *(store.create_rollouts([rollout(name)]) for name in "abc"), *(store.list_runs() for _ in range(3))
+        )
+    finally:
+        for process in old:
+            os.kill(process, signal.SIGCONT)
+    assert len(old) == 2
+    assert made[:3] == [1, 1, 1]
+    assert sorted(found.id for found in (await store.list_rollouts("run")).rollouts) == ["a", "b", "c"]
+    await store.close()
+
+
 # changes --------------------------------------------------------------------------------------------------------
 
 
@@ -479,6 +504,23 @@ async def test_a_lost_connection_counts_as_a_change(
     await connection.close()
 
 
+async def test_a_listener_that_loses_its_connection_has_the_idle_ones_closed(store: PostgresStore) -> None:
+    """It asks every few seconds; they would be found out by whoever uses them next, after half of its patience."""
+    connection = await direct(store)
+    async with store.watch("run") as watch:
+        assert not await watch.wait(0)
+        assert store._session is not None
+        idle = store._session.connections._idle
+        before = list(idle)
+        await connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND pid <> pg_backend_pid()"
+        )
+        assert await watch.wait(20)
+        assert not idle
+        assert [old.is_closed() for old in before] == [True]
+    await connection.close()
+
+
 async def test_a_listener_that_loses_its_connection_as_it_closes_ends(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,11 +539,11 @@ async def test_a_listener_that_loses_its_connection_as_it_closes_ends(
 
     connection = Connection()
 
-    async def connect(_: object) -> Connection:
+    async def connect(_: object, **__: object) -> Connection:
         return connection
 
     monkeypatch.setattr(postgres_watching, "connect", connect)
-    listener = postgres_watching.Listener(store._settings, Bell())
+    listener = postgres_watching.Listener(store._settings, Bell(), lambda: None)
     await listener.begin()
     await asyncio.sleep(0.01)
     connection.told(None)

@@ -11,8 +11,10 @@ import importlib
 import os
 import socket
 
+from lightning.addresses import leads_to_itself
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
+from lightning.runner.calling import check_agent
 from lightning.runner.k8s.cluster import Cluster, ClusterError, Object, connect, inside
 from lightning.runner.k8s.health import Pace
 from lightning.runner.k8s.keeper import Keeper, Kind
@@ -20,7 +22,6 @@ from lightning.runner.k8s.kinds import Jobs, Pool
 from lightning.runner.k8s.manifests import Manifests, read_template
 from lightning.runner.k8s.mirror import Mirror
 from lightning.runner.protocol import Agent, Site
-from lightning.runner.reach import is_loopback
 from lightning.runner.ship import name_of
 from lightning.types import LLM, Lease, Outcome
 
@@ -28,11 +29,13 @@ from lightning.types import LLM, Lease, Outcome
 class KubernetesRunner:
     """A pool of runner pods, or a Job for each rollout (`runner.k8s.mode`). See docs/runners.md for what it needs.
 
-    Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import.
+    Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import or call.
     """
 
     def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
         self._config, self._pace = config, pace or Pace()
+        if not config.k8s.agent:
+            check_agent(agent)
         self._agent = config.k8s.agent or reference_to(agent)
         self._cluster: Cluster | None = None
 
@@ -102,7 +105,7 @@ def reference_to(agent: Agent) -> str:
 def check_reachable(server: str) -> None:
     """Raise `ConfigError` for a server's URL that leads a pod to itself."""
     for url in server.split(","):
-        if is_loopback(url.strip()):
+        if leads_to_itself(url.strip()):
             raise ConfigError(
                 f"pods cannot reach the server at {url}: set server.host to 0.0.0.0 and server.public_url to the address "
                 "that the cluster reaches it at, such as that of a Service"

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning
+from lightning.addresses import leads_to_itself
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.runner.outcomes import decode_outcome, encode_request, failed
 from lightning.runner.protocol import Agent
 from lightning.runner.ray.cluster import ActorLostError, RayCluster, Reference, actors_for, connect
-from lightning.runner.reach import is_loopback
 from lightning.runner.ship import pack_agent
 from lightning.types import LLM, Fault, Lease, Outcome
 
@@ -89,7 +89,7 @@ class RayRunner:
         cluster = self._cluster
         if cluster is None:
             raise RunnerError("the Ray runner has not been started: await runner.start() first")
-        if self._many_machines and is_loopback(llm.base_url):
+        if self._many_machines and leads_to_itself(llm.base_url):
             raise RunnerError(
                 f"agents on other nodes of the Ray cluster cannot reach the model at {llm.base_url}: set gateway.host "
                 "(server.host, where server.port is set) to the address of this machine that the nodes reach"

@@ -61,6 +61,9 @@ class RunFilter(Paging):
     """Which runs are wanted."""
 
     project: str | None = field(default=None, metadata={"doc": "Runs of this project only."})
+    brief: bool = field(
+        default=False, metadata={"doc": "`true` leaves their configurations out, which may be long: `config` is empty."}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class OfAttempt(Paging):
 async def list_runs(call: Call[RunFilter, None]) -> Slice[Run]:
     """Runs, newest first."""
     asked = call.query
-    found = await call.store.list_runs(asked.project, after=asked.cursor, limit=asked.limit + 1)
+    found = await call.store.list_runs(asked.project, after=asked.cursor, limit=asked.limit + 1, brief=asked.brief)
     return Slice(tuple(found[: asked.limit]), found[asked.limit - 1].id if len(found) > asked.limit else "")
 
 
@@ -285,7 +288,7 @@ async def _place(call: Call[OfAttempt, None]) -> tuple[int | None, str]:
 
 
 ROUTES = (
-    Route("GET", "/runs", list_runs, ANY, Slice[Run], query=RunFilter),
+    Route("GET", "/runs", list_runs, ANY, Slice[Run], query=RunFilter, heavy=True),
     Route("POST", "/runs", put_run, TRAIN, Run, Run),
     Route("GET", "/runs/{run}", get_run, ANY, Run),
     Route("GET", "/runs/{run}/rollouts", list_rollouts, ANY, Slice[Rollout], query=RolloutFilter),

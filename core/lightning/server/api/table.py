@@ -152,6 +152,10 @@ def _parsed(text: str, hint: Any, name: str) -> Any:
     where = f"the parameter {name}"
     if hint in (int, int | None):
         return _integer(text, where)
+    if hint is bool:
+        if text not in ("true", "false"):
+            raise wire.wrong(text, where, "true or false")
+        return text == "true"
     if hint in (float, float | None):
         try:
             return float(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -50,15 +51,22 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def token_or_complain(given: str | None) -> str:
-    """The token that was given, or the environment's. Raises `ConfigError`, which shows no part of it."""
-    token = (os.environ.get(TOKEN_VARIABLE, "") if given is None else given).strip()
+def token_or_complain(given: str | Path | None) -> str:
+    """The token that was given, that of a file, or the environment's. Raises `ConfigError`, which shows no part of it."""
+    where = str(given) if isinstance(given, Path) else TOKEN_VARIABLE
+    try:
+        text = given.read_text(encoding="utf-8") if isinstance(given, Path) else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token in {where} cannot be read: {error}") from error
+    token = (os.environ.get(TOKEN_VARIABLE, "") if text is None else text).strip()
+    if not token and isinstance(given, Path):
+        raise ConfigError(f"there is no token in {where}: write one there that `lightning token create` made")
     if not token:
         raise ConfigError(
             f"a server asks for a token: set the variable {TOKEN_VARIABLE} to one that `lightning token create` made"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"the token (in {TOKEN_VARIABLE}) is none: it is one word, lt_..., as `lightning token create` printed it"
+            f"the token (in {where}) is none: it is one word, lt_..., as `lightning token create` printed it"
         )
     return token

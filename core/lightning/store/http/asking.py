@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, Self, cast
 from urllib.parse import quote
 
@@ -24,9 +26,12 @@ PAGE: Final = 1000
 class Asking:
     """The connection of an `HttpStore`, which says what the arguments are."""
 
-    def __init__(self, urls: str | Sequence[str], *, token: str | None = None, patience: float | None = None) -> None:
+    def __init__(
+        self, urls: str | Sequence[str], *, token: str | Path | None = None, patience: float | None = None
+    ) -> None:
         self._urls, options = split_urls(urls)
         self._token = token_or_complain(token)
+        self._renew = partial(token_or_complain, token) if isinstance(token, Path) else None
         self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience
         self._lock = threading.Lock()
         self._unheard = Unheard()
@@ -45,7 +50,7 @@ class Asking:
         with self._lock:
             fresh = self._transport is None
             if self._transport is None:
-                self._transport = Transport(self._urls, self._token, self._patience)
+                self._transport = Transport(self._urls, self._token, self._patience, self._renew)
             transport = self._transport
         if not fresh:
             return
@@ -105,7 +110,7 @@ class Asking:
             raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
 
     async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
-        payload = None if body is None else wire.write(wire.codec_of(type(body)).encode(body))
+        payload = None if body is None else wire.write(wire.codec_of(type(body), sparse=True).encode(body))
         try:
             return await self._send(method, path, answer, payload, **how)
         except NotFoundError as error:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final, TypeVar, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import messages, rows, rules, wire
+from lightning.store import json_text, messages, rows, rules, wire
 from lightning.store.http.asking import PAGE, Asking
 from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER
 from lightning.store.http.watching import HttpWatch
@@ -47,7 +47,8 @@ SHORTEST_ANSWER: Final = 3.0
 class HttpStore(Asking):
     """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
 
-    Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
+    A path names a file with the token, which is read again when servers refuse what it had: tokens may expire and be renewed
+    there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
     pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
     """
 
@@ -60,10 +61,12 @@ class HttpStore(Asking):
         """See `Store.get_run`."""
         return cast("Run | None", await self._find(("runs", run), Run))
 
-    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
         """See `Store.list_runs`."""
         rules.check_page(limit)
-        return await self._all(("runs",), Run, after, limit, project=project)
+        return await self._all(("runs",), Run, after, limit, project=project, brief="true" if brief else None)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""
@@ -173,7 +176,7 @@ class HttpStore(Asking):
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`. More than `BODY_BYTES` of them are stored in several requests."""
-        codec, total = wire.codec_of(Transition), 0
+        codec, total = wire.codec_of(Transition, sparse=True), 0
         for body in _bodies("transitions", [wire.write(codec.encode(item)) for item in transitions]):
             total += (await self._send("POST", ("transitions",), messages.Appended, body)).appended
         return total
@@ -316,14 +319,14 @@ def _within(ttl: float) -> float:
 
 
 def _state(key: str, value: Json) -> messages.State:
-    rows.dump(value, f"the state {key!r}")
+    json_text.dump(value, f"the state {key!r}")
     return messages.State(value)
 
 
 def _item(cls: type[T], value: T, check: Callable[[T], object]) -> bytes:
     """A noun as JSON. Where it has none, `check` says what is wrong with it better than JSON can."""
     try:
-        return wire.write(wire.codec_of(cls).encode(value))
+        return wire.write(wire.codec_of(cls, sparse=True).encode(value))
     except DataError:
         check(value)
         raise

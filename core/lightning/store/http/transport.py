@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -25,6 +25,7 @@ import aiohttp
 from yarl import URL
 
 from lightning.errors import (
+    ConfigError,
     ConflictError,
     DataError,
     LightningError,
@@ -106,11 +107,16 @@ class NotFoundError(Exception):
 
 
 class Transport:
-    """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any."""
+    """The connections of one store, in a thread with an event loop of its own: whoever uses the store may be in any.
 
-    def __init__(self, urls: Sequence[str], token: str, patience: float) -> None:
+    `renew` says which token there is by now, when servers refuse the one that there was; it may raise `ConfigError`.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], token: str, patience: float, renew: Callable[[], str] | None = None
+    ) -> None:
         self._urls, self._patience = tuple(urls), patience
-        self._headers = {"authorization": f"Bearer {token}", "accept": "application/json"}
+        self._token, self._renew = token, renew
         self._current = random.randrange(len(self._urls))  # noqa: S311 — spreads clients over servers
         self._process = os.getpid()
         self._closing = False
@@ -178,22 +184,24 @@ class Transport:
         """Connections that are kept, and new ones for what was cut off: a kept one may have been dead before."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE)
         fresh = aiohttp.TCPConnector(limit=0, force_close=True)
-        none = aiohttp.DummyCookieJar()
-        first, second = (
-            aiohttp.ClientSession(connector=one, headers=self._headers, cookie_jar=none) for one in (kept, fresh)
-        )
+        none, accept = aiohttp.DummyCookieJar(), {"accept": "application/json"}
+        first, second = (aiohttp.ClientSession(connector=one, headers=accept, cookie_jar=none) for one in (kept, fresh))
         return first, second
 
     async def _send(self, request: Request, patience: float) -> bytes:
         deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False
         while True:
-            at = self._current
+            at, token = self._current, self._token
             try:
                 return await self._until_closed(self._attempt(self._urls[at], request), request.waits > 0)
             except _AwayError as away:
                 if away.cut and await self._is_too_long(at, request):
                     raise TooLongError(_hung_up(self._urls[at], request)) from away
                 left, problem = deadline - time.monotonic(), away
+            except TokenRefusedError:
+                if not await self._is_renewed(token):
+                    raise
+                continue
             except StoreError as error:
                 if type(error) in (StoreError, SchemaError):  # of another release, at fault, or no server of ours
                     self._pass_over(at)
@@ -215,6 +223,15 @@ class Transport:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), min(left, max(problem.pause, spread)))
             delay = min(delay * 2, LONGEST_DELAY)
+
+    async def _is_renewed(self, refused: str) -> bool:
+        """Whether there is another token now than the one that was refused."""
+        if self._token == refused and self._renew is not None:
+            try:
+                self._token = await asyncio.to_thread(self._renew)
+            except ConfigError as error:
+                log.warning("a token was refused, and there is no other one: %s", error)
+        return self._token != refused
 
     def _pass_over(self, at: int) -> None:
         """Begin with the server after `at` from now on, unless somebody else has seen to that."""
@@ -256,7 +273,9 @@ class Transport:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=request.answer_seconds + request.waits
         )
-        headers = {"content-type": "application/json"} if request.body is not None else {}
+        headers = {"authorization": f"Bearer {self._token}"}
+        if request.body is not None:
+            headers["content-type"] = "application/json"
         if request.once:
             headers[ONCE_HEADER] = request.once
         session = self._fresh if self._cuts[_same(request)] else self._session

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from lightning.errors import StoreError
-from lightning.store.maintenance.prune import rollouts_of
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.types import (
     Caller,
@@ -82,7 +82,7 @@ async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
 
 
 async def _rollouts(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
-    async for rollout in rollouts_of(store, run.id, scope.split):
+    async for rollout in each_rollout(store, run.id, split=scope.split):
         yield {
             "run": run.id,
             "rollout": rollout.id,
@@ -216,7 +216,7 @@ async def _metrics(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record
 
 async def _attempts(store: Store, run: Run, scope: Scope) -> AsyncIterator[tuple[Rollout, int]]:
     """The attempts that are exported of each rollout; a rollout that was never begun has none."""
-    async for rollout in rollouts_of(store, run.id, scope.split):
+    async for rollout in each_rollout(store, run.id, split=scope.split):
         for attempt in range(1 if scope.attempts else max(rollout.attempt, 1), rollout.attempt + 1):
             yield rollout, attempt
 

@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
-from lightning.errors import ConfigError, StoreError, UnavailableError
+from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
+
+KEPT: Final = ("sqlite", "postgresql", "postgres", "redis", "rediss")
+"""Schemes of stores that have a keeper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,10 @@ class Weight:
 
 class Keeper(Protocol):
     """Looks after one database. Every method raises `StoreError` (or a subclass) when the database refuses."""
+
+    async def schema(self) -> tuple[int, int]:
+        """The version of its schema, 0 while it is an empty file, and the newest, which this release works with. Raises
+        `SchemaError` or `ConfigError` where there is no store."""
 
     async def status(self) -> Status:
         """What is in it, read at one moment."""
@@ -143,18 +150,21 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
     return found
 
 
-async def check_there(url: str) -> None:
-    """Raise when a URL names a PostgreSQL schema (`SchemaError`) or a Redis prefix (`ConfigError`) that holds no store: opening
-    it would make one."""
-    scheme = parse(url).scheme
-    if scheme in ("postgresql", "postgres"):
-        from lightning.store.maintenance.postgres import PostgresKeeper
-
-        await PostgresKeeper(url).check()
-    elif scheme in ("redis", "rediss"):
-        from lightning.store.maintenance.redis import RedisKeeper
-
-        await RedisKeeper(url).check()
+async def check_schema(url: str) -> None:
+    """Raise unless opening the store leaves it as it is: `SchemaError` where its schema is an older one, which would be brought
+    forward, and `SchemaError` or `ConfigError` where there is no store, so that one would be made."""
+    where = parse(url)
+    if where.scheme not in KEPT:
+        return
+    schema, newest = await keeper_of(url).schema()
+    shown = redacted(where.path if where.scheme == "sqlite" else url)
+    if not schema:
+        raise SchemaError(f"{shown} is empty: a store is made in it by whoever writes first")
+    if schema < newest:
+        raise SchemaError(
+            f"{shown} has schema version {schema}, this release works on {newest}. Older releases could not go on with a newer "
+            f"one: end their trainers and servers that use it, then run `lightning db upgrade {shown}`"
+        )
 
 
 def keeper_of(url: str) -> Keeper:

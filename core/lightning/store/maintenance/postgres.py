@@ -11,7 +11,6 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -52,6 +51,18 @@ class PostgresKeeper:
         self._url = url
         self._settings = from_url(url)
 
+    async def schema(self) -> tuple[int, int]:
+        """See `Keeper.schema`."""
+
+        async def read(connection: Any, _: PostgresTransaction) -> int:
+            tables = {row[0] for row in await connection.fetch(_TABLES, self._settings.schema)}
+            version = await _schema(connection, tables)
+            if version is None:
+                raise self._nothing()
+            return version
+
+        return await self._reading(read), len(MIGRATIONS)
+
     async def status(self) -> Status:
         """See `Keeper.status`."""
 
@@ -81,15 +92,6 @@ class PostgresKeeper:
             )
 
         return await self._reading(read)
-
-    async def check(self) -> None:
-        """Raise `SchemaError` when there is no store in the schema: opening it would make one."""
-
-        async def look(connection: Any, _: PostgresTransaction) -> None:
-            if "schema_version" not in {row[0] for row in await connection.fetch(_TABLES, self._settings.schema)}:
-                raise self._nothing()
-
-        await self._reading(look)
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`."""
@@ -184,22 +186,19 @@ class PostgresKeeper:
     async def vacuum(self) -> str:
         """See `Keeper.vacuum`. The space is used again for what is written next; `VACUUM FULL` would stop every writer."""
 
-        async def clear(connection: Any, transaction: PostgresTransaction) -> None:
-            await self._tables(connection)
-            now = await transaction.now()
-            for name, value in await transaction.all(queries.TRACES):
-                rollout, expires_at = queries.trace_of(value)
-                if expires_at < now or await transaction.one(queries.ROLLOUT, (rollout,)) is None:
-                    await transaction.run(queries.FORGET_STATE, (queries.TRACES_RUN, name))
+        async def clear(_: Any, transaction: PostgresTransaction) -> None:
             # Notices before runs: whoever announces one has put the run before.
             state = {row[0]: row[1] for row in await transaction.all(queries.UNNAMED_STATE)}
             runs = {row[0] for row in await transaction.all(queries.RUNS)}
             await transaction.many(queries.FORGET_STATE, [("", name) for name in queries.empty_seats(state, runs)])
-            await transaction.run(queries.FORGET_OLD_ANSWERS, (now,))
+            await transaction.run(queries.FORGET_OLD_ANSWERS, (await transaction.now(),))
 
+        async with self._connected() as connection:
+            tables = await self._tables(connection)
+            await _forget_old_traces(PostgresTransaction(connection, self._settings))
         await self._writing(clear)
         async with self._connected() as connection:
-            for table in await self._tables(connection):
+            for table in tables:
                 await connection.execute(f"VACUUM (ANALYZE) {table}")
         return ""
 
@@ -238,7 +237,7 @@ class PostgresKeeper:
         """A connection of one's own; what was not committed on it is not done."""
         connection: Any = None
         try:
-            connection = await connect(replace(self._settings, timeout=PATIENCE))
+            connection = await connect(self._settings, statement_seconds=PATIENCE)
             yield connection
         except Exception as error:
             refused = failures.translate(error, self._settings)
@@ -259,6 +258,18 @@ async def _schema(connection: Any, tables: set[str]) -> int | None:
 
 async def _busy(transaction: PostgresTransaction) -> frozenset[str]:
     return frozenset(row[0] for row in await transaction.all(queries.BUSY, (await transaction.now(),)))
+
+
+async def _forget_old_traces(statements: PostgresTransaction) -> None:
+    """Each statement is committed by itself."""
+    after, now = "", await statements.now()
+    while traces := await statements.all(queries.TRACES_AFTER, (after, queries.TRACES_AT_ONCE)):
+        rollouts = sorted({queries.trace_of(row[1])[0] for row in traces})
+        there = {row[0] for row in await statements.all(queries.which_are_there(rollouts), rollouts)}
+        await statements.many(
+            queries.FORGET_STATE, queries.old_traces([(row[0], row[1]) for row in traces], there, now)
+        )
+        after = traces[-1][0]
 
 
 def _new_sqlite(path: Path) -> sqlite3.Connection:

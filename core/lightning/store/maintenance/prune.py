@@ -10,12 +10,13 @@ Rewards, steps and metrics are small and stay with their run, so that it can sti
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import StoreError
 from lightning.store.maintenance.keeper import Keeper, Weight
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, Run, StepRecord
 
@@ -148,20 +149,9 @@ def _first_needed(run: Run, records: Sequence[StepRecord]) -> int:
 
 async def _groups(store: Store, run: str) -> dict[str, _Group]:
     groups: dict[str, _Group] = {}
-    async for rollout in rollouts_of(store, run):
+    async for rollout in each_rollout(store, run):
         groups.setdefault(rollout.group, _Group()).add(rollout)
     return groups
-
-
-async def rollouts_of(store: Store, run: str, split: str | None = None) -> AsyncIterator[Rollout]:
-    """The rollouts of a run in the order of their creation, page by page."""
-    cursor = ""
-    while True:
-        page = await store.list_rollouts(run, split=split, cursor=cursor)
-        for rollout in page.rollouts:
-            yield rollout
-        if not (cursor := page.cursor):
-            return
 
 
 def _setting(run: Run, name: str) -> int | None:

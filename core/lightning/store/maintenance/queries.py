@@ -58,9 +58,11 @@ UNNAMED_STATE: Final = "SELECT name, value FROM state WHERE run = ''"
 TRACES_RUN: Final = "gateway/traces"
 TRACES: Final = f"SELECT name, value FROM state WHERE run = '{TRACES_RUN}'"  # noqa: S608
 """What gateways keep of the traces of attempts: a value is `[rollout, attempt, expires_at]`."""
+TRACES_AT_ONCE: Final = 500
+"""There is one for each attempt that ever was: whoever writes meanwhile waits for the removal of so many at most."""
+TRACES_AFTER: Final = f"{TRACES} AND name > ? ORDER BY name LIMIT ?"
 FORGET_STATE: Final = "DELETE FROM state WHERE run = ? AND name = ?"
 ROLLOUTS: Final = "SELECT id FROM rollouts WHERE run = ? ORDER BY id"
-ROLLOUT: Final = "SELECT 1 FROM rollouts WHERE id = ?"
 FORGET_RUN: Final = (
     "DELETE FROM transitions WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
     "DELETE FROM spans WHERE rollout IN (SELECT n FROM rollouts WHERE run = ?)",
@@ -108,6 +110,17 @@ def empty_seats(state: Mapping[str, str], runs: Collection[str]) -> list[str]:
 def traces_of(rollouts: Collection[str], traces: Iterable[tuple[str, str]]) -> list[str]:
     """The names of those entries of `TRACES` that are of one of the rollouts."""
     return [name for name, value in traces if trace_of(value)[0] in rollouts]
+
+
+def which_are_there(rollouts: Collection[str]) -> str:
+    """Asks which of these rollouts there are; they are its parameters."""
+    return f"SELECT id FROM rollouts WHERE id IN ({', '.join('?' * len(rollouts))})"  # noqa: S608
+
+
+def old_traces(traces: Iterable[tuple[str, str]], there: Collection[str], now: float) -> list[tuple[str, str]]:
+    """Parameters of `FORGET_STATE` for those entries of `TRACES` whose key has expired or whose rollout is not `there`."""
+    found = [(name, *trace_of(value)) for name, value in traces]
+    return [(TRACES_RUN, name) for name, rollout, until in found if until < now or rollout not in there]
 
 
 def trace_of(value: str) -> tuple[str, float]:

@@ -26,7 +26,7 @@ from lightning.store.redis import records, scripts
 from lightning.store.redis.keys import Keys, encoded
 from lightning.store.redis.lane import Lane
 from lightning.store.redis.link import Link
-from lightning.store.redis.opening import SCHEMA, Ask, check_server, schema_of
+from lightning.store.redis.opening import SCHEMA, Ask, asker, check_server, schema_of
 from lightning.store.redis.settings import from_url
 from lightning.store.redis.standing import home_of, stand
 from lightning.store.redis.tokens import every as every_token
@@ -59,16 +59,23 @@ class RedisKeeper:
         self._settings = from_url(url)
         self._keys = Keys(self._settings.prefix)
 
+    async def schema(self) -> tuple[int, int]:
+        """See `Keeper.schema`."""
+        async with self._connected() as wire:
+            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
+            if not mark:
+                raise ConfigError(
+                    f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
+                )
+            return await schema_of(asker(wire.exchange), self._settings, self._keys), SCHEMA
+
     async def status(self) -> Status:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
-        await self.check()
-        schema = SCHEMA
+        schema, newest = await self.schema()
 
         async def greet(ask: Ask) -> None:
-            nonlocal schema
             await check_server(ask, self._settings)
-            schema = await schema_of(ask, self._settings, self._keys)
 
         link = Link(self._settings, self._keys, greet)  # a store would bring an older schema forward
         try:
@@ -86,7 +93,7 @@ class RedisKeeper:
         return Status(
             store=redacted(self._url),
             schema=schema,
-            newest_schema=SCHEMA,
+            newest_schema=newest,
             bytes=size,
             runs=len(runs),
             rollouts={status: count for status, count in rollouts.items() if count},
@@ -98,15 +105,6 @@ class RedisKeeper:
             oldest=min((run.created_at for run in runs), default=None),
             newest=max(activity.values(), default=None),
         )
-
-    async def check(self) -> None:
-        """Raise `ConfigError` when there is no store under the prefix: opening it would make one."""
-        async with self._connected() as wire:
-            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
-        if not mark:
-            raise ConfigError(
-                f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
-            )
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""

@@ -35,6 +35,10 @@ class SqliteKeeper:
         self._path = Path(where.path)
         self._settings = Settings(where.path, busy_timeout=float(where.options.get("busy_timeout", "30")))
 
+    async def schema(self) -> tuple[int, int]:
+        """See `Keeper.schema`."""
+        return await self._read(_schema), len(MIGRATIONS)
+
     async def status(self) -> Status:
         """See `Keeper.status`."""
         return await self._read(self._status)
@@ -112,12 +116,9 @@ class SqliteKeeper:
         the file shrinks only while nobody else has it open."""
 
         def rewrite(connection: sqlite3.Connection) -> str:
+            (now,) = connection.execute(_CLOCK).fetchone()
+            _forget_old_traces(connection, now)
             with _transaction(connection):
-                (now,) = connection.execute(_CLOCK).fetchone()
-                for name, value in connection.execute(queries.TRACES).fetchall():
-                    rollout, expires_at = queries.trace_of(value)
-                    if expires_at < now or connection.execute(queries.ROLLOUT, (rollout,)).fetchone() is None:
-                        connection.execute(queries.FORGET_STATE, (queries.TRACES_RUN, name))
                 state = dict(connection.execute(queries.UNNAMED_STATE))
                 runs = {run for (run,) in connection.execute(queries.RUNS)}
                 left = [("", name) for name in queries.empty_seats(state, runs)]
@@ -229,6 +230,18 @@ def _take_alone(connection: sqlite3.Connection) -> bool:
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA synchronous = FULL")  # less is safe with the log alone
     return True
+
+
+def _forget_old_traces(connection: sqlite3.Connection, now: float) -> None:
+    """Looks for them outside of the transactions that remove them, which are short: others write meanwhile."""
+    after = ""
+    while traces := connection.execute(queries.TRACES_AFTER, (after, queries.TRACES_AT_ONCE)).fetchall():
+        rollouts = sorted({queries.trace_of(value)[0] for _, value in traces})
+        there = {rollout for (rollout,) in connection.execute(queries.which_are_there(rollouts), rollouts)}
+        if old := queries.old_traces(traces, there, now):
+            with _transaction(connection):
+                connection.executemany(queries.FORGET_STATE, old)
+        after = traces[-1][0]
 
 
 def _busy(connection: sqlite3.Connection) -> list[str]:

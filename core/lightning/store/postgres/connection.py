@@ -34,8 +34,8 @@ _SESSION: Final = {
 }
 
 
-async def connect(settings: Settings, *, patient: bool = False) -> asyncpg.Connection:
-    """A session in the store's schema, whose statements may take as long as they need if it is `patient`.
+async def connect(settings: Settings, *, statement_seconds: float | None) -> asyncpg.Connection:
+    """A session in the store's schema, whose statements may take so long each; as long as they need if that is None.
 
     Raises what asyncpg raises, see `failures`.
     """
@@ -50,7 +50,7 @@ async def connect(settings: Settings, *, patient: bool = False) -> asyncpg.Conne
         database=settings.database,
         ssl=None if settings.host.startswith("/") else tls,
         timeout=min(CONNECT_SECONDS, settings.timeout),
-        command_timeout=None if patient else settings.timeout,
+        command_timeout=statement_seconds,
         statement_cache_size=256,
         max_cached_statement_lifetime=0,
         server_settings={**_SESSION, "search_path": settings.schema},

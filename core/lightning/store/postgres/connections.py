@@ -26,6 +26,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLASHES: Final = 20
 """How often an operation is run again because another transaction was in its way."""
+SHARE: Final = 0.5
+"""Of the time that an operation has, what one of its statements may take. A server that is gone without a word, as in a
+failover, leaves connections on which nothing is ever answered: time must be left for the next try, on a new one."""
 FIRST_DELAY, LAST_DELAY = 0.02, 2.0
 """Seconds before the second attempt to reach a server that is away, and between the later ones at most."""
 
@@ -92,7 +95,7 @@ class Connections:
                 connection = self._idle.pop()
             else:
                 async with asyncio.timeout_at(deadline):
-                    connection = await connect(self._settings)
+                    connection = await connect(self._settings, statement_seconds=SHARE * self._settings.timeout)
             try:
                 yield connection
             except BaseException as error:
@@ -100,7 +103,7 @@ class Connections:
                     self._idle.append(connection)
                 else:
                     connection.terminate()
-                    self._distrust()
+                    self.distrust()
                 raise
             self._idle.append(connection)
 
@@ -116,7 +119,7 @@ class Connections:
         finally:
             self._slots.release()
 
-    def _distrust(self) -> None:
+    def distrust(self) -> None:
         """The server went away: so did all connections, and after a failover perhaps some of what they committed."""
         for connection in self._idle:
             connection.terminate()

@@ -217,7 +217,7 @@ async def migrate(settings: Settings) -> None:
 
 
 async def _read_version(settings: Settings) -> int:
-    connection = await connect(settings)
+    connection = await connect(settings, statement_seconds=settings.timeout)
     try:
         return await _version(connection, settings)
     finally:
@@ -225,7 +225,7 @@ async def _read_version(settings: Settings) -> int:
 
 
 async def _migrate(settings: Settings) -> None:
-    connection = await connect(settings, patient=True)  # an index of a large table takes its time
+    connection = await connect(settings, statement_seconds=None)  # an index of a large table takes its time
     try:
         await _go_forward(connection, settings)
     finally:

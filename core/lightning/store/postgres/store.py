@@ -38,7 +38,7 @@ class _Session:
         self.process = os.getpid()
         self.thread = LoopThread("lightning-store-postgres")
         self.connections = Connections(settings)
-        self.listener = Listener(settings, bell)
+        self.listener = Listener(settings, bell, self.connections.distrust)
         self.opened = False
 
     async def open(self) -> None:

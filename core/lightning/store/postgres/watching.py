@@ -25,8 +25,9 @@ RETRY: Final = 0.5
 class Listener:
     """Belongs to one event loop; rings the bell for all of them."""
 
-    def __init__(self, settings: Settings, bell: Bell) -> None:
-        self._settings, self._bell = settings, bell
+    def __init__(self, settings: Settings, bell: Bell, lost: Callable[[], object]) -> None:
+        """`lost` is called whenever the connection turns out to be of no more use."""
+        self._settings, self._bell, self._lost = settings, bell, lost
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._error: Exception = TimeoutError("no answer")
@@ -51,7 +52,7 @@ class Listener:
         while True:
             connection: Any = None
             try:
-                connection = await connect(self._settings)
+                connection = await connect(self._settings, statement_seconds=self._settings.timeout)
                 lost = asyncio.Event()
                 connection.add_termination_listener(lambda _, lost=lost: lost.set())
                 await connection.add_listener(channel(self._settings), self._heard)
@@ -65,6 +66,7 @@ class Listener:
                     connection.terminate()
             if self._ready.is_set():
                 self._ready.clear()
+                self._lost()
                 self._bell.ring_all()
             await asyncio.sleep(RETRY)
 

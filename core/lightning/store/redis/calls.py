@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
-from lightning.store import codec, rows, rules
+from lightning.store import codec, json_text, rows, rules
 from lightning.store.redis.keys import encoded
 from lightning.store.redis.parents import CallKey, Known
 from lightning.types import Transition
@@ -41,21 +41,21 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
         raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
     for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
         encoded(part, f"a part {what}")
-    text = rows.dump(
+    text = json_text.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
             transition.id,
-            rows.dump(rows.caller_to_json(transition.caller)),
-            rows.versions_to_text(transition.versions),
+            json_text.dump(json_text.caller_to_json(transition.caller)),
+            json_text.versions_to_text(transition.versions),
             transition.status.value,
             transition.finish_reason,
             transition.choice,
-            rows.finite(transition.temperature, f"the temperature {what}"),
+            json_text.finite(transition.temperature, f"the temperature {what}"),
             int(transition.constrained),
-            rows.finite(transition.started_at, f"started_at {what}"),
-            rows.finite(transition.ended_at, f"ended_at {what}"),
-            rows.dump(list(transition.tool_calls), f"a tool call {what}"),
-            *([rows.conversation_to_text(transition.conversation)] if transition.conversation else []),
+            json_text.finite(transition.started_at, f"started_at {what}"),
+            json_text.finite(transition.ended_at, f"ended_at {what}"),
+            json_text.dump(list(transition.tool_calls), f"a tool call {what}"),
+            *([json_text.conversation_to_text(transition.conversation)] if transition.conversation else []),
         ]
     ).encode()
     return b"".join((digest, _LENGTH.pack(len(text)), text, blob))

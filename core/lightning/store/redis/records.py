@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import rows, rules
+from lightning.store import json_text, rows, rules
 from lightning.store.protocol import MetricPoint
 from lightning.store.redis import scripts
 from lightning.store.redis.keys import encoded
@@ -27,7 +27,7 @@ def time_text(at: float) -> str:
 
 def listed(text: str, what: str) -> list[Any]:
     """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
-    found = rows.load(text, what)
+    found = json_text.load(text, what)
     if not isinstance(found, list):
         raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
     return found
@@ -54,8 +54,8 @@ def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], lis
 
 async def put_run(link: Link, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
-    config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
-    text = rows.dump([run.name, config, run.project])
+    config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
+    text = json_text.dump([run.name, config, run.project])
     word, *rest = await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text))
     if word != "ok":
         raise unexpected([word, *rest])
@@ -68,22 +68,24 @@ async def get_run(link: Link, run: str) -> Run | None:
     return None if value is None else _run(run, value)
 
 
-async def list_runs(link: Link, project: str | None = None, after: str = "", limit: int | None = None) -> list[Run]:
+async def list_runs(
+    link: Link, project: str | None = None, after: str = "", limit: int | None = None, brief: bool = False
+) -> list[Run]:
     """See `Store.list_runs`. Of those that are not asked for only the times are read: a configuration is long."""
     rules.check_page(limit)
     (flat,) = await link.reads.read((b"HGETALL", link.keys("runs")))
     kept = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
-    if after and (after not in kept or project not in (None, _run(after, kept[after]).project)):
+    if after and (after not in kept or project not in (None, _run(after, kept[after], brief=True).project)):
         raise rules.no_cursor(after)
     newest_first = sorted(kept, key=lambda run: numbered(kept[run], f"run {run!r}", 2)[0], reverse=True)
     behind = newest_first[newest_first.index(after) + 1 if after else 0 :]
-    found = (_run(run, kept[run]) for run in behind)
+    found = (_run(run, kept[run], brief) for run in behind)
     return list(itertools.islice((run for run in found if project in (None, run.project)), limit))
 
 
-def _run(run: str, value: bytes) -> Run:
+def _run(run: str, value: bytes, brief: bool = False) -> Run:
     (at, _), (name, config, project) = stamped(value, f"run {run!r}", 2)
-    return rows.run_from_row((run, name, config, at, project))
+    return rows.run_from_row((run, name, "{}" if brief else config, at, project))
 
 
 # what attempts were completed with ------------------------------------------------------------------------------
@@ -91,12 +93,12 @@ def _run(run: str, value: bytes) -> Run:
 
 async def tool_events(link: Link, rollout: str, attempt: int | None) -> list[ToolEvent]:
     """See `Store.tool_events`."""
-    return rows.tool_events_from_text(await _of_attempt(link, "tool_events", rollout, attempt))
+    return json_text.tool_events_from_text(await _of_attempt(link, "tool_events", rollout, attempt))
 
 
 async def step_rewards(link: Link, rollout: str, attempt: int | None) -> list[StepReward]:
     """See `Store.step_rewards`."""
-    return rows.step_rewards_from_text(await _of_attempt(link, "step_rewards", rollout, attempt))
+    return json_text.step_rewards_from_text(await _of_attempt(link, "step_rewards", rollout, attempt))
 
 
 async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) -> str:
@@ -105,7 +107,7 @@ async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) 
     (text,) = await link.reads.read((b"HGET", link.keys("attempts"), field))
     if text is None:
         return "[]"
-    found = rows.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
+    found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
     return str(found.get(what, "[]")) if isinstance(found, Mapping) else ""
 
 
@@ -115,7 +117,7 @@ async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) 
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
     _, _, policy_version, rollouts, digests, digest, checkpoint, metrics, groups = rows.step_values(record)
-    text = rows.dump([policy_version, rollouts, digests, digest, checkpoint, metrics, groups])
+    text = json_text.dump([policy_version, rollouts, digests, digest, checkpoint, metrics, groups])
     word, *rest = await link.run(
         scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
@@ -190,7 +192,7 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
 
 async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
     """See `Store.put_state`."""
-    text = rows.dump(value, f"the state {key!r}")
+    text = json_text.dump(value, f"the state {key!r}")
     known_as = rules.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
     word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
@@ -200,14 +202,14 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
-    text = rows.dump(value, f"the state {key!r}")
+    text = json_text.dump(value, f"the state {key!r}")
     word, *rest = await link.run(scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
     if word != "ok":
         raise unexpected([word, *rest])
-    return rows.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
+    return json_text.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
 
 
 async def get_state(link: Link, run: str, key: str) -> Json:
     """See `Store.get_state`."""
     (text,) = await link.reads.read((b"HGET", link.keys("state", run), encoded(key)))
-    return None if text is None else rows.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")
+    return None if text is None else json_text.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import rows, rules
+from lightning.store import json_text, rows, rules
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.store.redis import scripts
 from lightning.store.redis.keys import encoded
@@ -22,13 +22,13 @@ from lightning.types import Resource
 async def put(link: Link, resource: Resource) -> Resource:
     """See `Store.put_resource`."""
     name, what = resource.name, f"the resource {resource.name!r}"
-    content = rows.dump(resource.content, what)
-    metadata = rows.dump(dict(resource.metadata), f"the metadata of {what}")
+    content = json_text.dump(resource.content, what)
+    metadata = json_text.dump(dict(resource.metadata), f"the metadata of {what}")
     word, *rest = await link.run(
         scripts.PUT_RESOURCE,
         [link.keys("kinds"), link.keys("versions", name), link.keys("contents", name)],
         *(name, resource.kind.value, resource.digest),
-        rows.dump([resource.kind.value, content, metadata, resource.digest]),
+        json_text.dump([resource.kind.value, content, metadata, resource.digest]),
     )
     if word == "kind":
         raise ConflictError(f"{what} is a {rest[0].decode()}, not a {resource.kind.value}: give it another name")
@@ -106,7 +106,7 @@ async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
 
 
 def _moves(link: Link, name: str, alias: str) -> bytes:
-    return link.keys("moves", rows.dump([name, alias]))
+    return link.keys("moves", json_text.dump([name, alias]))
 
 
 def _moved(name: str, alias: str, word: str, rest: Sequence[Reply]) -> Alias:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.errors import StoreError
-from lightning.store import rows
+from lightning.store import json_text, rows
 from lightning.store.protocol import MAX_SPANS
 from lightning.store.redis import scripts
 from lightning.store.redis.link import Link, unexpected
@@ -19,7 +19,7 @@ from lightning.types import Span
 
 async def append(link: Link, spans: Sequence[Span]) -> int:
     """See `Store.append_spans`."""
-    texts = [rows.dump(list(rows.span_values(span))) for span in spans]
+    texts = [json_text.dump(list(rows.span_values(span))) for span in spans]
     if not spans:
         return 0
     places: dict[bytes, int] = {}
@@ -45,7 +45,7 @@ async def read(link: Link, rollout: str, attempt: int | None) -> list[Span]:
 
 def _span(rollout: str, attempt: int, text: bytes) -> Span:
     what = f"a span of rollout {rollout!r}"
-    row = rows.load(text.decode(errors="replace"), what)
+    row = json_text.load(text.decode(errors="replace"), what)
     try:
         return rows.span_from_row(rollout, attempt, tuple(row))  # type: ignore[arg-type]  # anything else raises
     except (ValueError, TypeError) as error:

@@ -9,21 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.errors import StoreError
-from lightning.store import rows, rules
+from lightning.store import json_text, rows, rules
 from lightning.store.rules import Position
 from lightning.types import Rollout, Status
 
 
 def columns_of(rollout: Rollout) -> str:
     """What never changes. Raises `DataError` unless the rollout is new."""
-    return rows.dump(list(rows.rollout_values(rollout)))
+    return json_text.dump(list(rows.rollout_values(rollout)))
 
 
 def uses_of(rollout: Rollout) -> str:
     """Under which name the rollout is counted among the uses of resources; empty when it uses none."""
     if not rollout.resources:
         return ""
-    return rows.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+    return json_text.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
 
 
 def home_of(columns: bytes, rollout: str) -> tuple[str, str]:
@@ -74,14 +74,14 @@ def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
 
 def stand(standing: bytes, rollout: str) -> dict[str, Any]:
     """What scripts keep of a rollout. Raises `StoreError` when it was damaged."""
-    found = rows.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
+    found = json_text.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
     if not isinstance(found, dict):
         raise _corrupt(rollout, "expected an object")
     return found
 
 
 def _list(columns: bytes, rollout: str) -> list[Any]:
-    found = rows.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
+    found = json_text.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
     if not isinstance(found, list):
         raise _corrupt(rollout, "expected a list")
     return found

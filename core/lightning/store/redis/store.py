@@ -137,10 +137,12 @@ class RedisStore:
         with self._link() as link:
             return await records.get_run(link, run)
 
-    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
         """See `Store.list_runs`."""
         with self._link() as link:
-            return await records.list_runs(link, project, after, limit)
+            return await records.list_runs(link, project, after, limit, brief)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
         """See `Store.watch`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import rows, rules
+from lightning.store import json_text, rows, rules
 from lightning.store.redis import scripts
 from lightning.store.redis.keys import encoded
 from lightning.store.redis.link import Link, unexpected
@@ -18,7 +18,7 @@ from lightning.types import Token
 
 async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
-    text = rows.dump([*rows.token_values(token), token.expires_at, token.revoked_at])
+    text = json_text.dump([*rows.token_values(token), token.expires_at, token.revoked_at])
     known_as = rules.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     word, *rest = await link.run_once(
         scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import codec, rows, rules
+from lightning.store import codec, json_text, rules
 from lightning.store.redis import calls, scripts
 from lightning.store.redis.calls import Decoder, Stored
 from lightning.store.redis.keys import encoded
@@ -69,7 +69,7 @@ class _Batch:
             above = (self.place(keys("calls", parent.key[1], parent.key[0])), parent.key[2], parent.digest)
         root: tuple[int, str] = (0, "")
         if parent is None:
-            root = (self.place(keys("roots", rows.dump(list(group)))), rows.dump([rollout, number, seq]))
+            root = (self.place(keys("roots", json_text.dump(list(group)))), json_text.dump([rollout, number, seq]))
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
         known = Known(transition.key, digest, prompt + codec.pack(transition.response_ids))
@@ -140,7 +140,7 @@ async def _digest_before_label(link: Link, transition: Transition, value: bytes)
     labels = (await _labels(link, [attempt]))[0]
     if labels.get(transition.id) == transition.caller:
         stored = calls.unpack(*attempt, transition.seq, value)
-        original = replace(transition, caller=rows.caller_from_text(calls.caller_text(stored)))
+        original = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
         content = codec.content_digest(
             codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
         )
@@ -185,7 +185,7 @@ async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:
 
 
 async def _load_roots(link: Link, group: Group) -> list[Known]:
-    (names,) = await link.reads.read((b"LRANGE", link.keys("roots", rows.dump(list(group))), b"0", b"-1"))
+    (names,) = await link.reads.read((b"LRANGE", link.keys("roots", json_text.dump(list(group))), b"0", b"-1"))
     keys = [(str(rollout), int(attempt), int(seq)) for rollout, attempt, seq in map(json.loads, names)]
     return await _known(link, await _read_single(link, keys))
 
@@ -249,7 +249,7 @@ async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, Cal
     """The labels each attempt was completed with."""
     fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in attempts]
     (texts,) = await link.reads.read((b"HMGET", link.keys("labels"), *fields))
-    return [{} if text is None else rows.labels_from_text(text.decode()) for text in texts]
+    return [{} if text is None else json_text.labels_from_text(text.decode()) for text in texts]
 
 
 async def _read_calls(link: Link, attempts: Sequence[Attempt]) -> list[dict[CallKey, Stored | StoreError]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning.errors import StoreError
-from lightning.store import codec, rows, rules, sql
+from lightning.store import codec, json_text, rows, rules, sql
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
 from lightning.types import Caller, Transition, logprobs, token_ids
@@ -29,14 +29,14 @@ async def name_callers(
         if transition is None or caller is None:
             continue
         labelled = rules.transition_digest(replace(transition, caller=caller), codec.stored_digest(head))
-        changes.append((rows.dump(rows.caller_to_json(caller)), labelled, call))
+        changes.append((json_text.dump(json_text.caller_to_json(caller)), labelled, call))
     await transaction.many(sql.NAME_CALLER, changes)
 
 
 async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
     """The labels an attempt was completed with."""
     row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
-    return {} if row is None else rows.labels_from_text(row[0])
+    return {} if row is None else json_text.labels_from_text(row[0])
 
 
 def _intact(rollout: str, attempt: int, described: Row, head: bytes, digest: bytes) -> Transition | None:

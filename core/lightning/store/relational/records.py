@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import rows, rules, sql
+from lightning.store import json_text, rows, rules, sql
 from lightning.store.protocol import MetricPoint
 from lightning.store.relational.rollouts import standing
 from lightning.store.relational.transaction import Transaction
@@ -19,7 +19,7 @@ from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
 
 async def put_run(transaction: Transaction, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
-    config = rows.dump(dict(run.config), f"the configuration of run {run.id!r}")
+    config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
     await transaction.run(
         sql.INSERT_RUN, (run.id, run.name, config, run.created_at or await transaction.now(), run.project)
     )
@@ -34,7 +34,9 @@ async def get_run(transaction: Transaction, run: str) -> Run | None:
     return None if row is None else rows.run_from_row(row)
 
 
-async def list_runs(transaction: Transaction, project: str | None, after: str, limit: int | None) -> list[Run]:
+async def list_runs(
+    transaction: Transaction, project: str | None, after: str, limit: int | None, brief: bool
+) -> list[Run]:
     """See `Store.list_runs`."""
     rules.check_page(limit)
     values: list[Value] = [] if project is None else [project]
@@ -43,7 +45,7 @@ async def list_runs(transaction: Transaction, project: str | None, after: str, l
         if place is None or project not in (None, place[2]):
             raise rules.no_cursor(after)
         values += place[:2]
-    query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None)
+    query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None, brief=brief)
     found = await transaction.all(query, values if limit is None else [*values, limit])
     return [rows.run_from_row(row) for row in found]
 
@@ -51,13 +53,13 @@ async def list_runs(transaction: Transaction, project: str | None, after: str, l
 async def tool_events(transaction: Transaction, rollout: str, attempt: int | None) -> list[ToolEvent]:
     """See `Store.tool_events`."""
     text = await _of_attempt(transaction, sql.SELECT_TOOL_EVENTS, rollout, attempt)
-    return rows.tool_events_from_text(text)
+    return json_text.tool_events_from_text(text)
 
 
 async def step_rewards(transaction: Transaction, rollout: str, attempt: int | None) -> list[StepReward]:
     """See `Store.step_rewards`."""
     text = await _of_attempt(transaction, sql.SELECT_STEP_REWARDS, rollout, attempt)
-    return rows.step_rewards_from_text(text)
+    return json_text.step_rewards_from_text(text)
 
 
 async def _of_attempt(transaction: Transaction, query: str, rollout: str, attempt: int | None) -> str:
@@ -138,4 +140,4 @@ async def keep_state(transaction: Transaction, run: str, key: str, text: str) ->
 async def get_state(transaction: Transaction, run: str, key: str) -> Json:
     """See `Store.get_state`."""
     row = await transaction.one(sql.SELECT_STATE, (run, key))
-    return None if row is None else rows.load(row[0], f"the state {key!r} of run {run!r}")
+    return None if row is None else json_text.load(row[0], f"the state {key!r} of run {run!r}")

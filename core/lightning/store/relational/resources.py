@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import rows, rules, sql
+from lightning.store import json_text, rows, rules, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.store.relational import answers
 from lightning.store.relational.transaction import Transaction
@@ -35,8 +35,8 @@ async def put(transaction: Transaction, resource: Resource) -> Resource:
         (
             resource.name,
             resource.kind.value,
-            rows.dump(resource.content, what),
-            rows.dump(dict(resource.metadata), f"the metadata of {what}"),
+            json_text.dump(resource.content, what),
+            json_text.dump(dict(resource.metadata), f"the metadata of {what}"),
             version,
             await transaction.now(),
             resource.digest,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError
-from lightning.store import rows, rules, sql
+from lightning.store import json_text, rows, rules, sql
 from lightning.store.protocol import KNOWN_SECONDS, Page
 from lightning.store.relational import answers
 from lightning.store.relational.labels import name_callers
@@ -227,7 +227,7 @@ async def complete(transaction: Transaction, rollout: str, attempt: int, end: ru
                 attempt,
             ),
         )
-        await name_callers(transaction, where.n, rollout, attempt, rows.labels_from_text(end.labels))
+        await name_callers(transaction, where.n, rollout, attempt, json_text.labels_from_text(end.labels))
         await transaction.changed(where.run)
     stored = await get(transaction, rollout)
     assert stored is not None, "the rollout was found in this transaction"

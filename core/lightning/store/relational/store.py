@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar, cast
 
-from lightning.store import rows, rules
+from lightning.store import json_text, rules
 from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
 from lightning.store.relational import answers, records
 from lightning.store.relational import resources as resource_ops
@@ -75,9 +75,11 @@ class RelationalStore(ABC):
         """See `Store.get_run`."""
         return await self._read(lambda tx: records.get_run(tx, run))
 
-    async def list_runs(self, project: str | None = None, *, after: str = "", limit: int | None = None) -> list[Run]:
+    async def list_runs(
+        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
+    ) -> list[Run]:
         """See `Store.list_runs`."""
-        return await self._read(lambda tx: records.list_runs(tx, project, after, limit))
+        return await self._read(lambda tx: records.list_runs(tx, project, after, limit, brief))
 
     # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
@@ -187,13 +189,13 @@ class RelationalStore(ABC):
 
     async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`."""
-        text = rows.dump(value, f"the state {key!r}")
+        text = json_text.dump(value, f"the state {key!r}")
         known_as = self._known_as(once, "put_state", run, key, text)
         await self._write(lambda tx: answers.once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""
-        text = rows.dump(value, f"the state {key!r}")
+        text = json_text.dump(value, f"the state {key!r}")
         return await self._write(lambda tx: records.keep_state(tx, run, key, text))
 
     async def get_state(self, run: str, key: str) -> Json:

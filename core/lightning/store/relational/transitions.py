@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import codec, rows, rules, sql
+from lightning.store import codec, json_text, rows, rules, sql
 from lightning.store.relational.labels import labels_of
 from lightning.store.relational.parents import Decoder, Known, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
@@ -125,17 +125,17 @@ def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
         raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
     return (
         transition.id,
-        rows.dump(rows.caller_to_json(transition.caller)),
-        rows.versions_to_text(transition.versions),
+        json_text.dump(json_text.caller_to_json(transition.caller)),
+        json_text.versions_to_text(transition.versions),
         transition.status.value,
         transition.finish_reason,
         transition.choice,
-        rows.finite(transition.temperature, f"the temperature {what}"),
+        json_text.finite(transition.temperature, f"the temperature {what}"),
         int(transition.constrained),
-        rows.finite(transition.started_at, f"started_at {what}"),
-        rows.finite(transition.ended_at, f"ended_at {what}"),
-        rows.dump(list(transition.tool_calls), f"a tool call {what}"),
-        rows.conversation_to_text(transition.conversation),
+        json_text.finite(transition.started_at, f"started_at {what}"),
+        json_text.finite(transition.ended_at, f"ended_at {what}"),
+        json_text.dump(list(transition.tool_calls), f"a tool call {what}"),
+        json_text.conversation_to_text(transition.conversation),
         rules.transition_digest(transition, content),
     )
 

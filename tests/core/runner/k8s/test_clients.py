@@ -110,7 +110,7 @@ async def site() -> AsyncIterator[Site]:
 
 @pytest.fixture
 async def kubelet(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Kubelet]:
-    monkeypatch.setattr(runner_module, "is_loopback", lambda url: False)  # these pods are on this machine
+    monkeypatch.setattr(runner_module, "leads_to_itself", lambda url: False)  # these pods are on this machine
     (tmp_path / "their_agents.py").write_text(AGENT)
     cluster.kubelet = Kubelet(cluster, tmp_path)
     yield cluster.kubelet

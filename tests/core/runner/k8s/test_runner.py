@@ -403,6 +403,12 @@ def test_the_agents_name_is_one_that_an_import_finds() -> None:
             reference_to(nameless)  # type: ignore[arg-type]
 
 
+def test_an_agent_that_pods_could_not_call_is_refused() -> None:
+    with pytest.raises(RunnerError, match=r"name_of, which takes \(agent\), cannot be called with \(task, llm\)"):
+        KubernetesRunner(name_of, RunnerConfig(k8s=KubernetesConfig()))  # type: ignore[arg-type]
+    KubernetesRunner(name_of, RunnerConfig(k8s=KubernetesConfig(agent="a:b")))  # type: ignore[arg-type]
+
+
 def test_it_is_a_runner_of_clients(tmp_path: Path) -> None:
     config = RunnerConfig(k8s=KubernetesConfig(agent="a:b"))
     runner = KubernetesRunner(agent, config)

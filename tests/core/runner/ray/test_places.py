@@ -16,7 +16,6 @@ from lightning.runner.outcomes import encode_outcome
 from lightning.runner.ray import runner as module
 from lightning.runner.ray.cluster import ActorLostError, actors_for
 from lightning.runner.ray.runner import RayRunner
-from lightning.runner.reach import is_loopback
 from lightning.types import LLM, Fault, Lease, Outcome, Task
 
 Leases = Callable[..., Lease]
@@ -250,23 +249,3 @@ async def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.Mon
     config = Config(runner=RunnerConfig(k8s=KubernetesConfig(agent="a:b")))
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[k8s\]<1'"):
         await plugins().runner("k8s")(agent, config).start()
-
-
-@pytest.mark.parametrize(
-    ("url", "loopback"),
-    [
-        ("http://127.0.0.1:8000/v1", True),
-        ("http://127.1.2.3", True),
-        ("http://[::1]:8000", True),
-        ("http://localhost:8000", True),
-        ("http://a.localhost", True),
-        ("http://0.0.0.0:8000", True),
-        ("http://[::]:8000", True),
-        ("nonsense", True),
-        ("https://10.0.0.7:8000", False),
-        ("http://[fd00::1]:80", False),
-        ("http://lightning.agents.svc:8000", False),
-    ],
-)
-def test_what_leads_another_machine_to_itself(url: str, loopback: bool) -> None:
-    assert is_loopback(url) is loopback

@@ -115,6 +115,7 @@ async def test_pages_of_an_attempt_stay_with_it(world: World) -> None:
         ("GET", "/runs?limit=0", None, 400, "between 1 and 1000"),
         ("GET", "/runs?limit=10000", None, 400, "between 1 and 1000"),
         ("GET", "/runs?limit=ten", None, 400, "the parameter limit"),
+        ("GET", "/runs?brief=yes", None, 400, "the parameter brief"),
         ("GET", "/runs?limit=1&limit=2", None, 400, "twice"),
         ("GET", "/runs?limmit=1", None, 400, "did you mean 'limit'"),
         ("GET", "/runs?cursor=nowhere", None, 400, "'nowhere' is not a cursor"),

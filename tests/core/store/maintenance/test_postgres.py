@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from lightning.cli import db, resources, runs
 from lightning.errors import DataError, SchemaError, StoreError
+from lightning.gateway.tracebook import PLACE
 from lightning.store import sql
-from lightning.store.maintenance import Weight, keeper_of
+from lightning.store.maintenance import Weight, check_schema, keeper_of, queries
 from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.postgres import PostgresStore
 from lightning.store.postgres.connection import PostgresTransaction
@@ -160,6 +161,32 @@ async def test_pruning(store: PostgresStore, url: str) -> None:
     assert "run" in await keeper.activity()
 
 
+async def test_old_traces_go_a_few_at_a_time(
+    store: PostgresStore, url: str, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
+    kept = (await store.list_rollouts("run")).rollouts[0].id
+    for number in range(5):
+        await store.put_state(PLACE, f"{number:032x}", [kept if number == 2 else f"gone-{number}", 1, 2e9])
+    left = []
+
+    def trace_of(value: str) -> tuple[str, float]:
+        left.append(postgres_server.sql(f"SELECT count(*) FROM {store._settings.schema}.state WHERE run = '{PLACE}'"))
+        return before(value)
+
+    before = queries.trace_of
+    monkeypatch.setattr(queries, "trace_of", trace_of)
+    await keeper_of(url).vacuum()
+    assert sorted(set(left), reverse=True) == ["5", "3", "2"]
+    assert [await store.get_state(PLACE, f"{number:032x}") is None for number in range(5)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
 async def test_whole_runs(store: PostgresStore, url: str, filled: Callable[..., Any]) -> None:
     keeper = keeper_of(url)
     await filled(store, "other")
@@ -268,7 +295,16 @@ async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServe
     name = f"frozen_{uuid.uuid4().hex[:12]}"
     dump = (FROZEN / f"postgres-{version}.sql").read_text()
     postgres_server.sql(dump.replace("frozen_schema", name))
-    store = PostgresStore.from_url(postgres_server.url_of(name, pool=2))
+    url = postgres_server.url_of(name, pool=2)
+    if version < len(MIGRATIONS):
+        with pytest.raises(
+            SchemaError, match=rf"has schema version {version}, this release works on .*lightning db upgrade"
+        ):
+            await check_schema(url)
+    else:
+        await check_schema(url)
+    assert (await keeper_of(url).schema()) == (version, len(MIGRATIONS))
+    store = PostgresStore.from_url(url)
     await store.open()
     assert [call.id for call in await store.transitions("a")] == ["call-a0", "call-a1"]
     (call,) = await store.transitions("b")

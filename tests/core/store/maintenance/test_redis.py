@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from lightning.cli.runs import with_store
-from lightning.errors import ConfigError, StoreError, UnavailableError
+from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.maintenance import Weight, keeper_of, redis
 from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.maintenance.redis import RedisKeeper
@@ -73,7 +73,10 @@ async def test_an_older_schema_is_said_and_left_as_it_is(
     for _ in range(2):
         found = await keeper_of(url).status()
         assert (found.schema, found.newest_schema, found.runs) == (SCHEMA, SCHEMA + 1, 1)
-    await with_store(url, lambda opened: opened.list_runs())
+    with pytest.raises(SchemaError, match=f"has schema version {SCHEMA}, this release works on .*lightning db upgrade"):
+        await with_store(url, lambda opened: opened.list_runs())
+    assert (await keeper_of(url).status()).schema == SCHEMA
+    await with_store(url, lambda opened: opened.list_runs(), make=True)
     found = await keeper_of(url).status()
     assert (found.schema, found.newest_schema) == (SCHEMA + 1, SCHEMA + 1)
 

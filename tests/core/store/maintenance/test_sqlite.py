@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import ConfigError, SchemaError, StoreError
-from lightning.store.maintenance import Weight, keeper_of
+from lightning.store.maintenance import Weight, keeper_of, queries
 from lightning.store.maintenance.keeper import count_tokens
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.migrations import MIGRATIONS
@@ -287,6 +288,30 @@ async def test_what_gateways_keep_of_a_run_goes_with_it(database: Path) -> None:
     await store.open()
     await check_state_of_gateways(store, sqlite_url(database))
     await store.close()
+
+
+async def test_who_writes_meanwhile_waits_for_a_few_of_the_old_traces(
+    database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be hundreds of thousands: a trainer that waited for all of them would give up."""
+    monkeypatch.setattr(queries, "TRACES_AT_ONCE", 2)
+    connection = sqlite3.connect(database, isolation_level=None, timeout=0, check_same_thread=False)
+    for number in range(5):
+        trace = (f"{number:032x}", json.dumps([f"gone-{number}", 1, 2e9]))
+        connection.execute("INSERT INTO state (run, name, value) VALUES ('gateway/traces', ?, ?)", trace)
+    left = []
+
+    def trace_of(value: str) -> tuple[str, float]:
+        connection.execute("UPDATE runs SET created_at = created_at + 1")  # locked, unless nobody else writes
+        left.append(connection.execute("SELECT count(*) FROM state WHERE run = 'gateway/traces'").fetchone()[0])
+        return before(value)
+
+    before = queries.trace_of
+    monkeypatch.setattr(queries, "trace_of", trace_of)
+    await keeper_of(sqlite_url(database)).vacuum()
+    connection.close()
+    assert sorted(set(left), reverse=True) == [5, 3, 1]
+    assert rows(database, "SELECT count(*) FROM state WHERE run = 'gateway/traces'") == [(0,)]
 
 
 async def test_space_is_given_back_once_nobody_else_has_the_file_open(database: Path) -> None:
