@@ -19,8 +19,8 @@ from lightning.store.maintenance.prune import PRUNED
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
 from lightning.trainer.critic import recorded_values
+from lightning.trainer.functions import holds_code, type_name
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.runs import type_name
 from lightning.types import Json, Rollout, Run, StepRecord
 
 
@@ -128,14 +128,16 @@ def rebuild_algorithm(run: Run) -> Algorithm | None:
 def _made_again(value: Json) -> object:
     """An argument from a run's record: a registered credit with the recorded settings, or the value itself.
 
-    Raises `LookupError` for an object of a type that no registered credit has.
+    Raises `LookupError` for an object of a type that no registered credit has, and for a function.
     """
+    if holds_code(value):
+        raise LookupError("only the user's own code has a function")
     if not isinstance(value, Mapping) or "type" not in value:
         return value
     for name in plugins().names("credits"):
         credit = plugins().credit(name)
         if dataclasses.is_dataclass(credit) and not isinstance(credit, type) and type_name(credit) == value["type"]:
-            fields = {key: _made_again(item) for key, item in value.items() if key != "type"}
+            fields = {key: _made_again(item) for key, item in value.items() if key not in ("type", "sha256")}
             return dataclasses.replace(credit, **fields)
     raise LookupError(f"no registered credit is a {value['type']}")
 

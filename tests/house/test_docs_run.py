@@ -26,7 +26,7 @@ FILES = [
 BLOCK = re.compile(
     r"^(?:<!-- test: (?P<mark>[^\n]+?) -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
-LONG = ("docs/algorithms.md", "docs/gateway.md", "docs/index.md")
+LONG = ("docs/algorithms.md", "docs/frameworks/plain-python.md", "docs/gateway.md", "docs/index.md")
 """Files whose blocks take seconds: they train, or import a framework. They run among the slow tests."""
 MARK = re.compile(r"skip \(.+\)|slow(?:, (?P<this>\S+) as (?P<that>\S+))?|file [\w./-]+")
 
