@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+from array import array
 from types import MappingProxyType
+from typing import get_type_hints
 
+import lightning.types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,3 +71,20 @@ def test_what_json_cannot_hold_is_named_with_its_place_and_the_cure(
 def test_metadata_that_is_no_mapping_is_named() -> None:
     with pytest.raises(DataError, match="task 'mine': its metadata is a list; give a mapping"):
         Task(1, metadata=["a"], id="mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [item for item in vars(lightning.types).values() if dataclasses.is_dataclass(item)],
+    ids=lambda noun: noun.__name__,
+)
+def test_the_type_hints_of_every_noun_resolve(noun: type) -> None:
+    """In each Python: some look up the names inside an alias in the module of the class."""
+    if noun is lightning.Transition and sys.version_info < (3, 12):
+        with pytest.raises(TypeError, match="not subscriptable"):  # an array has no `array[int]` there
+            get_type_hints(noun)
+        return
+    hints = get_type_hints(noun)
+    assert set(hints) >= {item.name for item in dataclasses.fields(noun)}
+    if noun is lightning.Transition:
+        assert (hints["prompt_ids"], hints["logprobs"]) == (array[int], array[float])

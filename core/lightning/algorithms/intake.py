@@ -149,10 +149,11 @@ def per_call(group: Group, given: object, credit: str, what: str = "advantage") 
     Raises `DataError`, naming the function, for anything else: a number for each rollout, too many lists, None.
     """
     shapes = [(len(trajectory.transitions),) for trajectory in group.trajectories]
+    cause: Exception | None = None
     try:
         parts = [np.asarray(part, dtype=np.float64) for part in given]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        found = f"{given!r:.200}"
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last for a tensor with a gradient
+        cause, found = error, f"{given!r:.200} ({error})"
     else:
         if [part.shape for part in parts] == shapes:
             return parts
@@ -160,7 +161,7 @@ def per_call(group: Group, given: object, credit: str, what: str = "advantage") 
     raise DataError(
         f"the credit function {credit} gave {found} for group {group.id}, whose rollouts have {[calls for (calls,) in shapes]} "
         f"calls: credit must give one {what} for each call, in one array for each rollout"
-    )
+    ) from cause
 
 
 def reason_to_doubt(group: Group, numbers: PerCall, what: str = "advantage") -> str:

@@ -184,13 +184,14 @@ class LightningRL:
         where rollouts are compared, returns or advantages that differ. Needs no critic's values.
 
         They have to differ without what overlong answers lose as well: DAPO's constraint (arXiv 2503.14476, equation 11) is
-        on right and wrong answers, not on their lengths.
+        on right and wrong answers, not on their lengths. For the same reason returns that are all equal teach only where step
+        rewards tell the calls apart, whatever a discount makes of lengths.
         """
         whole, least = Intake().sound(group), self._least()
         for overlong in dict.fromkeys((None, self._overlong())):
             rewarded = with_rules(whole, self.tool_reward, overlong)
             reason = reason_to_skip(group, rewarded, least=least)
-            if reason == "all_rewards_equal":
+            if reason == "all_rewards_equal" and any(member.step_rewards for member in rewarded.trajectories):
                 reason, _ = self._told_apart(rewarded)
             if reason:
                 return False
@@ -248,7 +249,10 @@ class LightningRL:
         """Why a group whose returns are all equal teaches nothing, or "" where the credit function tells its calls apart; and
         the advantages."""
         estimator = estimator_of(PRESETS[self.low_level], self.advantage_eps)
-        values = self._credited(group, unrounded(estimator, reward_scale(group)))
+        try:
+            values = self._credited(group, unrounded(estimator, reward_scale(group)))
+        except ZeroDivisionError:  # by the deviation of equal rewards, in a function that numpy does not help
+            return "all_rewards_equal", []
         return "all_rewards_equal" if are_rounding(group, values) else reason_to_doubt(group, values), values
 
     def _credited(self, group: Group, estimator: GroupAdvantage) -> list[npt.NDArray[np.float64]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, overload
@@ -23,6 +24,8 @@ from lightning.losses.protocol import Loss
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
+
+logger = logging.getLogger(__name__)
 
 TAKEN = ("name", "loss", "batch", "own_functions")
 """Attributes of the algorithm, which no argument can be called. `own_functions` are the user's, for the run's record."""
@@ -42,12 +45,12 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
     them up, or the loss would depend on how rows are split. Everything else stays LightningRL's: the result is called with
     its arguments (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus,
-    a KL penalty and `tis_cap` compose. Nothing but the function clips, so `clip_low` and `clip_high` are refused. Calls whose
-    advantage is 0 keep their rows: what the function makes of them is its own affair. To use it by name, register it under
-    the function's own name.
+    a KL penalty and `tis_cap` compose. Nothing but the function clips: `clip_low` and `clip_high` do nothing, which the log
+    says where one is given. Calls whose advantage is 0 keep their rows: what the function makes of them is its own affair. To
+    use it by name, register it under the function's own name.
 
     With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. An object that is called
-    like a function says so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
+    like a function may say so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
     """
     if function is None:
         return partial(_from_loss, needs_reference=needs_reference)
@@ -62,31 +65,46 @@ def _from_loss(function: OwnLoss, *, needs_reference: bool) -> type[LightningRL]
             f"from_loss got {name}, which is a whole loss (it returns a LossOutput): give it as from_batch(loss=...) or "
             "Intake.batch(loss=...), or write a function that returns one loss for each token"
         )
-    if needs_reference:
-        function.needs_reference = True  # type: ignore[attr-defined]
-    named: object = function if hasattr(function, "__qualname__") else type(function)
+    surrogate = _with_reference(function) if needs_reference else function
+    told: set[str] = set()
 
     def check(self: LightningRL) -> None:
         LightningRL.__post_init__(self)
         for field in ("clip_low", "clip_high"):
-            if getattr(self, field) != getattr(PRESETS[self.low_level], field):
-                raise ConfigError(
-                    f"{field}={getattr(self, field)} does nothing: the loss {name} is used as it is, and only what it clips "
-                    f"itself is clipped. Leave {field} out"
+            value = getattr(self, field)
+            # One of a preset's is what `dataclasses.replace` keeps of another low level.
+            if field not in told and all(value != getattr(preset, field) for preset in PRESETS.values()):
+                told.add(field)
+                logger.warning(
+                    "%s=%s does nothing: the loss %s is used as it is, and only what it clips itself is clipped; leave %s out",
+                    field,
+                    value,
+                    name,
+                    field,
                 )
 
     members = {
         "__slots__": (),
         "__module__": function.__module__,
-        "__qualname__": getattr(named, "__qualname__", name),
+        # An object's class has its name already: the algorithm is another type, also for pickle and in the run's record.
+        "__qualname__": getattr(function, "__qualname__", f"from_loss({name})"),
         "__doc__": function.__doc__,
         "__post_init__": check,
         "name": property(lambda self: name),
-        "loss": property(lambda self: self.loss_with(function)),
+        "loss": property(lambda self: self.loss_with(surrogate)),
         "zero_advantage_teaches": True,
         "own_functions": {"loss": function},
     }
     return type(name, (LightningRL,), members)
+
+
+def _with_reference(function: OwnLoss) -> OwnLoss:
+    """The function as one that compares with the reference model; the user's own object stays as it is."""
+    wrapped = partial(function)
+    wrapped.needs_reference = True  # type: ignore[attr-defined]
+    if hasattr(function, "prepare"):
+        wrapped.prepare = function.prepare  # type: ignore[attr-defined]
+    return wrapped
 
 
 @overload
@@ -122,7 +140,7 @@ def _from_batch(function: Callable[..., Batch], *, loss: OwnLoss | Loss | None) 
         made = function(groups, **{option.name: getattr(self, option.name) for option in options})
         if not isinstance(made, Batch):
             raise ConfigError(f"the algorithm {function.__name__} returned {made!r}: it has to return a Batch")
-        return made if given is None else dataclasses.replace(made, algorithm=None)  # a loss that was given wins
+        return made
 
     fields = [(option.name, object, dataclasses.field(default=option.default)) for option in options]
     if "group_size" not in {option.name for option in options}:
@@ -132,6 +150,7 @@ def _from_batch(function: Callable[..., Batch], *, loss: OwnLoss | Loss | None) 
         "__doc__": function.__doc__,
         "name": property(lambda self: function.__name__),
         "loss": property(lambda self: LightningRL().loss if given is None else given),
+        "passes_on_losses": given is None,
         "batch": batch,
         "own_functions": {"batch": function} | ({} if loss is None else {"loss": loss}),
     }

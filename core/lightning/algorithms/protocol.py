@@ -19,8 +19,8 @@ from lightning.types import Rollout
 class Batch:
     """What one optimizer step trains on. `used` lists the rollouts that have a row, `skipped` counts *groups* left out by
     reason (for example `{"all_rewards_equal": 3}`), `dropped` counts *rollouts* left out of their group by reason. `loss` is
-    the loss of this very batch, where it depends on the rollouts (pairs of them). None means the loss of `algorithm`, which
-    made the rows: an algorithm of one's own may pass on another's batch. Where that is None too, it is the trainer's."""
+    the loss of this very batch, where it depends on the rollouts (pairs of them). `algorithm` has made the rows: where the
+    trainer's algorithm brings no loss and only passes another one's batch on, the other's is meant."""
 
     samples: tuple[Sample, ...]
     used: tuple[Rollout, ...]
@@ -30,8 +30,12 @@ class Batch:
     algorithm: Algorithm | None = None
 
     def loss_for(self, algorithm: Algorithm) -> Loss:
-        """The loss that the rows are trained with, where `algorithm` is the trainer's."""
-        return self.loss or (self.algorithm or algorithm).loss
+        """The loss that the rows are trained with, where `algorithm` is the trainer's. One that has
+        `passes_on_losses = True` leaves it to the one that made the rows."""
+        if self.loss is not None:
+            return self.loss
+        passes_on = self.algorithm is not None and getattr(algorithm, "passes_on_losses", False)
+        return self.algorithm.loss if self.algorithm is not None and passes_on else algorithm.loss
 
 
 class Algorithm(Protocol):

@@ -135,12 +135,11 @@ def answers(
             yield url, found
 
 
-async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False) -> T:
-    """Open a store, use it, and close it. Raises `ConfigError` or `SchemaError` when opening would make a store, or bring an
-    older one forward, unless it is to `make` one."""
+async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False, instead: str = "") -> T:
+    """Open a store, use it, and close it. Raises `SchemaError` when opening would bring an older one forward, which says what
+    can be done `instead`, and `ConfigError` or `SchemaError` when it would make one, unless it is to `make` one."""
     store = plugins().store(url)
-    if not make:
-        await check_schema(existing_store(url))
+    await check_schema(url if make else existing_store(url), make=make, instead=instead)
     await store.open()
     try:
         return await use(store)

@@ -59,7 +59,7 @@ class Runs:
         self._dropped: dict[str, float] = {}
         self._refused: dict[str, float] = {}  # seconds for which what servers refuse was left alone until now
         self._news = asyncio.Event()
-        self._turn, self._looked_at = 0, ""
+        self._turn, self._looked_at, self._brief = 0, "", True
 
     def in_turn(self) -> list[str]:
         """The runs to ask, beginning with another one each time, so that none takes all the places."""
@@ -150,16 +150,27 @@ class Runs:
 
     async def _to_look_at(self) -> list[str]:
         """The newest runs, and the next ones in turn of all that are older."""
-        newest = [run.id for run in await self._store.list_runs(limit=NEWEST, brief=True)]
+        newest = await self._listed(NEWEST)
         if len(newest) < NEWEST:
             return newest
         after, self._looked_at = self._looked_at or newest[-1], ""
         try:
-            older = [run.id for run in await self._store.list_runs(after=after, limit=OLDER, brief=True)]
+            older = await self._listed(OLDER, after)
         except DataError:  # that run was deleted meanwhile: begin again
             return newest
         self._looked_at = older[-1] if len(older) == OLDER else ""
         return list(dict.fromkeys([*newest, *older]))
+
+    async def _listed(self, limit: int, after: str = "") -> list[str]:
+        """Ids of runs. Servers of the release before refuse `brief`, and are asked without it from then on."""
+        try:
+            found = await self._store.list_runs(after=after, limit=limit, brief=self._brief)
+        except DataError:
+            if not self._brief:
+                raise
+            found = await self._store.list_runs(after=after, limit=limit)  # raises again for a run that was deleted
+            self._brief = False
+        return [run.id for run in found]
 
     def _is_dropped(self, run: str) -> bool:
         if time.monotonic() < self._dropped.get(run, 0.0):

@@ -32,7 +32,7 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
-from lightning.gateway.tokens import Claims
+from lightning.gateway.tokens import Claims, ExpiredTokenError
 from lightning.gateway.versions import LiveCall
 from lightning.types import CallStatus, Conversation
 
@@ -106,6 +106,9 @@ class CallEndpoint:
         try:
             call = await self._admit(scope, receive)
             await self._serve(call, receive, send)
+        except ExpiredTokenError as refusal:
+            await self._record_expired(scope, refusal.claims)
+            await self._refuse(None, send, refusal)
         except RefusalError as refusal:
             if call is not None and refusal.code in NO_SERVER:
                 await self._record_unserved(call)
@@ -286,6 +289,16 @@ class CallEndpoint:
         """Record a call that no policy server has seen: its agent's failure is not its own, and the attempt is made again."""
         call.live.unserved = True
         await self._append_failure(call, CallStatus.ERROR)
+
+    async def _record_expired(self, scope: Scope, claims: Claims) -> None:
+        """Record that an agent has outlived its key: what it makes of that is not its own failure, and no success either."""
+        name = f"{self._dialect.id_prefix}{PROCESS}{next(NUMBERS):x}"
+        try:
+            await self._recorder.append_expired(claims, self._identity.caller(scope, None), name)
+        except StoreError as error:
+            log.warning("that the key of %s has expired was not recorded: %s", claims.rollout, error)
+        except Exception:
+            log.exception("the gateway failed to record that the key of %s has expired", claims.rollout)
 
     async def _append_failure(self, call: Call, status: CallStatus) -> None:
         try:

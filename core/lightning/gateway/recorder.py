@@ -8,22 +8,24 @@ forgotten: the store knows where to go on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning.errors import ConflictError
+from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Choice, Plan
+from lightning.gateway.tokens import Claims
 from lightning.gateway.versions import LiveCall
 from lightning.store.protocol import Store
-from lightning.types import UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
+from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
 
 log = logging.getLogger(__name__)
 
 COUNTERS = 8192
-"""Attempts whose counter is remembered at most."""
+"""Attempts whose counter is remembered at most, and expired keys."""
 CONFLICT_RETRIES = 5
 
 
@@ -66,6 +68,7 @@ class Recorder:
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
         self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
+        self._expired: OrderedDict[tuple[str, int, float], None] = OrderedDict()
 
     def expect(self, rollout: str, attempt: int) -> None:
         """A new attempt has been leased: its numbers begin at 0, without asking the store.
@@ -104,7 +107,22 @@ class Recorder:
     ) -> None:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         first = await ticket.counter.first() + ticket.offset
-        transitions = build(ticket, first, plan, live, status, said)
+        await self._append(ticket, build(ticket, first, plan, live, status, said))
+
+    async def append_expired(self, claims: Claims, caller: Caller, call: str) -> None:
+        """Make durable that the call with this id was refused because its key had expired: the first call of each key, since an
+        agent may go on asking. Raises `StoreError`."""
+        key = (claims.rollout, claims.attempt, claims.expires_at)
+        if key in self._expired:
+            return
+        ticket = self.begin(claims.rollout, claims.attempt, 1, caller)
+        with contextlib.suppress(StaleAttemptError):  # nobody asks any more why that attempt failed
+            await self._append(ticket, [_refused(ticket, await ticket.counter.first() + ticket.offset, call)])
+        self._expired[key] = None
+        if len(self._expired) > COUNTERS:
+            self._expired.popitem(last=False)
+
+    async def _append(self, ticket: Ticket, transitions: list[Transition]) -> None:
         for _ in range(CONFLICT_RETRIES):
             try:
                 await self._store.append(transitions)
@@ -156,6 +174,24 @@ def build(
         )
         for offset, (index, choice) in enumerate(choices)
     ]
+
+
+def _refused(ticket: Ticket, seq: int, call: str) -> Transition:
+    """A call whose key had expired: nothing was sampled."""
+    return Transition(
+        ticket.rollout,
+        ticket.attempt,
+        seq,
+        call,
+        token_ids(),
+        token_ids(),
+        logprobs(),
+        ticket.caller,
+        status=CallStatus.ERROR,
+        finish_reason=EXPIRED,
+        started_at=ticket.started_at,
+        ended_at=time.time(),
+    )
 
 
 def _retrieve(task: asyncio.Task[int]) -> None:

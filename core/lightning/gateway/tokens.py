@@ -47,6 +47,15 @@ class Claims:
     run: str = ""
 
 
+class ExpiredTokenError(RefusalError):
+    """The refusal (401) of a token whose time is over; `claims` are what it said, and its signature has verified."""
+
+    def __init__(self, claims: Claims) -> None:
+        message = f"The API key of this rollout has expired; raise gateway.token_ttl if rollouts take this long. {CURE}"
+        super().__init__(401, "expired_token", message)
+        self.claims = claims
+
+
 class TokenSigner:
     """Issues and verifies tokens. Verified ones are remembered, since an agent sends the same one with every call."""
 
@@ -75,14 +84,16 @@ class TokenSigner:
         return token
 
     def verify(self, token: str) -> Claims:
-        """The token's claims. Raises `RefusalError` (401) when it is missing, forged or expired."""
+        """The token's claims. Raises `RefusalError` (401) when it is missing or forged, `ExpiredTokenError` when expired."""
         known = self._verified.get(token)
         if known is not None:
             if known.expires_at > time.time():
                 return known
             del self._verified[token]
-            raise refuse_expired()
+            raise ExpiredTokenError(known)
         claims = self._decode(token)
+        if claims.expires_at <= time.time():
+            raise ExpiredTokenError(claims)
         self._verified[token] = claims
         self._remember(token, claims)  # one that was issued before this process began
         if len(self._verified) > CACHE_SIZE:
@@ -125,15 +136,16 @@ class TokenSigner:
                 self._key,
                 algorithms=[ALGORITHM],
                 audience=AUDIENCE,
-                options={"require": ["exp", "sub", "att"]},
+                options={
+                    "require": ["exp", "sub", "att"],
+                    "verify_exp": False,
+                },  # `verify` looks, and says whose it was
             )
             if not is_canonical(token):
                 raise jwt.InvalidTokenError("it is not spelt as it was issued")
             return Claims(
                 said["sub"], int(said["att"]), float(said["exp"]), said.get("smp") or AS_ASKED, str(said.get("run", ""))
             )
-        except jwt.ExpiredSignatureError:
-            raise refuse_expired() from None
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             message = f"The API key is not one of this gateway ({error}). {CURE}"
             raise RefusalError(401, "invalid_token", message) from None
@@ -156,12 +168,3 @@ def seconds_left(token: str) -> float:
         return float(said["exp"]) - time.time()
     except (jwt.InvalidTokenError, KeyError, ValueError, TypeError):
         return math.inf
-
-
-def refuse_expired() -> RefusalError:
-    """The refusal for a token whose time is over."""
-    return RefusalError(
-        401,
-        "expired_token",
-        f"The API key of this rollout has expired; raise gateway.token_ttl if rollouts take this long. {CURE}",
-    )

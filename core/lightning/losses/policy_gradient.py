@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -175,7 +176,7 @@ class PreparedPolicyGradient(ClippedPolicyGradient):
     @property
     def preparer(self) -> object:
         """Whose `prepare` it is, for messages."""
-        return self.surrogate
+        return self.surrogate.func if isinstance(self.surrogate, partial) else self.surrogate
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
         """The surrogate's numbers. With `tis_cap` its old logprobs are the current ones here too."""

@@ -139,9 +139,10 @@ def forward_passes(recorded: Recorded) -> int | None:
     if name == "sft":
         return 0
     preset = next((preset for level, preset in PRESETS.items() if level == arguments.get("low_level")), None)
-    if name != "lightning_rl" or preset is None or "object" in _table(arguments.get("credit")):
-        return None  # an object of one's own may be a critic
-    credit = _table(arguments.get("credit")).get("type", arguments.get("credit"))
+    own = _table(arguments.get("credit"))
+    credit = own.get("type", own.get("function", arguments.get("credit")))
+    if name != "lightning_rl" or preset is None or (own and not str(credit).startswith("lightning.")):
+        return None  # a function or an object of one's own may be a critic
     prepares = preset.ratio == "sequence" and arguments.get("tis_cap") is None
     return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
 

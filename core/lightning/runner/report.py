@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
-from lightning.types import UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
+from lightning.types import EXPIRED, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +30,15 @@ NEVER_FINISHED = (
     "the agent returned a reward but none of its model calls came to an end, so there is nothing to learn from"
 )
 
+OUTLIVED = (
+    "the agent's API key expired under it, so that a model call was refused: raise gateway.token_ttl of the server above the "
+    "client's runner.timeout"
+)
 
-async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, *, token_ttl: float = math.inf) -> Rollout:
+
+async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> Rollout:
     """End an attempt with the outcome that the runner saw, in the light of what is stored; return the rollout as it stands.
 
-    `token_ttl` is for how many seconds the agent's API key was valid, where the runner's own settings may allow it longer.
     Raises what `Store.complete` raises: `StaleAttemptError` for an attempt that was superseded or has ended otherwise.
     """
     judged, spend = outcome.fault is not Fault.INFRASTRUCTURE, True
@@ -44,7 +47,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome, *, 
         calls = await store.transitions(rollout, attempt)
         _check_labels(rollout, attempt, outcome, calls)
         if judged:
-            outcome = judge(outcome, calls, token_ttl)
+            outcome = judge(outcome, calls)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = with_spans(outcome, spans, calls)
     if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
@@ -66,18 +69,17 @@ def _ended_so(kept: Rollout, attempt: int, outcome: Outcome) -> bool:
     return told == (kept.reward, dict(kept.rewards), kept.fault, kept.error, kept.seconds)
 
 
-def judge(outcome: Outcome, calls: Sequence[Transition], token_ttl: float = math.inf) -> Outcome:
+def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     """The outcome in the light of the model calls that were recorded for it.
 
     A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
-    and one that outlived its API key, of `token_ttl` seconds: calls that are refused for that leave no record.
+    and one that outlived its API key and called the model after that.
     """
-    if outcome.fault is not Fault.INFRASTRUCTURE and outcome.seconds > token_ttl:
-        return replace(
-            outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=_outlived(outcome, token_ttl)
-        )
+    if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
+        message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
+        return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
     if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
@@ -89,14 +91,6 @@ def judge(outcome: Outcome, calls: Sequence[Transition], token_ttl: float = math
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome
-
-
-def _outlived(outcome: Outcome, token_ttl: float) -> str:
-    return (
-        f"the agent ran for {outcome.seconds:.0f} s and its API key was valid for {token_ttl:g} s, so its later calls were "
-        "refused: raise gateway.token_ttl of the server to the client's runner.timeout at least"
-        f"{'; the agent ended with: ' if outcome.error else ''}{outcome.error}"
-    )
 
 
 def _no_reward(outcome: Outcome) -> str:
@@ -113,6 +107,11 @@ def _no_reward(outcome: Outcome) -> str:
 def is_unserved(call: Transition) -> bool:
     """Whether a call failed because no policy server was there, or went away with it."""
     return call.status is CallStatus.ERROR and call.finish_reason == UNSERVED
+
+
+def _is_expired(call: Transition) -> bool:
+    """Whether a call was refused because its key had expired. The store has no other word of that."""
+    return call.status is CallStatus.ERROR and call.finish_reason == EXPIRED
 
 
 def _check_labels(rollout: str, attempt: int, outcome: Outcome, calls: Sequence[Transition]) -> None:

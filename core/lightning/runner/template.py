@@ -94,20 +94,24 @@ def _go_on(*_: object) -> None:
 def _outlive_sigterm() -> None:
     """SIGTERM to every process of a service or a job is for the runner, which lets agents end (`runner.drain`) or kills them.
 
-    What an agent forks without `exec` (multiprocessing) ends by it as ever, also when it comes right after the fork.
+    What an agent forks without `exec` (multiprocessing) ends by it as ever, also when it comes right after the fork, unless
+    the agent has blocked it.
     """
+    masks = threading.local()  # several threads may fork at a time
+
+    def before() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def in_child() -> None:
         if signal.getsignal(signal.SIGTERM) is _go_on:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        restore()
 
     signal.signal(signal.SIGTERM, _go_on)
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
-        after_in_child=in_child,
-    )
+    os.register_at_fork(before=before, after_in_parent=restore, after_in_child=in_child)
 
 
 class _Template:

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import time
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -44,9 +43,8 @@ class Control:
         self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
         agents = Agents(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
-        finish = partial(report, token_ttl=config.gateway.token_ttl)  # clients have a runner.timeout of their own
         self._api = Api(
-            store, Authenticator(store), finish=finish, llm_for=agents.llm_for, served=gateway.served, limits=limits
+            store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits
         )
         gateway.mount(self._api)
 
@@ -122,7 +120,11 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
         _write_private(file, f"{plain}\n")
     except OSError as error:
         raise ConfigError(f"the first {scope.value} token cannot be written to {file}: {error}") from error
-    await store.put_token(token)
+    try:
+        await store.put_token(token)
+    except Exception:
+        _take_back(file, token, older)
+        raise
     if older is not None and await store.get_token(older.suffix[1:]) is not None:
         older.unlink(missing_ok=True)  # this database's own, and replaced
     elif older is not None:
@@ -133,6 +135,15 @@ async def _write_token(store: Store, file: Path, scope: Scope, project: str) -> 
             older,
         )
     return file
+
+
+def _take_back(file: Path, token: Token, older: Path | None) -> None:
+    """Undo the writing of a token that the store did not take, unless another server has put its own there meanwhile."""
+    found = _token_in(file)
+    if found is not None and found[1] == token.id:
+        file.unlink()
+        if older is not None:
+            older.rename(file)
 
 
 def _token_in(file: Path) -> re.Match[str] | None:

@@ -7,11 +7,12 @@ after the policy server's start, an evaluation and a step of rollouts.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import lightning
 from lightning.algorithms.lightning_rl import LightningRL
@@ -50,9 +51,8 @@ def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm
         if inspect.isroutine(made):
             cure = "lightning.algorithms.from_batch and from_loss make an algorithm of a function"
         raise ConfigError(f"{made!r:.200} is no algorithm: it has no {', no '.join(missing)}; {cure}")
-    size: object = made.group_size
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"the algorithm {made.name} has group_size={size!r}: rollouts per task, 1 or more")
+    if not _is_size(made.group_size):
+        raise ConfigError(f"the algorithm {made.name} has group_size={made.group_size!r}: rollouts per task, 1 or more")
     if samples_dynamically(made) and not callable(getattr(made, "teaches", None)):
         raise ConfigError(
             f"the algorithm {made.name} has dynamic_sampling=True, which samples until enough groups teach something, and no "
@@ -61,6 +61,14 @@ def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm
     if isinstance(made, LightningRL):
         _credit_of(made)
     return made
+
+
+def _is_size(given: SupportsIndex) -> bool:
+    """Whether it is a number of rollouts: an integer of any kind, one of numpy too."""
+    try:
+        return operator.index(given) >= 1
+    except TypeError:
+        return False
 
 
 def _has(algorithm: object, name: str) -> bool:
@@ -84,25 +92,41 @@ def needs_pair(algorithm: Algorithm | PromptAlgorithm) -> bool:
 
 
 def try_algorithm(algorithm: Algorithm | PromptAlgorithm, groups: Sequence[Group]) -> Tried:
-    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway."""
+    """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway.
+
+    A dry run has most tasks once: what fails only on single rollouts, where several are compared, is a hint.
+    """
     recorded = [group for group in groups if group.trajectories]
     if isinstance(algorithm, PromptAlgorithm) or not recorded:
         return Tried([], [])
     if needs_critic(algorithm):
         untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"
         return Tried([], [untried] if _is_own(algorithm) else [])
-    try:
-        batch = algorithm.batch(recorded)
-    except Exception as error:  # noqa: BLE001 — a user's code: whatever it raises is what is to be reported
-        return Tried([_problem(f"{_name(algorithm)} cannot make a batch of these rollouts", error)], [])
-    if "torch" in sys.modules and _is_foreign(type(algorithm)):
+    compared = [group for group in recorded if algorithm.group_size == 1 or len(group.trajectories) > 1]
+    batch, hints = None, []
+    if compared:
+        try:
+            batch = algorithm.batch(compared)
+        except Exception as error:  # noqa: BLE001 — a user's code: whatever it raises is what is to be reported
+            return Tried([_problem(f"{_name(algorithm)} cannot make a batch of these rollouts", error)], [])
+    if len(compared) < len(recorded):
+        try:
+            single = algorithm.batch(recorded)
+        except Exception as error:  # noqa: BLE001 — as above
+            hints.append(
+                f"{_name(algorithm)} fails on a group of which only one rollout succeeded, and a run would end at the first: "
+                f"leave such groups out ({_told(error)})"
+            )
+        else:
+            batch = batch or single
+    if batch and "torch" in sys.modules and _is_foreign(type(algorithm)):
         try:
             _call(batch.loss_for(algorithm))
         except Exception as error:  # noqa: BLE001 — as above
-            return Tried([_problem(f"the loss of {_name(algorithm)} fails on two tokens", error)], [])
-    if needs_pair(algorithm) and all(len(group.trajectories) < 2 for group in recorded):
-        return Tried([], [f"{_name(algorithm)} was tried on single rollouts only: no two of one task succeeded"])
-    return Tried([], [])
+            return Tried([_problem(f"the loss of {_name(algorithm)} fails on two tokens", error)], hints)
+    if needs_pair(algorithm) and not compared:
+        hints.append(f"{_name(algorithm)} was tried on single rollouts only: no two of one task succeeded")
+    return Tried([], hints)
 
 
 def _call(loss: Loss) -> None:
@@ -148,10 +172,14 @@ def _name(algorithm: Algorithm) -> str:
 
 
 def _problem(what: str, error: Exception) -> str:
+    return f"{what}, and a run would end at its first step: {_told(error)}"
+
+
+def _told(error: Exception) -> str:
     """In words, with the user's own line: the last of the file that lightning called."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _HERE not in Path(frame.filename).parents]
     where = ""
     if frames:
         last = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         where = f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
-    return f"{what}, and a run would end at its first step: {type(error).__name__}: {error}{where}"
+    return f"{type(error).__name__}: {error}{where}"

@@ -16,6 +16,8 @@ from functools import partial
 from tokenize import TokenError
 from types import CodeType
 
+import numpy as np
+
 from lightning.types import Json
 
 
@@ -24,12 +26,13 @@ def type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def recorded(value: object) -> dict[str, object]:
+def recorded(value: object) -> object:
     """What stands for a value in JSON, as the `default` of `json.dumps`.
 
     A function: `{"function": its name, "sha256": of its source}` · a `functools.partial`: its parts · a dataclass: its `type`
-    and fields · any other object: its type as `object`. An object that is called has the `sha256` of its class, unless that
-    is ours: it changes with a release, and what it did is found by the digests of the steps.
+    and fields · a scalar of numpy: its value · any other object: its type as `object`, and its `repr` unless that holds an
+    address. An object that is called has the `sha256` of its class in its place, unless that is ours: it changes with a
+    release, and what it did is found by the digests of the steps.
     """
     if isinstance(value, partial):
         return {"partial": value.func, "args": list(value.args), "keywords": value.keywords}
@@ -40,7 +43,15 @@ def recorded(value: object) -> dict[str, object]:
     if dataclasses.is_dataclass(value):
         fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
         return {"type": type_name(value)} | fields | edition
-    return {"object": type_name(value)} | edition
+    if isinstance(value, np.generic) and not isinstance(plain := value.item(), np.generic):
+        return plain
+    return {"object": type_name(value)} | (edition if callable(value) else _repr(value))
+
+
+def _repr(value: object) -> dict[str, object]:
+    """The `repr` of an object, of a set in an order that does not differ between processes; nothing where it has an address."""
+    text = f"{{{', '.join(sorted(map(repr, value)))}}}" if isinstance(value, (set, frozenset)) else repr(value)
+    return {} if " at 0x" in text else {"repr": text}
 
 
 def holds_code(value: Json) -> bool:

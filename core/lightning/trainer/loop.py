@@ -219,7 +219,8 @@ class Loop:
         batch = self.algorithm.batch(groups)
         if batch_digest(batch) != record.digest:
             raise AuditError(
-                f"step {record.step} of {record.run} cannot be replayed: run `lightning audit {record.run}`"
+                f"step {record.step} of {record.run} cannot be replayed, since the same rollouts make another batch now "
+                f"(another release, or a function that was edited?): run `lightning audit {record.run}`"
             )
         await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(self.algorithm))
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from lightning.errors import DataError
 from lightning.types.recorded import (
+    EXPIRED,
     UNSERVED,
     Caller,
     CallStatus,
@@ -29,6 +30,7 @@ from lightning.types.values import Json, LogProbs, TokenIds, logprobs, not_json,
 
 __all__ = [
     "DEFAULT_PROJECT",
+    "EXPIRED",
     "LLM",
     "UNSERVED",
     "CallStatus",

@@ -5,6 +5,7 @@ The invariant: none of it is ever changed in place.
 
 from __future__ import annotations
 
+from array import array  # noqa: F401 — type hints resolve `TokenIds` and `LogProbs` here
 from collections.abc import Mapping, Sequence  # noqa: F401 — type hints resolve `Json` here
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,8 @@ class CallStatus(StrEnum):
 
 UNSERVED = "unserved"
 """The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+EXPIRED = "expired_token"
+"""The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
 
 
 @dataclass(frozen=True, slots=True)

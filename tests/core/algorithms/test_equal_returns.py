@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from lightning.algorithms import from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS, LowLevel
@@ -18,6 +19,7 @@ from lightning.credit import (
     Decayed,
     Discounted,
     GiGPO,
+    GroupAdvantage,
     Intermediate,
     LeaveOneOut,
     group_returns,
@@ -78,6 +80,7 @@ def test_rollouts_of_different_lengths_differ_by_a_discount() -> None:
     lengths = group([[]], [[], []], reward=1.0)
     for credit in (GiGPO(gamma=0.5), Discounted(0.5)):
         assert LightningRL(credit=credit).batch([lengths]).samples
+        assert not LightningRL("dapo", credit=credit).teaches(lengths), "it is trained, but no task is sampled for it"
     failed = group([[]], [[], []], reward=0.0)
     assert LightningRL(credit=GiGPO()).batch([failed]).skipped == {"all_rewards_equal": 1}
 
@@ -124,6 +127,17 @@ def test_rounding_tells_nothing_apart(credit: Credit, equal: Group, caplog: pyte
         assert not algorithm.teaches(equal)
     assert (batch.samples, batch.skipped) == ((), {"all_rewards_equal": 1})
     assert not caplog.records
+
+
+def test_a_deviation_of_zero_in_plain_python_ends_no_run() -> None:
+    def normalized(group: Group, advantage: GroupAdvantage) -> list[np.ndarray]:
+        rewards = [member.reward for member in group.trajectories]
+        mean = sum(rewards) / len(rewards)
+        deviation = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+        return [np.full(len(own.transitions), (own.reward - mean) / deviation) for own in group.trajectories]
+
+    batch = LightningRL(credit=normalized).batch([make_group([1.0, 1.0], group="solved"), make_group([1.0, 0.0])])
+    assert (len(batch.used), batch.skipped) == (2, {"all_rewards_equal": 1})
 
 
 def test_an_advantage_that_overflows_is_named_where_returns_are_equal_too() -> None:
@@ -174,8 +188,12 @@ WRONG = [
     (lambda group, advantage: [np.ones(2)] * 2, r"numbers of the shapes \[\(2,\), \(2,\)\]"),
     (lambda group, advantage: [np.ones(3)] * 3, r"numbers of the shapes \[\(3,\), \(3,\), \(3,\)\]"),
     (lambda group, advantage: [np.ones((2, 1))] * 3, r"numbers of the shapes \[\(2, 1\), \(2, 1\), \(2, 1\)\]"),
-    (lambda group, advantage: None, "None"),
-    (lambda group, advantage: [None, "much", "little"], r"\[None, 'much', 'little'\]"),
+    (lambda group, advantage: None, r"None \('NoneType' object is not iterable\)"),
+    (lambda group, advantage: [None, "much", "little"], r"\[None, 'much', 'little'\] \(could not convert .*\)"),
+    (
+        lambda group, advantage: [torch.ones(2, requires_grad=True)] * 3,
+        r"\[tensor\(\[1., 1.\], requires_grad=True\).*\(Can't call numpy\(\) on Tensor that requires grad.*\)",
+    ),
 ]
 
 

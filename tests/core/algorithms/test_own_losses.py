@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, To
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
 from lightning.trainer.collect import batch_digest
+from lightning.trainer.runs import describe_algorithm
 
 GROUP = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5)),))
 
@@ -30,6 +33,16 @@ def anchored(tokens: TokenBatch) -> torch.Tensor:
     """A term against the reference."""
     assert tokens.reference is not None
     return (tokens.logprobs - tokens.reference - 0.5).square()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Anchored:
+    """Says itself that it compares with the reference."""
+
+    needs_reference: bool = True
+
+    def __call__(self, tokens: TokenBatch) -> torch.Tensor:
+        return anchored(tokens)
 
 
 def plain(tokens: TokenBatch) -> torch.Tensor:
@@ -94,7 +107,7 @@ def train(folder: Path) -> Iterator[Callable[[Algorithm], dict[str, float]]]:
         opened.append(engine)
         engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
         batch = algorithm.batch([GROUP])
-        return dict(engine.step(batch.samples, batch.loss or algorithm.loss).metrics)
+        return dict(engine.step(batch.samples, batch.loss_for(algorithm)).metrics)
 
     yield step
     for engine in opened:
@@ -106,8 +119,8 @@ def test_a_loss_may_compare_with_the_reference_model(train: Callable[[Algorithm]
     decorated = from_loss(needs_reference=True)(anchored)
     assert needs_reference(decorated("rloo").loss)
     assert needs_reference(decorated("gspo").loss)
-    assert anchored.needs_reference  # type: ignore[attr-defined]
-    for algorithm in (decorated("rloo"), with_loss(anchored), bringing(anchored)):
+    saying = Anchored()
+    for algorithm in (decorated("rloo"), with_loss(saying), bringing(saying)):
         metrics = train(algorithm)
         assert metrics["loss"] == pytest.approx(0.25, abs=1e-6)
         assert metrics["grad_norm"] > 0.0
@@ -202,12 +215,47 @@ def test_the_digest_of_a_batch_names_the_loss_that_was_given(loss: Loss) -> None
     )
 
 
-def test_clips_are_refused_where_nothing_is_clipped() -> None:
+def test_clips_are_said_once_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """They are no error: a run that was started with them has to be resumable."""
     mine = from_loss(plain)
     assert mine("dapo", clip_high=0.28).clip_high == 0.28, "as a run's record says it"
-    with pytest.raises(
-        ConfigError, match=r"clip_high=0\.5 does nothing: the loss plain is used as it is.* Leave clip_high out"
-    ):
-        mine("dapo", clip_high=0.5)
-    with pytest.raises(ConfigError, match=r"clip_low=0\.0 does nothing"):
-        mine(clip_low=0.0)
+    assert dataclasses.replace(mine("grpo"), low_level="dapo").clip_high == 0.2
+    assert not caplog.messages, "the value of a preset may not be the user's"
+    assert mine("dapo", clip_high=0.5) == mine("dapo", clip_high=0.5)
+    mine(clip_low=0.125)
+    assert caplog.messages == [
+        f"{given} does nothing: the loss plain is used as it is, and only what it clips itself is clipped; leave {name} out"
+        for name, given in (("clip_high", "clip_high=0.5"), ("clip_low", "clip_low=0.125"))
+    ]
+
+
+def test_that_a_loss_needs_the_reference_is_not_written_on_what_the_user_gave(
+    train: Callable[[Algorithm], dict[str, float]],
+) -> None:
+    assert needs_reference(from_loss(needs_reference=True)(anchored)().loss)
+    assert not needs_reference(anchored)
+    assert not needs_reference(from_loss(anchored)().loss)
+    frozen = from_loss(needs_reference=True)(Anchored(needs_reference=False))
+    assert frozen().name == "Anchored"
+    assert train(frozen())["loss"] == pytest.approx(0.25, abs=1e-6)
+
+
+def test_a_loss_that_prepares_may_be_said_to_need_the_reference(train: Callable[[Algorithm], dict[str, float]]) -> None:
+    class Unsaid(Prepared):
+        needs_reference = False
+
+    loss = Unsaid()
+    train(from_loss(needs_reference=True)(loss)())
+    assert loss.steps[0].reference is not None
+    with pytest.raises(EngineError, match=r"Unsaid\.prepare gave nan for token 0"):
+        train(from_loss(needs_reference=True)(Unsaid(float("nan")))())
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [(Anchored(), "from_loss(Anchored)"), (partial(plain), "from_loss(plain)"), (plain, "plain")]
+)
+def test_an_algorithm_of_an_object_is_not_called_as_the_objects_class(loss: Any, kind: str) -> None:
+    algorithm = from_loss(loss)()
+    assert describe_algorithm(algorithm)["type"] == kind
+    assert repr(algorithm).startswith(f"{kind}(low_level='grpo'")
+    assert algorithm.name == kind.removeprefix("from_loss(").removesuffix(")")

@@ -80,8 +80,18 @@ def test_rows_that_nobody_else_made_have_the_trainers_loss() -> None:
 
 
 @pytest.mark.parametrize("low_level", [name for name in PRESETS if name != "ppo"])
-def test_the_digest_of_a_step_is_what_it_was_before_batches_named_their_algorithm(low_level: LowLevel) -> None:
-    """So a run that an older version began is resumed and audited."""
+def test_the_digest_of_a_step_does_not_depend_on_who_made_it(low_level: LowLevel) -> None:
     batch = LightningRL(low_level).batch(GROUPS)
     assert batch.loss is None
     assert batch_digest(batch) == batch_digest(replace(batch, algorithm=None))
+
+
+def test_an_object_with_a_loss_of_its_own_is_trained_with_that_one() -> None:
+    class Mine:
+        name, group_size = "mine", 3
+        loss = ClippedPolicyGradient(0.05, 0.07, kl_coefficient=0.5)
+
+        def batch(self, groups: Sequence[Group]) -> Batch:
+            return LightningRL("cispo").batch(groups)
+
+    assert Mine().batch(GROUPS).loss_for(Mine()) == Mine.loss

@@ -64,6 +64,8 @@ def test_looking_brings_no_database_forward(lightning: Command, tmp_path: Path, 
         ("resources", "promote", f"{path}#writer@1"),
         ("resources", "put", f"{path}#writer", str(tmp_path / "prompt.txt")),
         ("token", "ls", "--store", str(path)),
+        ("token", "create", "viewer", "--store", str(path)),
+        ("token", "revoke", "t1", "--store", str(path)),
         ("db", "prune", str(path)),
         ("db", "export", str(path), str(tmp_path / "out")),
     ):
@@ -71,9 +73,13 @@ def test_looking_brings_no_database_forward(lightning: Command, tmp_path: Path, 
         older = f"lightning.db has schema version {version}, this release works on {NEWEST}." in ran.err
         assert older is (version < NEWEST), (command, ran)
         assert ran.code == 2 or not older, (command, ran)
+        if older:
+            assert f"run `lightning db upgrade {path}`" in ran.err
+            assert ("or give --store the URL of a server that uses it" in ran.err) is (command[0] == "token")
     assert json.loads(lightning("db", "status", str(path), "--json").out)["schema"] == version
     path.write_bytes(b"")
     assert "is empty" in lightning("runs", "show", str(folder)).err
+    assert lightning("token", "create", "viewer", "--store", str(path)).code == 0
 
 
 def test_an_upgrade_that_broke_off_can_be_gone_on_with(lightning: Command, tmp_path: Path) -> None:

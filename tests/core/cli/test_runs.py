@@ -133,7 +133,7 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         def store(self, url: str) -> Any:
             return plugins().store(sqlite_url(runs / "small" / "lightning.db"))
 
-    async def there(url: str) -> None: ...
+    async def there(url: str, **_: object) -> None: ...
 
     monkeypatch.setattr(runs_module, "plugins", Known)
     monkeypatch.setattr(runs_module, "check_schema", there)

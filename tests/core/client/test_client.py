@@ -16,10 +16,12 @@ from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
 from lightning.gateway.owner import Owner
+from lightning.gateway.tokens import seconds_left
 from lightning.instrument import emit
-from lightning.runner.report import NEVER_CALLED
+from lightning.runner.report import NEVER_CALLED, OUTLIVED
 from lightning.server.auth import issue_token
 from lightning.server.how_to_call import HowToCall
+from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
 
@@ -61,6 +63,30 @@ async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
     assert (await site.rollouts())[f"{RUN}/3"].rewards == {"reward": 3.0, "format": 1.0}
     assert [step.value for step in await site.store.step_rewards(f"{RUN}/3")] == [0.5]
     assert len(await site.store.transitions(f"{RUN}/3")) == 1
+
+
+async def test_runs_are_found_at_a_server_of_the_release_before(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    whole = HttpStore._ask
+
+    async def before(self: HttpStore, method: str, path: Any, answer: Any, body: Any = None, **how: Any) -> Any:
+        if tuple(path) == ("runs",):
+            asked.append(how["query"])
+            if how["query"].get("brief"):
+                raise DataError("the query has no field 'brief': known: cursor, limit, project")
+        return await whole(self, method, path, answer, body, **how)
+
+    monkeypatch.setattr(HttpStore, "_ask", before)
+    monkeypatch.setattr("lightning.client.runs.FIND_SECONDS", 0.05)
+    for name, most in (("NEWEST", 2), ("OLDER", 1)):
+        monkeypatch.setattr(f"lightning.client.runs.{name}", most)
+    server = await site.start()
+    await site.begin(count=1)
+    for number in range(3):
+        await site.begin(f"newer-{number}")
+    assert (await asyncio.wait_for(site.client(server, rollouts=1).work(), 60)).succeeded == 1
+    assert [bool(query.get("brief")) for query in asked[:3]] == [True, False, False]
+    assert not any(query.get("brief") for query in asked[1:]), "it is refused once"
 
 
 async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(
@@ -116,9 +142,26 @@ async def test_an_agent_whose_key_expires_under_it_has_no_reward_and_is_run_agai
     tally = await work_until(site.client(server, agent=agent), ended(site))
     assert tally.retried >= 1  # more on a machine that was away for two seconds
     assert tally.succeeded == 1
-    assert "its API key was valid for 2 s" in told[0]
+    assert told[0] == OUTLIVED
     assert caplog.text.count("runner.timeout is 60 s and the server at") == 1
     assert "Raise gateway.token_ttl of the server" in caplog.text
+
+
+async def test_an_agent_whose_grading_alone_outlasts_its_key_keeps_its_reward(site: Site) -> None:
+    """Whatever time the runner says: the store has no call that was refused for it."""
+
+    async def agent(task: Task, llm: LLM) -> float:
+        reward = await calling(task, llm)
+        while seconds_left(llm.api_key) > -0.5:  # so that its seconds are more than those of the key, too
+            await asyncio.sleep(0.05)
+        return reward
+
+    site.config = with_settings(site.config, {"gateway.token_ttl": 2.0})
+    server = await site.start()
+    await site.begin(count=1, max_attempts=3)
+    await work_until(site.client(server, agent=agent), ended(site))
+    (found,) = (await site.rollouts()).values()
+    assert (found.status, found.reward) == (Status.SUCCEEDED, 0.0)
 
 
 async def test_keys_that_outlive_every_agent_are_no_warning(site: Site, caplog: pytest.LogCaptureFixture) -> None:

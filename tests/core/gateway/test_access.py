@@ -11,13 +11,15 @@ import jwt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, UnavailableError
 from lightning.gateway.body import read_object, write_object
 from lightning.gateway.errors import RefusalError
 from lightning.gateway.identity import parse_caller
 from lightning.gateway.sampling import is_constrained
 from lightning.gateway.tokens import TokenSigner, is_canonical
-from lightning.types import Caller
+from lightning.types import EXPIRED, Caller, CallStatus, Outcome
+
+from tests.core.gateway.conftest import SECRET
 
 HI = [{"role": "user", "content": "hi there"}]
 OK = {"messages": HI}
@@ -68,6 +70,50 @@ async def test_an_expired_token_is_a_401(house):
     answer = await post(house, json=OK, headers={"authorization": f"Bearer {token}"})
     assert answer.status_code == 401
     assert "gateway.token_ttl" in said(answer)["message"]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["known here", "issued elsewhere"])
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "responses", "messages"])
+async def test_that_a_key_has_expired_is_recorded_once_before_it_is_said(house, before, route):
+    lease = await house.lease()
+    issuer = house.gateway if before else TokenSigner(SECRET)
+    token = issuer.issue(lease.rollout.id, lease.attempt, ttl=-1)
+    for _ in range(3):
+        answer = await post(house, f"/v1/{route}", json=OK, headers={"authorization": f"Bearer {token}"})
+        assert answer.status_code == 401
+        (call,) = await house.transitions()
+        assert (call.status, call.finish_reason, len(call.response_ids)) == (CallStatus.ERROR, EXPIRED, 0)
+
+
+async def test_an_expired_key_of_an_attempt_that_is_over_records_nothing_and_one_of_nobody_neither(house, caplog):
+    lease = await house.lease()
+    token = house.gateway.issue(lease.rollout.id, lease.attempt, ttl=-1)
+    foreign = TokenSigner(b"another" * 9).issue(lease.rollout.id, lease.attempt, ttl=-1)
+    payload = {"aud": "elsewhere", "sub": lease.rollout.id, "att": lease.attempt, "exp": time.time() - 1}
+    misused = jwt.encode(payload, TokenSigner(SECRET)._key, algorithm="HS256")
+    for other in (foreign, misused):
+        answer = await post(house, json=OK, headers={"authorization": f"Bearer {other}"})
+        assert (answer.status_code, said(answer)["code"]) == (401, "invalid_token")
+    await house.store.complete(lease.rollout.id, lease.attempt, Outcome(reward=1.0))
+    answer = await post(house, json=OK, headers={"authorization": f"Bearer {token}"})
+    assert (answer.status_code, said(answer)["code"]) == (401, "expired_token")
+    assert await house.transitions() == []
+    assert not caplog.records
+
+
+async def test_an_expired_key_is_refused_when_the_store_does_not_take_that(house, caplog, monkeypatch):
+    lease = await house.lease()
+    headers = {"authorization": f"Bearer {house.gateway.issue(lease.rollout.id, lease.attempt, ttl=-1)}"}
+
+    async def away(*_):
+        raise UnavailableError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(house.store, "append", away)
+        assert (await post(house, json=OK, headers=headers)).status_code == 401
+    assert f"that the key of {lease.rollout.id} has expired was not recorded: away" in caplog.text
+    assert (await post(house, json=OK, headers=headers)).status_code == 401
+    assert len(await house.transitions()) == 1, "it is tried again with the next call"
 
 
 async def test_a_token_expires_while_it_is_remembered(monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
 from lightning.algorithms.sft import SFT
 from lightning.config import Config, with_settings
+from lightning.credit import per_agent
 from lightning.credit.critic import Critic
 from lightning.errors import DataError
 from lightning.losses.protocol import StepLoss, needs_reference
@@ -175,14 +177,21 @@ def test_passes_before_the_gradients_are_those_of_the_recorded_algorithm(algorit
     assert isinstance(loss, StepLoss) + needs_reference(loss) + critic == passes, "as the engines decide it"
 
 
+@dataclass(frozen=True)
+class OwnCritic(Critic):
+    """A user's, which says so on its class alone."""
+
+
 def test_passes_of_an_algorithm_that_is_not_known_are_not_guessed() -> None:
     assert forward_passes(recorded_with()) is None
     assert forward_passes(recorded_with(algorithm={"name": "mine", "arguments": {"low_level": "grpo"}})) is None
     assert forward_passes(recorded_with(algorithm={"name": "lightning_rl", "arguments": None})) is None
     own: Any = type("Own", (), {"__call__": lambda *_: []})()
-    assert forward_passes(recorded_with(algorithm=describe_algorithm(LightningRL(credit=own)))) is None
-    function = LightningRL(credit=lambda group, advantage: [], kl_coefficient=0.1)
-    assert forward_passes(recorded_with(algorithm=describe_algorithm(function))) == 1, "a function is no critic"
+    for credit in (own, lambda group, advantage: [], partial(per_agent), OwnCritic()):
+        algorithm = describe_algorithm(LightningRL(credit=credit, kl_coefficient=0.1))
+        assert forward_passes(recorded_with(algorithm=algorithm)) is None, "it may be a critic"
+    ours = LightningRL(credit=per_agent, kl_coefficient=0.1)
+    assert forward_passes(recorded_with(algorithm=describe_algorithm(ours))) == 1
 
 
 async def test_a_plan_for_gpus_has_the_passes_of_the_recorded_algorithm(store: Store) -> None:

@@ -248,6 +248,23 @@ async def test_sigterm_to_all_processes_ends_no_agent(lease: Leases, tmp_path: P
         assert (await running).reward == 1.0
 
 
+async def test_an_agent_that_blocks_sigterm_itself_has_it_blocked_after_a_fork(lease: Leases) -> None:
+    def agent(task: Task, llm: LLM) -> dict[str, float]:
+        blocked = []
+        for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK):
+            signal.pthread_sigmask(how, {signal.SIGTERM})
+            forked = os.fork()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            if not forked:
+                os._exit(signal.SIGTERM in mask)
+            blocked += [signal.SIGTERM in mask, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+        return dict(zip(("parent", "child", "parent after", "child after"), map(float, blocked), strict=True))
+
+    async with runner_of(agent) as runner:
+        outcome = await runner.run(lease("go"), NOWHERE)
+    assert (outcome.error, list(outcome.rewards.values())) == ("", [1, 1, 0, 0])
+
+
 async def test_what_an_agent_starts_still_ends_by_sigterm(lease: Leases) -> None:
     def agent(task: Task, llm: LLM) -> dict[str, float]:
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -23,6 +23,7 @@ from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.store.rules import EXCUSED
 from lightning.types import (
+    EXPIRED,
     LLM,
     UNSERVED,
     Caller,
@@ -240,9 +241,9 @@ def test_verdicts(outcome: Outcome, statuses: list[CallStatus], fault: Fault | N
 @pytest.mark.parametrize(
     "outcome",
     [
-        Outcome(reward=0.0, rewards={"format": 1.0}, seconds=61),
-        Outcome(fault=Fault.AGENT, error="Error code: 401", seconds=61),
-        Outcome(fault=Fault.TIMEOUT, error="slow", seconds=61),
+        Outcome(reward=0.0, rewards={"format": 1.0}),
+        Outcome(fault=Fault.AGENT, error="Error code: 401"),
+        Outcome(fault=Fault.TIMEOUT, error="slow"),
     ],
 )
 @pytest.mark.parametrize("statuses", [[], [CallStatus.OK]], ids=["never called", "called"])
@@ -251,11 +252,10 @@ def test_an_agent_that_outlived_its_key_is_not_at_fault_and_has_no_reward(
 ) -> None:
     lease = Lease(Rollout("r", RUN, Task(1), "g", attempt=1), "w", 0.0)
     calls = [call(lease, seq, status) for seq, status in enumerate(statuses)]
-    verdict = judge(outcome, calls, 60.0)
+    verdict = judge(outcome, [*calls, replace(call(lease, 9, CallStatus.ERROR), finish_reason=EXPIRED)])
     assert (verdict.fault, verdict.reward, dict(verdict.rewards)) == (Fault.INFRASTRUCTURE, None, {})
     assert "gateway.token_ttl" in verdict.error
     assert verdict.error.endswith(outcome.error)
-    assert judge(outcome, calls, 61.0) == judge(outcome, calls)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,7 @@ def test_an_agent_that_outlived_its_key_is_not_at_fault_and_has_no_reward(
         (UNSERVED, Outcome(fault=Fault.TIMEOUT, error="slow"), EXCUSED + 2),
         (UNSERVED, Outcome(reward=1.0), EXCUSED + 2),
         (UNSERVED, Outcome(fault=Fault.INFRASTRUCTURE, error="the worker died"), 2),
+        (EXPIRED, Outcome(reward=1.0), 2),
         ("", Outcome(fault=Fault.AGENT, error="boom"), 2),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from lightning.config import Config, with_settings
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS, Authenticator
 from lightning.server.control import first_admin_token, runner_token
@@ -16,7 +16,7 @@ from lightning.server.exposure import AUTOMATIC
 from lightning.server.stateless import serve_store
 from lightning.store.memory import MemoryStore
 from lightning.store.url import sqlite_url
-from lightning.types import Scope
+from lightning.types import Scope, Token
 
 
 @pytest.fixture
@@ -128,6 +128,28 @@ async def test_a_token_of_the_same_database_is_replaced_and_not_kept(tmp_path: P
     file, _ = await runner_token(store, tmp_path)
     assert await runner_token(store, tmp_path, "team-a", only=True) == (file, file.read_text().strip())
     assert list(tmp_path.glob("*-token*")) == [file]
+    await store.close()
+
+
+async def test_a_token_that_the_store_does_not_take_leaves_the_folder_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve_store(sqlite_url(tmp_path / "first.db"), Config(), tmp_path):
+        kept = {file: file.read_text() for file in tmp_path.glob("*-token*")}
+    store = plugins().store(sqlite_url(tmp_path / "second.db"))
+    await store.open()
+
+    async def away(token: Token) -> None:
+        raise UnavailableError("away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "put_token", away)
+        for folder in (tmp_path, tmp_path / "empty"):
+            with pytest.raises(UnavailableError, match="away"):
+                await runner_token(store, folder)
+    assert {file: file.read_text() for file in tmp_path.glob("*-token*")} == kept
+    assert list((tmp_path / "empty").iterdir()) == []
+    assert not caplog.records
     await store.close()
 
 

@@ -277,6 +277,25 @@ async def test_a_token_that_is_refused_is_read_again_from_its_file(
     assert "ssss" not in caplog.text
 
 
+async def test_a_token_s_file_is_found_again_after_the_program_has_changed_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def only_the_new_one(request: web.Request) -> web.StreamResponse:
+        if request.headers["authorization"] != f"Bearer {TOKEN}":
+            return web.json_response(refused("expired_token"), status=401)
+        return web.json_response(VERSION)
+
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "token").write_text(TOKEN.replace("s", "n"))
+    monkeypatch.chdir(tmp_path)
+    async with server(only_the_new_one) as url:
+        store = HttpStore(url, token=Path("token"), patience=5)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        (tmp_path / "token").write_text(TOKEN)
+        await store.open()
+        await store.close()
+
+
 @pytest.mark.parametrize(
     "first", [(503, refused("unavailable")), (429, refused("busy")), (502, "<html>"), (0, "")], ids=str
 )

@@ -452,7 +452,7 @@ async def test_connections_on_which_nothing_is_answered_are_given_up_for_new_one
     store: PostgresStore, rollout: RolloutOf
 ) -> None:
     """As after a failover in which the old server said no good-bye. Also those who wait for a connection get one."""
-    store = PostgresStore(replace(store._settings, pool=2, timeout=4))
+    store = PostgresStore(replace(store._settings, pool=2, timeout=3))
     await store.open()
     await asyncio.gather(*(store.list_runs() for _ in range(2)))
     assert store._session is not None
@@ -469,6 +469,44 @@ async def test_connections_on_which_nothing_is_answered_are_given_up_for_new_one
     assert len(old) == 2
     assert made[:3] == [1, 1, 1]
     assert sorted(found.id for found in (await store.list_rollouts("run")).rollouts) == ["a", "b", "c"]
+    await store.close()
+
+
+def sleep(seconds: float) -> Callable[[Any], Any]:
+    """An operation of one statement that takes so long."""
+    return lambda tx: tx.one("SELECT 1 FROM pg_sleep(?)", (seconds,))
+
+
+async def test_a_statement_may_take_all_of_the_timeout(store: PostgresStore) -> None:
+    store = PostgresStore(replace(store._settings, timeout=1))
+    await store.open()
+    await store.list_runs()
+    assert store._session is not None
+    (connection,) = store._session.connections._idle
+    assert await store._read(sleep(0.7)) == (1,)
+    assert store._session.connections._idle == [connection], "it is the one that there was"
+    await store.close()
+
+
+async def test_a_statement_that_takes_longer_is_said_by_the_server_that_answers(
+    store: PostgresStore,
+) -> None:
+    """Once on the connection that there was, and once more on a new one."""
+    store = PostgresStore(replace(store._settings, timeout=0.4))
+    await store.open()
+    tries: list[object] = []
+
+    def ask(transaction: Any) -> Any:
+        tries.append(transaction)
+        return sleep(30)(transaction)
+
+    for run in (store._read, store._write):
+        await store.list_runs()  # leaves a connection
+        tries.clear()
+        with pytest.raises(UnavailableError, match=r"a statement took longer than 0\.4 s \(\?timeout=\)"):
+            await run(ask)
+        assert len(tries) == 2
+    assert await store.list_runs() != []
     await store.close()
 
 
@@ -505,7 +543,7 @@ async def test_a_lost_connection_counts_as_a_change(
 
 
 async def test_a_listener_that_loses_its_connection_has_the_idle_ones_closed(store: PostgresStore) -> None:
-    """It asks every few seconds; they would be found out by whoever uses them next, after half of its patience."""
+    """It asks every few seconds; they would be found out by whoever uses them next, after all of its patience."""
     connection = await direct(store)
     async with store.watch("run") as watch:
         assert not await watch.wait(0)

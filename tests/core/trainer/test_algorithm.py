@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,14 @@ def _first_members(groups: Sequence[Group], count: int) -> Any:
     return list(map(groups[0].trajectories.__getitem__, range(count)))
 
 
+@from_batch
+def standardized(groups: Sequence[Group], *, group_size: int = 4) -> Batch:
+    """Has no deviation for a group that one rollout is left of."""
+    for group in groups:
+        statistics.stdev([member.reward for member in group.trajectories])
+    return Intake().batch([], [])
+
+
 def broken(group: Group, advantage: Any) -> Any:
     """Needs two rollouts to find out that it is wrong."""
     return np.zeros(9)[len(group.trajectories) * 5]
@@ -90,6 +99,7 @@ class Nothing:
         (object(), r"it has no name, no group_size, no batch, no loss"),
         (broken, r"is no algorithm: it has no name.*from_batch and from_loss make an algorithm of a function"),
         (eager(group_size=0), r"eager has group_size=0: rollouts per task, 1 or more"),
+        (eager(group_size=4.0), r"eager has group_size=4\.0: rollouts per task, 1 or more"),
         (eager(dynamic_sampling=True), r"dynamic_sampling=True, .* no method teaches\(group\)"),
         (LightningRL(credit=LeaveOneOut), r"credit=LeaveOneOut is a class, .* give LeaveOneOut\(\.\.\.\)"),
     ],
@@ -107,7 +117,13 @@ def test_the_name_of_a_credit_function_is_looked_up_at_once(tmp_path: Path) -> N
 
 
 def test_an_algorithm_is_taken_as_it_is_and_made_of_its_name() -> None:
-    for made in (plain("rloo"), eager(), LightningRL("ppo"), LightningRL(credit=LeaveOneOut())):
+    for made in (
+        plain("rloo"),
+        eager(),
+        eager(group_size=np.int64(4)),
+        LightningRL("ppo"),
+        LightningRL(credit=LeaveOneOut()),
+    ):
         assert resolve_algorithm(made) is made
     assert isinstance(resolve_algorithm("gspo"), LightningRL)
 
@@ -161,6 +177,21 @@ def test_what_was_not_tried_is_said() -> None:
     assert hint.endswith("was tried on single rollouts only: no two of one task succeeded")
     ((), (hint,)) = try_algorithm(plain("ppo"), [PAIR])
     assert hint.startswith("the algorithm plain was not tried: it uses a critic's values")
+
+
+def test_what_fails_on_single_rollouts_only_is_a_hint() -> None:
+    """A dry run has every task but the first once, and a run has it as often as the group is large."""
+    single = make_group([1.0], group="other")
+    ((), (hint,)) = try_algorithm(standardized(), [PAIR, single])
+    assert hint.startswith("the algorithm standardized fails on a group of which only one rollout succeeded, and a run")
+    assert "StatisticsError" in hint
+    assert ", in standardized: statistics.stdev(" in hint
+    assert try_algorithm(standardized(), [PAIR]) == ([], [])
+    ((), (hint, untried)) = try_algorithm(standardized(), [single])
+    assert "StatisticsError" in hint
+    assert "was tried on single rollouts only" in untried
+    ((problem,), ()) = try_algorithm(standardized(group_size=1), [single])
+    assert "StatisticsError" in problem
 
 
 async def test_a_dry_run_gives_an_own_credit_function_two_rollouts_to_compare(bench: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import linecache
 import sys
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 
@@ -128,7 +129,19 @@ def test_without_a_source_the_bytecode_tells() -> None:
 def test_what_is_built_in_has_only_a_name() -> None:
     assert said(sorted) == {"function": "builtins.sorted"}
     assert said(np.add) == {"object": "numpy.ufunc"}
-    assert said(Path("x")) == {"object": f"{type(Path('x')).__module__}.{type(Path('x')).__qualname__}"}
+    assert said(object()) == {"object": "builtins.object"}
+
+
+def test_a_value_that_json_has_no_word_for_is_told_by_its_repr() -> None:
+    half = said({"credit": np.float32(0.5), "group_size": np.int64(4), "flag": np.bool_(True)})
+    assert half == {"credit": 0.5, "group_size": 4, "flag": True}
+    assert not holds_code(half)
+    assert said(Decimal("0.1")) == {"object": "decimal.Decimal", "repr": "Decimal('0.1')"}
+    assert said(np.longdouble(0.5)) != said(np.longdouble(0.25))
+    assert said(np.datetime64("2020-01-01")) == {"object": "datetime.date", "repr": "datetime.date(2020, 1, 1)"}
+    words = [f"word {number}" for number in range(9)]
+    in_order = "{" + ", ".join(map(repr, words)) + "}"
+    assert said(set(words)) == {"object": "builtins.set", "repr": in_order}, "in every process"
 
 
 def test_objects_methods_and_partials_are_told_by_their_parts(load) -> None:

@@ -30,6 +30,8 @@ class Asking:
         self, urls: str | Sequence[str], *, token: str | Path | None = None, patience: float | None = None
     ) -> None:
         self._urls, options = split_urls(urls)
+        if isinstance(token, Path):
+            token = token.absolute()  # it is read again later, and the program may change its folder
         self._token = token_or_complain(token)
         self._renew = partial(token_or_complain, token) if isinstance(token, Path) else None
         self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience

@@ -5,6 +5,7 @@ The invariant: a keeper looks at a database of any schema without bringing it fo
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -150,20 +151,29 @@ def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float
     return found
 
 
-async def check_schema(url: str) -> None:
+async def check_schema(url: str, *, make: bool = False, instead: str = "") -> None:
     """Raise unless opening the store leaves it as it is: `SchemaError` where its schema is an older one, which would be brought
-    forward, and `SchemaError` or `ConfigError` where there is no store, so that one would be made."""
+    forward, and `SchemaError` or `ConfigError` where there is no store, so that one would be made, unless it is to `make` one.
+    `instead` is what else can be done about an older one."""
     where = parse(url)
     if where.scheme not in KEPT:
         return
-    schema, newest = await keeper_of(url).schema()
-    shown = redacted(where.path if where.scheme == "sqlite" else url)
-    if not schema:
+    try:
+        schema, newest = await keeper_of(url).schema()
+    except (ConfigError, SchemaError):
+        if make:
+            return  # there is none, or one that opening refuses and leaves as it is
+        raise
+    place = where.path if where.scheme == "sqlite" else url
+    shown = redacted(place)
+    if not schema and not make:
         raise SchemaError(f"{shown} is empty: a store is made in it by whoever writes first")
-    if schema < newest:
+    if 0 < schema < newest:
+        cure = f"{shlex.quote(place)}`" if shown == place else "URL` with the same URL"  # one with *** cannot be pasted
+        cure += f", or {instead}" if instead else ""
         raise SchemaError(
             f"{shown} has schema version {schema}, this release works on {newest}. Older releases could not go on with a newer "
-            f"one: end their trainers and servers that use it, then run `lightning db upgrade {shown}`"
+            f"one: end their trainers and servers that use it, then run `lightning db upgrade {cure}"
         )
 
 

@@ -26,9 +26,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLASHES: Final = 20
 """How often an operation is run again because another transaction was in its way."""
-SHARE: Final = 0.5
-"""Of the time that an operation has, what one of its statements may take. A server that is gone without a word, as in a
-failover, leaves connections on which nothing is ever answered: time must be left for the next try, on a new one."""
 FIRST_DELAY, LAST_DELAY = 0.02, 2.0
 """Seconds before the second attempt to reach a server that is away, and between the later ones at most."""
 
@@ -59,7 +56,7 @@ class Connections:
             if doubt is not None and again is not None:
                 run = _again(again, doubt.result)
             try:
-                async with self._connection(patience.deadline) as connection:
+                async with self._connection(patience) as connection:
                     return await self._transact(connection, run)
             except _Doubt as unknown:
                 doubt = unknown
@@ -73,7 +70,7 @@ class Connections:
         patience = _Patience(self._settings)
         while True:
             try:
-                async with self._connection(patience.deadline) as connection:
+                async with self._connection(patience) as connection:
                     transaction = PostgresTransaction(connection, self._settings)
                     return await (_on_snapshot(connection, transaction, operation) if whole else operation(transaction))
             except Exception as error:  # noqa: BLE001 — likewise
@@ -86,16 +83,19 @@ class Connections:
                 await self._idle.pop().close(timeout=2)
 
     @contextlib.asynccontextmanager
-    async def _connection(self, deadline: float) -> AsyncIterator[Any]:
+    async def _connection(self, patience: _Patience) -> AsyncIterator[Any]:
         """One of the pool's connections for the length of the block. Raises `TimeoutError` when none is to be had in time."""
-        async with self._slot(deadline):
+        patience.anew = patience.answered = False
+        async with self._slot(patience.deadline):
             while self._idle and self._idle[-1].is_closed():
                 self._idle.pop()
             if self._idle:
                 connection = self._idle.pop()
             else:
-                async with asyncio.timeout_at(deadline):
-                    connection = await connect(self._settings, statement_seconds=SHARE * self._settings.timeout)
+                patience.anew = True
+                async with asyncio.timeout_at(patience.deadline):
+                    connection = await connect(self._settings, statement_seconds=self._settings.timeout)
+                patience.answered = True
             try:
                 yield connection
             except BaseException as error:
@@ -181,11 +181,16 @@ def _is_usable(connection: Any, error: BaseException) -> bool:
 
 
 class _Patience:
-    """Waits between the tries of one operation, until they are no longer worth it."""
+    """Waits between the tries of one operation, until they are no longer worth it.
+
+    `anew` says whether the last try was on a new connection, `answered` whether a server was there to make it.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.deadline = asyncio.get_running_loop().time() + settings.timeout
+        self.anew = self.answered = False
+        self._prolonged = False
         self._warned = False
         self._delay = FIRST_DELAY
         self._clashes = 0
@@ -202,9 +207,15 @@ class _Patience:
             if not self._warned:
                 self._warned = True
                 log.warning("store %s does not answer (%s): waiting for it", self._settings.place, type(error).__name__)
+            if not self.anew and not self._prolonged:
+                # A server that is gone without a word, as in a failover, leaves connections on which nothing is ever answered,
+                # and a statement may take all the time on one of them: it says nothing of the server that is there now.
+                self._prolonged = True
+                self.deadline = now + self._settings.timeout
             if now < self.deadline:
                 await asyncio.sleep(min(self._delay * random.uniform(0.5, 1.0), self.deadline - now))  # noqa: S311
                 self._delay = min(self._delay * 2, LAST_DELAY)
                 return
-        refused = failures.translate(error, self._settings)
+        slow = self.answered and isinstance(error, TimeoutError)
+        refused = failures.translate(error, self._settings, slow=slow)
         raise refused from (None if refused is error else error)

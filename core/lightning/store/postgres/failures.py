@@ -68,8 +68,8 @@ def in_doubt(error: BaseException) -> bool:
     return not state or kind(error) is Failure.LOST or state[:2] in ("57", "58", "XX")
 
 
-def translate(error: BaseException, settings: Settings) -> BaseException:
-    """The error to give to the caller."""
+def translate(error: BaseException, settings: Settings, *, slow: bool = False) -> BaseException:
+    """The error to give to the caller. `slow` says that the server did answer, but not this statement, in time."""
     if isinstance(error, LightningError) or not isinstance(error, Exception):
         return error
     where = f"store {settings.place}"
@@ -84,6 +84,11 @@ def translate(error: BaseException, settings: Settings) -> BaseException:
             return StoreError(f"{where}: {cause} ({error})")
     if isinstance(error, ValueError | OverflowError):  # asyncpg's own DataError is a ValueError
         return DataError(f"{where} cannot hold this value: {error}")
+    if slow:
+        return UnavailableError(
+            f"{where} answers, but a statement took longer than {settings.timeout:g} s (?timeout=): look what else the server "
+            "is busy with, or raise ?timeout= in the store URL; everything acknowledged is kept"
+        )
     if kind(error) is Failure.LOST:
         return UnavailableError(
             f"{where} could not be reached for {settings.timeout:g} s ({_words(error)}): start it, check the network, or raise "

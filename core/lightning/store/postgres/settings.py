@@ -25,9 +25,9 @@ class Settings:
 
     `host` may be the folder of a Unix socket. `schema` holds the tables and is created with them. `pool` is how many
     connections one process has at most, besides one for watching. `timeout` is how many seconds an operation waits for a
-    server that is away or does not answer; one of its statements may take half of them. `ssl` is one of libpq's modes; `ca` is
-    a file of certificates to trust instead of the system's, which implies `verify-full`. Without user or password, `PGUSER`,
-    `PGPASSWORD` and `~/.pgpass` say them.
+    server that is away or does not answer, and what one of its statements may take; what was lost on an older connection has
+    them again, on a new one. `ssl` is one of libpq's modes; `ca` is a file of certificates to trust instead of the system's,
+    which implies `verify-full`. Without user or password, `PGUSER`, `PGPASSWORD` and `~/.pgpass` say them.
     """
 
     host: str = "localhost"

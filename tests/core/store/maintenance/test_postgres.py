@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.cli import db, resources, runs
+from lightning.cli.runs import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.gateway.tracebook import PLACE
 from lightning.store import sql
@@ -281,6 +282,20 @@ def test_a_mistyped_schema_is_not_made(app: Typer, command: tuple[str, ...], pos
     assert isinstance(done.exception, SchemaError)
     assert "holds no store: check ?schema=" in str(done.exception)
     assert postgres_server.sql(f"SELECT count(*) FROM pg_namespace WHERE nspname = '{name}'") == "0"
+
+
+async def test_a_store_is_made_where_there_is_none_and_never_brought_forward_by_the_way(
+    postgres_server: PostgresServer,
+) -> None:
+    async def look(store: Store) -> list[Run]:
+        return await store.list_runs()
+
+    name = f"made_{uuid.uuid4().hex[:12]}"
+    url = postgres_server.url_of(name)
+    assert await with_store(url, look, make=True) == []
+    postgres_server.sql(f"UPDATE {name}.schema_version SET version = {len(MIGRATIONS) - 1}")
+    with pytest.raises(SchemaError, match=r"has schema version .*lightning db upgrade .*, or ask a server"):
+        await with_store(url, look, make=True, instead="ask a server")
 
 
 def test_every_schema_that_was_released_is_kept() -> None:

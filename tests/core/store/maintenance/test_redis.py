@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.cli.runs import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
-from lightning.store.maintenance import Weight, keeper_of, redis
+from lightning.store.maintenance import Weight, check_schema, keeper_of, redis
 from lightning.store.maintenance.prune import Choice, carry_out, plan
 from lightning.store.maintenance.redis import RedisKeeper
 from lightning.store.redis import RedisStore, opening
@@ -73,12 +74,26 @@ async def test_an_older_schema_is_said_and_left_as_it_is(
     for _ in range(2):
         found = await keeper_of(url).status()
         assert (found.schema, found.newest_schema, found.runs) == (SCHEMA, SCHEMA + 1, 1)
-    with pytest.raises(SchemaError, match=f"has schema version {SCHEMA}, this release works on .*lightning db upgrade"):
-        await with_store(url, lambda opened: opened.list_runs())
+    for make in (False, True):
+        with pytest.raises(
+            SchemaError, match=rf"has schema version {SCHEMA}, .*`lightning db upgrade '{re.escape(url)}'`"
+        ):
+            await with_store(url, lambda opened: opened.list_runs(), make=make)
+    with pytest.raises(SchemaError, match="run `lightning db upgrade URL` with the same URL") as refused:
+        await check_schema(url.replace("://", "://default:@"))
+    assert "default" not in str(refused.value)
     assert (await keeper_of(url).status()).schema == SCHEMA
-    await with_store(url, lambda opened: opened.list_runs(), make=True)
+    later = RedisStore.from_url(url)
+    await later.open()
+    await later.close()
     found = await keeper_of(url).status()
     assert (found.schema, found.newest_schema) == (SCHEMA + 1, SCHEMA + 1)
+
+
+async def test_a_store_is_made_where_there_is_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="there is no store at"):
+        await with_store(url, lambda opened: opened.list_runs())
+    assert await with_store(url, lambda opened: opened.list_runs(), make=True) == []
 
 
 async def test_pruning(store: RedisStore, url: str) -> None:
