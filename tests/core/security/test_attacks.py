@@ -19,7 +19,7 @@ from lightning.gateway.tokens import TokenSigner
 from lightning.server import auth
 from lightning.server.api.app import ROUTES
 from lightning.server.auth import digest_of
-from lightning.types import Scope
+from lightning.types import EXPIRED, Scope
 
 from .conftest import house_of
 
@@ -214,7 +214,11 @@ async def _(house: House) -> Got:
 
 @attack("an agent's key whose time is over")
 async def _(house: House) -> Got:
-    return await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
+    house.changed = True  # by the note that the agent has outlived its key, in its own attempt: nothing was sampled
+    refused = await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
+    (noted,) = await house.store.transitions("run/0", 1)
+    assert (noted.status, noted.finish_reason, len(noted.prompt_ids), len(noted.response_ids)) == ("error", EXPIRED, 0, 0)
+    return refused
 
 
 @attack("an agent's key of an attempt that was superseded")
