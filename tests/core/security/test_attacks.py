@@ -217,7 +217,8 @@ async def _(house: House) -> Got:
     house.changed = True  # by the note that the agent has outlived its key, in its own attempt: nothing was sampled
     refused = await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
     (noted,) = await house.store.transitions("run/0", 1)
-    assert (noted.status, noted.finish_reason, len(noted.prompt_ids), len(noted.response_ids)) == ("error", EXPIRED, 0, 0)
+    assert (noted.status, noted.finish_reason) == ("error", EXPIRED)
+    assert not (noted.prompt_ids or noted.response_ids)
     return refused
 
 
