@@ -218,7 +218,8 @@ async def _(house: House) -> Got:
     refused = await house.chat(house.gateway.issue("run/0", 1, ttl=-1.0, run="run"))
     (noted,) = await house.store.transitions("run/0", 1)
     assert (noted.status, noted.finish_reason) == ("error", EXPIRED)
-    assert not (noted.prompt_ids or noted.response_ids)
+    assert not noted.prompt_ids
+    assert not noted.response_ids
     return refused
 
 
