@@ -165,7 +165,7 @@ async def check_run(
     """
     known = await store.get_run(run)
     if known is None:
-        others = [other.id for other in await store.list_runs(project)]
+        others = [other.id for other in await store.list_runs(project, brief=True)]
         if resume and others:
             raise ConfigError(
                 f"there is no run {run!r} to resume in this store; it has {', '.join(others)}: give the `out` of one of them"

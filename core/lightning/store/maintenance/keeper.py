@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 
@@ -105,14 +106,10 @@ async def look(store: Store, url: str) -> Status:
     """The status of a store that has no keeper: what can be asked of any. Raises `StoreError` when it refuses."""
     rollouts: Counter[str] = Counter()
     steps = 0
-    runs = await store.list_runs()
+    runs = await store.list_runs(brief=True)
     for run in runs:
-        cursor = ""
-        while True:
-            page = await store.list_rollouts(run.id, cursor=cursor)
-            rollouts.update(rollout.status.value for rollout in page.rollouts)
-            if not (cursor := page.cursor):
-                break
+        async for rollout in each_rollout(store, run.id):
+            rollouts[rollout.status.value] += 1
         steps += len(await store.list_steps(run.id))
     return Status(
         store=redacted(url),
