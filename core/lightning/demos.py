@@ -30,5 +30,7 @@ class Demo:
     settings: Mapping[str, object] = field(default_factory=dict)
     train_agents: Sequence[str] = ()
     """The agents to train, as globs on the caller path; none named means all of them."""
+    measure: str = "reward"
+    """What the report shows of held-out tasks: `reward`, or the name of a part of it that the agent returns (`correct`)."""
     source: Path | None = None
     """The agent's own source file, shown as the next thing to read."""

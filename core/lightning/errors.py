@@ -29,15 +29,16 @@ class LightningError(Exception):
 
 
 class MissingExtraError(LightningError, ImportError):
-    """An optional dependency is missing; the message has the pip command that installs it."""
+    """An optional dependency is missing; the message has the command that installs it, `pip install` of the extra if none
+    is given."""
 
-    def __init__(self, extra: str, module: str = "") -> None:
-        self.extra, self.module = extra, module
+    def __init__(self, extra: str, module: str = "", command: str = "") -> None:
+        self.extra, self.module, self.command = extra, module, command
         what = f"module {module!r} is not installed" if module else f"the extra {extra!r} is not installed"
-        super().__init__(f"{what}. Run: pip install 'lightning[{extra}]<1'")
+        super().__init__(f"{what}. Run: {command}" if command else f"{what}. Run: pip install 'lightning[{extra}]<1'")
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
-        return (type(self), (self.extra, self.module))
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        return (type(self), (self.extra, self.module, self.command))
 
 
 class ConfigError(LightningError, ValueError):

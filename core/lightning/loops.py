@@ -7,8 +7,13 @@ process has asyncio's: what runs there is not ours. Async agents of the runner `
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+from lightning.ending import until_told
 
 T = TypeVar("T")
 
@@ -40,3 +45,39 @@ def is_inside() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def run_to_end(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine from ordinary code, also inside a notebook whose thread has a loop already.
+
+    Outside a notebook SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then
+    KeyboardInterrupt is raised.
+    """
+    return _run_beside(main) if is_inside() else run(until_told(main, signal.SIGTERM))
+
+
+def _run_beside(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on a loop of its own in another thread; Ctrl-C here cancels it there and waits for its end."""
+    finished: Future[T] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+
+    async def watched() -> T:
+        task = asyncio.create_task(main)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    def target() -> None:
+        try:
+            finished.set_result(run(watched()))
+        except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
+            finished.set_exception(error)
+
+    threading.Thread(target=target, name="lightning-trainer").start()
+    try:
+        return finished.result()
+    except KeyboardInterrupt:
+        loop, task = started.result()
+        if not finished.done():
+            loop.call_soon_threadsafe(task.cancel)
+            finished.exception()
+        raise

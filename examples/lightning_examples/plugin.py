@@ -7,22 +7,35 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from lightning.errors import MissingExtraError
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.demos import Demo
 
-FOLDERS = {"raw": "raw_python", "sql": "sql_langchain", "rag": "rag_openai_agents", "math": "math_autogen"}
+FOLDERS = {
+    "calculator": "calculator_autogen",
+    "tiny": "raw_python",
+    "sql": "sql_langchain",
+    "rag": "rag_openai_agents",
+    "math": "math_autogen",
+}
 """The folder of each demonstration."""
 
 
 @hookimpl
 def register_demos(register: Callable[[str, Callable[[], Demo]], None]) -> None:
-    """`lightning demo raw`, `sql`, `rag` and `math`."""
+    """`lightning demo calculator`, `tiny`, `sql`, `rag` and `math`."""
     for name, folder in FOLDERS.items():
         register(name, partial(_demo, folder))
 
 
 def _demo(folder: str) -> Demo:
     # Imported on use: it brings the example's framework, which listing demos does not need.
-    return cast("Demo", import_module(f"lightning_examples.{folder}.demo").demo())
+    try:
+        module = import_module(f"lightning_examples.{folder}.demo")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("lightning"):
+            raise
+        raise MissingExtraError("examples", error.name or "") from error
+    return cast("Demo", module.demo())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lightning.types import Task
 
@@ -32,12 +32,12 @@ _HELD_OUT = 8
 
 def tasks(n: int, seed: int) -> list[Task]:
     """`n` different training tasks."""
-    return _take(n, f"train {seed}", held_out=False)
+    return take(make_task, n, f"train {seed}", held_out=False)
 
 
 def val_tasks(n: int) -> list[Task]:
     """`n` different held-out tasks, always the same."""
-    return _take(n, "held out", held_out=True)
+    return take(make_task, n, "held out", held_out=True)
 
 
 def describe(task: Task) -> str:
@@ -81,15 +81,16 @@ def make_task(rng: random.Random) -> Task:
     )
 
 
-def _take(n: int, seed: str, *, held_out: bool) -> list[Task]:
+def take(make: Callable[[random.Random], Task], n: int, seed: str, *, held_out: bool) -> list[Task]:
+    """`n` tasks of `make` with different questions, all of them held out or none."""
     rng = random.Random(seed)  # noqa: S311 — reproducible, not secret
-    return [task for _, task in zip(range(n), _distinct(rng, held_out=held_out), strict=False)]
+    return [task for _, task in zip(range(n), _distinct(make, rng, held_out=held_out), strict=False)]
 
 
-def _distinct(rng: random.Random, *, held_out: bool) -> Iterator[Task]:
+def _distinct(make: Callable[[random.Random], Task], rng: random.Random, *, held_out: bool) -> Iterator[Task]:
     seen: set[str] = set()
     while True:
-        task = make_task(rng)
+        task = make(rng)
         question = str(task.input)
         if question not in seen and is_held_out(question) == held_out:
             seen.add(question)

@@ -33,6 +33,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.gateway import Gateway, Upstream
 from lightning.plugins import plugins
 from lightning.policy_server.protocol import Probe, Update
+from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
@@ -41,6 +42,7 @@ from lightning.trainer.collect import all_rollouts
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
 from lightning.types import LLM, Run, Task
 
@@ -86,6 +88,9 @@ class ScriptedPolicy:
     async def healthy(self) -> bool:
         """Always."""
         return True
+
+    async def usage(self) -> None:
+        """It does not count."""
 
     async def wait_died(self) -> None:
         """Never."""
@@ -167,11 +172,13 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
         engine = TorchEngine(device="cpu")
         resources.callback(engine.close)
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
-        stack = Stack(run, config, folder, store, ScriptedPolicy(fake), gateway, runner)
+        weights_folder = WeightsFolder(config.policy_server, model, folder)
+        resources.callback(weights_folder.close)
+        stack = Stack(run, config, folder, store, ScriptedPolicy(fake), gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         tasks = [Task(f"question {number}") for number in range(64)]
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
-        loop = Loop(stack, engine, algorithm, tasks, [], (), Reporter(enabled=False), trackers)
+        loop = Loop(stack, engine, AlgorithmSchedule.of(algorithm), tasks, [], (), Reporter(enabled=False), trackers)
         began = time.perf_counter()
         await loop.run({})
         seconds = time.perf_counter() - began

@@ -25,6 +25,7 @@ from lightning.batch import Sample, Trajectory, build_samples
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import by_call
 from lightning.engines.torch.engine import TorchEngine
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_trajectory
@@ -115,7 +116,7 @@ def steps(model: Path, shape: Shape) -> dict[str, float]:
     trajectories = conversations(shape)
     merged = build_samples(trajectories, advantages(trajectories))
     single = one_row_per_call(merged)
-    loss = ClippedPolicyGradient()
+    loss = ClippedPolicyGradient(correction=NO_CORRECTION)
     engines = [TorchEngine(device="cpu") for _ in range(2)]
     for engine in engines:
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)

@@ -50,12 +50,14 @@ from lightning.planning.recorded import Recorded, read_run
 from lightning.planning.simulation import simulate
 from lightning.planning.work import Changes, draw
 from lightning.plugins import plugins
+from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.tracking import Trackers
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
 from lightning.types import LLM, Run, Task, token_ids
 
@@ -165,7 +167,7 @@ class SleepyEngine:
     def weights(self, file: Path) -> Path:
         """Sleep, and write nothing that counts."""
         time.sleep(UPDATE)
-        file.write_bytes(b"")
+        file.write_bytes(bytes(8))
         return file
 
     def close(self) -> None:
@@ -234,11 +236,15 @@ async def run(folder: Path, setting: Setting, seed: int) -> None:
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32)
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        stack = Stack(stored, config, folder, store, ScriptedPolicy(fake), gateway, runner)
+        weights_folder = WeightsFolder(config.policy_server, folder, folder)
+        resources.callback(weights_folder.close)
+        stack = Stack(stored, config, folder, store, ScriptedPolicy(fake), gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         trackers = resources.enter_context(Trackers((), config, run="run", folder=folder, store=store))
         tasks = [Task(f"question {number}") for number in range(64)]
-        loop = Loop(stack, SleepyEngine(), algorithm, tasks, [], (), Reporter(enabled=False), trackers)
+        loop = Loop(
+            stack, SleepyEngine(), AlgorithmSchedule.of(algorithm), tasks, [], (), Reporter(enabled=False), trackers
+        )
         await loop.run({})
 
 

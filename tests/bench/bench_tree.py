@@ -34,6 +34,7 @@ from lightning.engines.tokens import states_of, trained_tokens
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.packing import pack_tree
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 
@@ -133,7 +134,7 @@ def step_costs(
 ) -> tuple[dict[str, float], list[float]]:
     """CPU-seconds of one optimizer step of each kind, and the norms of their gradients."""
     engines = {kind: TorchEngine(device="cpu", step=kind) for kind in kinds}
-    loss = ClippedPolicyGradient()
+    loss = ClippedPolicyGradient(correction=NO_CORRECTION)
     norms = []
     for engine in engines.values():
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
@@ -180,10 +181,11 @@ def peak(model: Path, shape: Shape, kind: StepKind) -> float:
     """MiB that a step needs beyond what the process had before it. Meant for a process of its own."""
     engine = TorchEngine(device="cpu", step=kind, tokens_per_microbatch=BUDGET)
     engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
-    engine.step(rows_of(Shape(2, 1, 16, 16, 0)), ClippedPolicyGradient())  # the optimizer's state, and what torch loads
+    # The optimizer's state, and what torch loads.
+    engine.step(rows_of(Shape(2, 1, 16, 16, 0)), ClippedPolicyGradient(correction=NO_CORRECTION))
     samples = rows_of(shape)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    engine.step(samples, ClippedPolicyGradient())
+    engine.step(samples, ClippedPolicyGradient(correction=NO_CORRECTION))
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 

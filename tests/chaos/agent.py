@@ -1,4 +1,4 @@
-"""The agent of `lightning demo raw`, which writes down what it was answered and what it returned.
+"""The agent of `lightning demo tiny`, which writes down what it was answered and what it returned.
 
 The invariant: a line is in the journal only when the agent has the whole reply, or is about to return the reward; so what the
 journal has and the store has not was lost.

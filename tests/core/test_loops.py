@@ -11,7 +11,7 @@ import pytest
 from lightning import loops
 from lightning.client import Client
 from lightning.ending import until_told
-from lightning.trainer.trainer import run_to_end
+from lightning.loops import run_to_end
 from lightning.types import LLM, Task
 
 uvloop = pytest.importorskip("uvloop")

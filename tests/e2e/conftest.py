@@ -23,11 +23,11 @@ from lightning.types import Rollout, Status, StepRecord
 
 @dataclass
 class DemoRun:
-    """A run of `lightning demo raw` with few, small steps, or of another command that takes the same options."""
+    """A run of `lightning demo tiny` with few, small steps, or of another command that takes the same options."""
 
     folder: Path
     steps: int = 3
-    command: Sequence[str] = ("demo", "raw", "--held-out", "8")
+    command: Sequence[str] = ("demo", "tiny", "--held-out", "8")
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:

@@ -39,7 +39,8 @@ TASK = Task(
 )
 RIGHT, WRONG = "SELECT COUNT(*) FROM staff WHERE age > 30", "SELECT COUNT(*) FROM workers"
 VOCABULARY = 320
-GRPO = LightningRL("grpo", group_size=4, normalization="token-mean")
+# What the fake samples has logprobs of its own making: the correction would mask it.
+GRPO = LightningRL("grpo", group_size=4, normalization="token-mean", correction="none")
 
 
 async def play(*replies: str) -> tuple[float, list[list[str]]]:

@@ -8,7 +8,7 @@ Agent Lightning, arXiv 2508.03680.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -33,7 +33,9 @@ from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Credit, GroupAdvantage
 from lightning.errors import ConfigError
+from lightning.losses.correction import Correction, CorrectionKind
 from lightning.losses.protocol import KlEstimator, Loss
+from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import Surrogate
@@ -63,8 +65,8 @@ class LightningRL:
     `overlong_tokens` - `overlong_buffer` tokens lose up to `overlong_penalty`.
 
     What composes with every low level: an entropy bonus (`entropy_coefficient`), a penalty on the KL divergence from the
-    model that training began with (`kl_coefficient`, `kl_estimator`), and `tis_cap`, truncated importance sampling between
-    sampler and trainer (`lightning.losses.policy_gradient.ClippedPolicyGradient` has the formula).
+    model that training began with (`kl_coefficient`, `kl_estimator`), and the `correction` of the mismatch between sampler
+    and trainer, an object or its kind: by default implausible tokens are masked (`lightning.losses.correction.Correction`).
 
     A rollout with a recorded call that cannot be trained on is dropped from its group like one that failed, counted by
     reason and logged. Groups that teach nothing are skipped and counted (`lightning.algorithms.intake.reason_to_skip`), also
@@ -85,7 +87,7 @@ class LightningRL:
     advantage_eps: float = 1e-4
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k2"
-    tis_cap: float | None = None
+    correction: Correction | CorrectionKind = PRESET
     value_coefficient: float = 0.5
     dynamic_sampling: bool = PRESET
     overlong_tokens: int | None = None
@@ -103,6 +105,14 @@ class LightningRL:
                 object.__setattr__(self, name, getattr(PRESETS[self.low_level], name))
         if not (isinstance(self.credit, str) or callable(self.credit)):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
+        if self.correction is None:
+            object.__setattr__(self, "correction", Correction())
+        elif isinstance(self.correction, Mapping):  # from a run's record
+            fields = {name: value for name, value in self.correction.items() if name != "type"}
+            object.__setattr__(self, "correction", Correction(**fields))
+        elif not isinstance(self.correction, Correction):
+            _one_of("correction", self.correction, get_args(CorrectionKind))
+            object.__setattr__(self, "correction", Correction(self.correction))
         _one_of("normalization", self.normalization, get_args(Normalization))
         _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         if self.tool_reward is not None:
@@ -134,8 +144,6 @@ class LightningRL:
             raise ConfigError(f"constant_tokens={self.constant_tokens} must be positive")
         if not 0.0 <= self.clip_low <= 1.0 or not self.clip_high >= 0.0:
             raise ConfigError(f"ratios cannot be clipped to [1 - {self.clip_low}, 1 + {self.clip_high}]")
-        if self.tis_cap is not None and not self.tis_cap > 0.0:
-            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
         if not isfinite(self.entropy_coefficient):
             raise ConfigError(f"entropy_coefficient={self.entropy_coefficient} must be a finite number")
         for name in ("kl_coefficient", "value_coefficient", "advantage_eps"):
@@ -160,15 +168,20 @@ class LightningRL:
     def loss_with(self, surrogate: Surrogate) -> Loss:
         """The loss of these fields with another surrogate: `clip`, `cispo`, or a function of one's own."""
         from lightning.losses.policy_gradient import (
+            CallCorrected,
             ClippedPolicyGradient,
             PreparedPolicyGradient,
             SequencePolicyGradient,
         )
 
-        whole_calls = PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and self.tis_cap is None
-        kind = SequencePolicyGradient if whole_calls else ClippedPolicyGradient
-        if hasattr(surrogate, "prepare"):
+        assert isinstance(self.correction, Correction)
+        kind: type[ClippedPolicyGradient] = ClippedPolicyGradient
+        if PRESETS[self.low_level].ratio == "sequence" and surrogate == "clip" and not self.correction.decoupled:
+            kind = SequencePolicyGradient
+        elif hasattr(surrogate, "prepare"):
             kind = PreparedPolicyGradient
+        elif self.correction.level != "token":
+            kind = CallCorrected
         return kind(
             self.clip_low,
             self.clip_high,
@@ -176,7 +189,7 @@ class LightningRL:
             surrogate,
             self.kl_coefficient,
             self.kl_estimator,
-            self.tis_cap,
+            self.correction,
         )
 
     def teaches(self, group: Group) -> bool:
@@ -297,6 +310,15 @@ class LightningRL:
         if isinstance(self.credit, str):
             return repr(self.credit)
         return getattr(self.credit, "__qualname__", repr(self.credit))
+
+
+def of_record(arguments: Mapping[str, Json]) -> dict[str, Json]:
+    """Recorded arguments as this release takes them: a run of one that had `tis_cap` for a correction had no other."""
+    found = dict(arguments)
+    if "tis_cap" in found and "correction" not in found:
+        cap = found.pop("tis_cap")
+        found["correction"] = {"kind": "none" if cap is None else "tis", "high": cap, "dual_clip": None}
+    return found
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, overload
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, Batch
+from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.given import as_loss, check_callable, is_whole, name_of
 from lightning.losses.protocol import Loss
 
@@ -45,9 +47,9 @@ def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = Fal
     `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
     them up, or the loss would depend on how rows are split. Everything else stays LightningRL's: the result is called with
     its arguments (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus,
-    a KL penalty and `tis_cap` compose. Nothing but the function clips: `clip_low` and `clip_high` do nothing, which the log
-    says where one is given. Calls whose advantage is 0 keep their rows: what the function makes of them is its own affair. To
-    use it by name, register it under the function's own name.
+    a KL penalty and a `correction` compose; without one given there is none. Nothing but the function clips: `clip_low` and
+    `clip_high` do nothing, which the log says where one is given. Calls whose advantage is 0 keep their rows: what the function
+    makes of them is its own affair. To use it by name, register it under the function's own name.
 
     With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. An object that is called
     like a function may say so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
@@ -69,6 +71,8 @@ def _from_loss(function: OwnLoss, *, needs_reference: bool) -> type[LightningRL]
     told: set[str] = set()
 
     def check(self: LightningRL) -> None:
+        if self.correction is None:
+            object.__setattr__(self, "correction", NO_CORRECTION)
         LightningRL.__post_init__(self)
         for field in ("clip_low", "clip_high"):
             value = getattr(self, field)
@@ -142,9 +146,12 @@ def _from_batch(function: Callable[..., Batch], *, loss: OwnLoss | Loss | None) 
             raise ConfigError(f"the algorithm {function.__name__} returned {made!r}: it has to return a Batch")
         return made
 
-    fields = [(option.name, object, dataclasses.field(default=option.default)) for option in options]
+    hints = types_of(function)
+    fields = [
+        (option.name, hints.get(option.name, object), dataclasses.field(default=option.default)) for option in options
+    ]
     if "group_size" not in {option.name for option in options}:
-        fields.append(("group_size", object, dataclasses.field(default=8)))
+        fields.append(("group_size", int, dataclasses.field(default=8)))
     members = {
         "__qualname__": function.__qualname__,
         "__doc__": function.__doc__,

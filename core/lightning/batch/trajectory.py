@@ -9,9 +9,10 @@ from lightning.types import Rollout, StepReward, ToolEvent, Transition
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One succeeded rollout with everything recorded about it. `transitions` are its OK calls in `seq` order;
+    """One succeeded rollout with everything recorded about it. `transitions` are its answered calls in `seq` order;
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
-    i's state before the step (NaN for calls that are not trained); without one `values` is empty."""
+    i's state before the step (NaN for calls that are not trained); without one `values` is empty. `too_long` calls were
+    refused because prompt and answer did not fit."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -19,6 +20,7 @@ class Trajectory:
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
     values: tuple[float, ...] = ()
+    too_long: int = 0
 
     @property
     def reward(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ def build(typed: str = "") -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Threads of torch sleep while they wait (policy_server/profiles.py says why). It reads this once, when it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
     try:

@@ -30,12 +30,15 @@ def audit(
     else:
         for finding in report.findings:
             console.print(f"[red]step {finding.step} {finding.rollout}[/red] {finding.problem}", highlight=False)
+        for warning in report.warnings:
+            console.print(f"[yellow]warning[/yellow] {warning}", highlight=False)
         verdict = "[green]as it was trained" if report.ok else f"[red]{len(report.findings)} findings"
         how = (
             "derived again" if report.rederived else "compared (its algorithm has arguments that only code can rebuild)"
         )
+        epochs = f" in {report.epochs} config epochs" if report.epochs > 1 else ""
         console.print(
-            f"{report.run}: {report.steps} steps, {report.rollouts} rollouts, {report.calls} calls, "
+            f"{report.run}: {report.steps} steps{epochs}, {report.rollouts} rollouts, {report.calls} calls, "
             f"{report.tokens} tokens {how}: {verdict}",
             highlight=False,
         )

@@ -20,12 +20,19 @@ from lightning.plugins import plugins
 from lightning.trainer import Summary, Trainer
 
 logger = logging.getLogger(__name__)
+DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
+"""The demonstration that is run when none is named, and the one that is run in its place where its model is not installed."""
 HELD_OUT = 200
 TRAIN_TASKS = 4000
 
 
 def demo(
-    name: Annotated[str, typer.Argument(help="Which demonstration.")] = "raw",
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"Which demonstration; none named: {DEFAULT}, or {WITHOUT_MODEL} where its model is missing."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seeds tasks, sampling order and training.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, picture, log.")] = None,
     resume: Annotated[
@@ -47,8 +54,9 @@ def demo(
 ) -> None:
     """Teach a real agent on a real vLLM, on this machine, and show before and after."""
     console = Console()
-    chosen = plugins().demo(name)()
-    folder = out or _folder(name, seed, resume=resume)
+    chosen = plugins().demo(name)() if name else _default()
+    name = chosen.name
+    folder = out or _folder(name, resume=resume)
     settings: dict[str, object] = {**chosen.settings, "trainer.seed": seed}
     if steps is not None:
         settings["trainer.steps"] = steps
@@ -72,7 +80,21 @@ def demo(
     _report(chosen, summary, trainer, folder, console)
 
 
-def _folder(name: str, seed: int, *, resume: bool) -> Path:
+def _default() -> Demo:
+    """The demonstration with a real model, or the one that needs none: said loudly, with the command that installs it."""
+    try:
+        return plugins().demo(DEFAULT)()
+    except MissingExtraError as error:
+        logger.warning(
+            "the demonstration with a real LLM cannot be run: %s\nThe demonstration %r runs instead, with a model of 0.2 M "
+            "parameters.",
+            error,
+            WITHOUT_MODEL,
+        )
+        return plugins().demo(WITHOUT_MODEL)()
+
+
+def _folder(name: str, *, resume: bool) -> Path:
     if not resume:
         return Path("runs") / f"demo-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     known = sorted(Path("runs").glob(f"demo-{name}-*"), key=lambda folder: folder.stat().st_mtime)
@@ -87,14 +109,14 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
     from lightning.cli.report import draw_rewards, show_story, show_summary, tell_story, write_report
 
     write_report(summary, folder)
-    show_summary(summary, chosen.title, console)
+    show_summary(summary, chosen.title, console, chosen.measure)
     decode = _decoder(chosen.model)
 
     async def story() -> None:
         store = trainer.open_store()
         await store.open()
         try:
-            told = await tell_story(store, summary.run, summary.steps, chosen.describe, decode)
+            told = await tell_story(store, summary.run, summary.steps, chosen.describe, decode, chosen.measure)
         finally:
             await store.close()
         if told is not None:
@@ -102,7 +124,7 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
 
     asyncio.run(story())
     try:
-        draw_rewards(summary, chosen.title, folder / "reward.png")
+        draw_rewards(summary, chosen.title, folder / "reward.png", chosen.measure)
         console.print(
             f"\nPicture: {folder / 'reward.png'}   Report: {folder / 'report.json'}", highlight=False, soft_wrap=True
         )

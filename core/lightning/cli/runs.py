@@ -19,12 +19,13 @@ import typer
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, LightningError
 from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
 from lightning.store.reference import DATABASE, existing_store, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.collect import all_rollouts
-from lightning.trainer.runs import run_id_of
+from lightning.trainer.runs import changes_of, run_id_of
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Rollout, Run, Status, StepRecord
 
@@ -89,12 +90,14 @@ def show(
         place, run = run, run_id_of(Path(run))
     for _, found in answers(place, lambda _, store: _details(store, run, step)):
         if found is not None:
-            stored, steps, rollouts, summary = found
+            stored, epochs, steps, rollouts, summary = found
             chosen = [item for item in rollouts if not failed or item.status is Status.FAILED][:limit]
             if as_json:
-                print_json({"run": stored, "summary": summary.to_json(), "steps": steps, "rollouts": chosen})
+                print_json(
+                    {"run": stored, "epochs": epochs, "summary": summary.to_json(), "steps": steps, "rollouts": chosen}
+                )
             else:
-                _show_run(stored, steps, rollouts, chosen, summary)
+                _show_run(stored, epochs, steps, rollouts, chosen, summary)
             return
     shown = redacted(place)
     raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
@@ -168,7 +171,7 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
     )
 
 
-Details = tuple[Run, list[StepRecord], list[Rollout], Summary]
+Details = tuple[Run, list[Epoch], list[StepRecord], list[Rollout], Summary]
 
 
 async def _details(store: Store, run: str, step: int | None) -> Details | None:
@@ -176,7 +179,7 @@ async def _details(store: Store, run: str, step: int | None) -> Details | None:
     if stored is None:
         return None
     rollouts = await all_rollouts(store, run, step=step)
-    return stored, await store.list_steps(run), rollouts, await summarize(store, run)
+    return stored, await read_epochs(store, stored), await store.list_steps(run), rollouts, await summarize(store, run)
 
 
 def _show_rows(rows: Sequence[RunRow]) -> None:
@@ -198,9 +201,18 @@ def _show_rows(rows: Sequence[RunRow]) -> None:
 
 
 def _show_run(
-    run: Run, steps: Sequence[StepRecord], rollouts: Sequence[Rollout], chosen: Sequence[Rollout], summary: Summary
+    run: Run,
+    epochs: Sequence[Epoch],
+    steps: Sequence[StepRecord],
+    rollouts: Sequence[Rollout],
+    chosen: Sequence[Rollout],
+    summary: Summary,
 ) -> None:
-    say(f"[bold]{escape(run.id)}[/bold], model {escape(str(run.config.get('model', 'unknown')))}")
+    parent = f", forked from {escape(str(run.config['forked_from']))}" if "forked_from" in run.config else ""
+    say(f"[bold]{escape(run.id)}[/bold], model {escape(str(run.config.get('model', 'unknown')))}{parent}")
+    for epoch in epochs[1:]:
+        changed = "".join(f"\n  {escape(line)}" for line in changes_of(epochs, epoch.number))
+        say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     print_table(
         ["step", "reward", "rollouts", "tokens", "loss", "logprob gap", "policy"],
         [
@@ -218,7 +230,8 @@ def _show_run(
         title="committed steps",
     )
     for result in summary.evaluations:
-        say(f"held-out after {result.step} steps: {result.reward:.3f} over {result.rollouts} tasks")
+        named = "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
+        say(f"held-out after {result.step} steps: {_number(result.reward)}{named} over {result.rollouts} tasks")
     print_table(
         ["rollout", "status", "attempt", "reward", "seconds", "error"],
         [

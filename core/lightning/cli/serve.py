@@ -11,10 +11,10 @@ from rich.console import Console
 
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
+from lightning.loops import run_to_end
 from lightning.store.reference import existing_store
 from lightning.store.url import parse
 from lightning.trainer.model import resolve_model
-from lightning.trainer.trainer import run_to_end
 
 
 def serve(

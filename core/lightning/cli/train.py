@@ -29,7 +29,13 @@ def train(
         ),
     ] = None,
     val: Annotated[Path | None, typer.Option(help="Held-out tasks, in the same format.")] = None,
-    algorithm: Annotated[str, typer.Option(help="A registered algorithm.")] = "grpo",
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with "
+            "the steps of each: sft:2,grpo:20."
+        ),
+    ] = "grpo",
     train_agents: Annotated[
         list[str] | None,
         typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
@@ -48,6 +54,12 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="RUN@STEP", help="Begin a new run with the weights and the optimizer of another's step."
+        ),
+    ] = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
@@ -64,6 +76,7 @@ def train(
         store=store,
         out=out,
         resume=resume,
+        from_run=from_run,
         config=load_config(config, set_ or []),
     )
     train_tasks = read_tasks(tasks)

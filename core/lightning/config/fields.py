@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union, get_args, get_origin
 
@@ -48,7 +48,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 def accepts(field: FieldInfo) -> str:
     """The values a field takes, in words: `an integer >= 0`, `"cpu" or "cuda"`, `a list of strings, or null`."""
-    text = _words(field.annotation)
+    text = words(field.annotation)
     for limit in field.metadata:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
             bound = getattr(limit, name, None)
@@ -87,7 +87,8 @@ def _optional(annotation: object) -> bool:
     return type(None) in get_args(annotation)
 
 
-def _words(annotation: object) -> str:
+def words(annotation: object) -> str:
+    """What a type takes, in words."""
     plain = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     if isinstance(annotation, type) and annotation in plain:
         return plain[annotation]
@@ -95,8 +96,10 @@ def _words(annotation: object) -> str:
     if origin is Literal:
         return " or ".join(f'"{part}"' for part in parts)
     if origin in (Union, types.UnionType):
-        return " or ".join(_words(part) for part in parts if part is not type(None))
-    if origin is tuple and parts[-1] is Ellipsis:
+        return " or ".join(words(part) for part in parts if part is not type(None))
+    if annotation in (list, tuple):
+        return "a list"
+    if origin in (list, Sequence) or (origin is tuple and parts[-1] is Ellipsis):
         return f"a list of {_plural(parts[0])}"
     if origin is tuple:
         return f"a list of {len(parts)} {_plural(parts[0])}"

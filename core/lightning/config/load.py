@@ -49,7 +49,7 @@ def load_config(
     given = list(_from_file(file)) if file is not None else []
     given += _from_env(os.environ if env is None else env)
     given += [_from_override(text) for text in overrides]
-    return _build(base.model_dump(mode="json") if base else {}, given)
+    return _build(base.model_dump(mode="json", exclude_unset=True) if base else {}, given)
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
@@ -57,7 +57,10 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 
     Raises `ConfigError` for an unknown key and a value that is not accepted.
     """
-    return _build(config.model_dump(mode="json"), [Given(key, value, "settings") for key, value in settings.items()])
+    return _build(
+        config.model_dump(mode="json", exclude_unset=True),
+        [Given(key, value, "settings") for key, value in settings.items()],
+    )
 
 
 def _build(base: dict[str, object], given: Sequence[Given]) -> Config:
@@ -107,7 +110,7 @@ def _from_env(env: Mapping[str, str]) -> Iterator[Given]:
         if "__" in name:
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             origin = f"the environment variable {name}"
-            yield Given(key, _value(text, origin), origin)
+            yield Given(key, parse_value(text, origin), origin)
         elif name in squeezed:
             raise ConfigError(
                 f"the environment variable {name} sets nothing: write {squeezed[name]} (two underscores after the section)"
@@ -123,10 +126,10 @@ def _from_override(text: str) -> Given:
     if not separator or not key.strip():
         raise ConfigError(f"--set {text} is not a setting: write --set section.field=value, e.g. trainer.steps=3")
     origin = f"--set {text}"
-    return Given(key.strip(), _value(value.strip(), origin), origin)
+    return Given(key.strip(), parse_value(value.strip(), origin), origin)
 
 
-def _value(text: str, origin: str) -> object:
+def parse_value(text: str, origin: str) -> object:
     """Parse TOML; what does not begin like a TOML value with delimiters may also be a bare word."""
     if text == "null":
         return None

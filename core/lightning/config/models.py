@@ -36,8 +36,10 @@ class TrainerConfig(Section):
     """Evaluate on the held-out tasks every so many steps, and always before the first and after the last; 0 only then."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
     """Sampling temperature of evaluations; null leaves the agent's own."""
-    checkpoint_every: int = Field(default=1, ge=1)
-    """Write the training state every so many steps; steps since then are replayed from the store on resume."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Write the training state every so many steps, beside the run; steps since then are replayed from the store on resume.
+    null writes it when training since the last one has taken ten times as long as writing it, and after each step of verl,
+    whose lost workers go on from it. The last step is always saved, and so is a run that is told to stop."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many checkpoints stay on disk."""
     seed: int = 0
@@ -47,9 +49,10 @@ class TrainerConfig(Section):
     this one find the run. `lightning serve --store` makes its first runner token for it."""
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Where metrics go besides the store."""
-    max_logprob_gap: float = Field(default=0.5, gt=0)
+    max_logprob_gap: float | None = Field(default=None, gt=0)
     """Warn when |trainer - sampler| exceeds this on any token (nats) of a step without stale tokens; a probe beyond it after an
-    update ends the run."""
+    update brings the weights once more, and ends the run when they are not served then. null is by dtype: with float32 0.001 on
+    any token, with bfloat16 0.05 in the mean and 0.6 on 99.9 % of the tokens."""
 
 
 class LoraConfig(Section):
@@ -70,15 +73,16 @@ class EngineConfig(Section):
     """What trains."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and compute; `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    """Weights and compute; `auto` is `policy_server.dtype` where that is named, else what is chosen for both (see there);
+    beside a vLLM that is attached, float32 on a CPU and bfloat16 on a GPU."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, or `auto`."""
     threads: int = Field(default=1, ge=0)
     """torch threads on a CPU (0 leaves torch's default); one is fastest beside a policy server on the same cores."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
-    """Padded tokens per forward and backward pass."""
-    lr: float = Field(default=1e-6, gt=0)
-    """AdamW's learning rate."""
+    """Padded tokens per forward and backward pass, at most; over a tree on a CPU not more than 1.25 GiB of activations."""
+    lr: float | None = Field(default=None, gt=0)
+    """AdamW's learning rate; null is 1e-6, and 1e-4 with `lora`: few numbers have to move far."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     eps: float = Field(default=1e-8, gt=0)
@@ -87,11 +91,13 @@ class EngineConfig(Section):
     """AdamW's weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient's global norm to this."""
+    max_nonfinite_steps: int = Field(default=3, ge=0)
+    """Steps in a row that are skipped because a loss or gradient is not finite; one more ends the run."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly."""
-    step: StepKind = "linear"
+    step: StepKind = "auto"
     """How rows are computed: `tree` (each shared prefix once), `linear` (merged rows), `per-call` (a row for each call), or
-    `auto`: a tree where the model can and enough is shared. All give the same gradient."""
+    `auto`: a tree where the model can and enough is shared. All give the same gradient; the metric `tree` says which it was."""
     gradient_checkpointing: bool = False
     """Trade compute for memory in the backward pass."""
     lora: LoraConfig | None = None
@@ -115,22 +121,27 @@ class PolicyServerConfig(Section):
     port: int = Field(default=0, ge=0, le=65535)
     """Port of an owned server; 0 takes a free one."""
     dtype: str = "auto"
-    """vLLM's dtype; `auto` is float32 on a CPU."""
-    max_model_len: int = Field(default=2048, ge=16)
-    """Longest prompt plus response, in tokens."""
-    kv_cache_bytes: int = Field(default=268_435_456, ge=1)
-    """KV cache of a CPU server."""
+    """vLLM's dtype; `auto` is `engine.dtype` where that is named, else chosen for both: bfloat16 on CUDA, and for 50 M
+    parameters or more on a CPU that is faster in bfloat16, else float32."""
+    max_model_len: int | None = Field(default=None, ge=16)
+    """Longest prompt plus response, in tokens; null is the model's own context, as far as the KV cache goes."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """KV cache; null is by the model's size and `runner.concurrency` on a CPU, what `gpu_memory_utilization` leaves on CUDA."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the GPU's memory for a CUDA server (the trainer needs the rest)."""
-    tool_call_parser: str = "hermes"
-    """vLLM's parser for tool calls; empty leaves tool calling off."""
+    tool_call_parser: str = "auto"
+    """vLLM's parser for tool calls; `auto` is that of the model's family, where its chat template knows tools; empty leaves
+    tool calling off."""
+    reasoning_parser: str = "auto"
+    """vLLM's parser for reasoning; `auto` is that of the model's family, where its chat template asks for it; empty is none."""
     args: tuple[str, ...] = ()
     """Further arguments for `vllm serve`, as they are."""
-    start_timeout: float = Field(default=300.0, gt=0)
-    """Seconds until a server must answer."""
-    weight_transfer: Literal["file", "gloo", "nccl"] = "file"
-    """How vLLM gets new weights: from a file that it sees under the trainer's path, or sent to it, by gloo (TCP; any machine)
-    or by NCCL (from a GPU on which no vLLM runs)."""
+    start_timeout: float | None = Field(default=None, gt=0)
+    """Seconds until a server must answer; null is 300 on a CPU and 1800 on CUDA, and one for each 100 MB of weights."""
+    weight_transfer: Literal["auto", "shared_memory", "file", "gloo", "nccl"] = "auto"
+    """How vLLM gets new weights: from a `file` in the run's folder, which it sees under the trainer's path; from one in
+    `shared_memory` (/dev/shm), which must hold the weights 2.2 times; or sent to it, by `gloo` (TCP; any machine) or by `nccl`
+    (from a GPU on which no vLLM runs). `auto` is shared memory where there is room and vLLM is ours, else a file."""
     transfer_timeout: float = Field(default=600.0, gt=0)
     """Seconds in which weights that are sent must be there."""
 
@@ -149,7 +160,8 @@ class GatewayConfig(Section):
     hold_timeout: float = Field(default=600.0, gt=0)
     """Seconds a request may wait during a weight update before it gets a 503."""
     upstream_timeout: float = Field(default=600.0, gt=0)
-    """Seconds without a byte from vLLM until the call counts as failed."""
+    """Seconds without a byte from vLLM until it is asked whether its engine works on; the call counts as failed when there is
+    no answer for as long again."""
     override_sampling: dict[str, float | int] = Field(default_factory=dict)
     """Sampling parameters forced on every request; empty keeps the agents' own."""
     seed_calls: bool = False

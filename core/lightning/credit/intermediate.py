@@ -20,7 +20,7 @@ from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError, DataError
 from lightning.types import StepReward, ToolEvent, Transition
 
-ToolReward: TypeAlias = "Callable[[ToolEvent], float] | Mapping[str, float]"
+ToolReward: TypeAlias = Callable[[ToolEvent], float] | Mapping[str, float]
 """Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
 a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
 

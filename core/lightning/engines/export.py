@@ -1,7 +1,7 @@
 """A model as others read it: a folder that `transformers` and vLLM load, or one file with all weights.
 
-The invariant: weights are what the engine computes with, adapters merged, under their Hugging Face names, a tied output layer
-once, as the embedding, in safetensors; all else is what the model was loaded with.
+The invariant: weights are what the engine computes with, adapters merged, under the names of the folder that the model was
+loaded from, a tied output layer once, as the embedding, in safetensors; all else is what that folder holds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors.torch import save_file
 
 from lightning.engines.files import whole_file, whole_folder
+from lightning.engines.model_contents import as_stored, tensors_of, tied_heads
+from lightning.policy_server.model_folder import (
+    ADAPTERS,
+    CASTABLE,
+    INDEX,
+    LEFT_OUT,
+    LORA_A,
+    LORA_B,
+    folder_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -24,28 +34,97 @@ if TYPE_CHECKING:
 _ADAPTER, _WRAPPER = "default", "base_model.model."
 """What peft calls an adapter, and what it puts before the names of a model that it wraps."""
 WEIGHTS = "model.safetensors"
+TEMPLATES = "additional_chat_templates"
+"""Where `save_pretrained` of a tokenizer keeps chat templates that have a name, such as that for tools."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-def write_file(weights: Mapping[str, torch.Tensor], file: Path) -> Path:
-    """Write weights as one safetensors file, atomically."""
+def write_file(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, file: Path) -> Path:
+    """Write the weights that were trained of the folder `source` as one safetensors file, atomically, in `dtype`;
+    the file says which of the folder's tensors it leaves out."""
+    found = as_stored(source, weights, dtype)
+    left = sorted(folder_tensors(source).keys() - found.keys())
+    metadata = {"format": "pt"} | ({LEFT_OUT: json.dumps(left)} if left else {})
     with whole_file(file) as path:
-        save_file(dict(weights), path, metadata={"format": "pt"})
+        save_file(found, path, metadata=metadata)
     return file
 
 
-def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: str, folder: Path) -> Path:
-    """Write a model folder, atomically: the configuration, tokenizer and other small files of `source`, and these weights,
-    which have the dtype (`float32`)."""
+def write_adapters(source: Path, model: nn.Module, dtype: torch.dtype, file: Path) -> Path | None:
+    """Write a model's adapters alone as one safetensors file, atomically: A (rank, in) and B (out, rank) under the names of the
+    matrices in `source` that they change, and what whoever merges them must know.
+
+    None where `source` has such a matrix under another name, transposed, fused with others or in FP8.
+    """
+    stored, kept = folder_tensors(source), ""
+    tensors: dict[str, torch.Tensor] = {}
+    scaling: dict[str, float] = {}
+    for name, layer in _adapted(model).items():
+        down, up = (part[_ADAPTER].weight.detach() for part in (layer.lora_A, layer.lora_B))
+        spec, base = stored.get(name), layer.get_base_layer().weight
+        shape = (up.shape[0], down.shape[1])
+        if spec is None or spec.dtype not in CASTABLE or spec.shape != shape or tuple(base.shape) != shape:
+            return None
+        tensors |= {name + LORA_A: down.cpu().contiguous(), name + LORA_B: up.cpu().contiguous()}
+        scaling[name] = float(layer.scaling[_ADAPTER])
+        kept = str(base.dtype).removeprefix("torch.")
+    told = {
+        "base": str(source.resolve()),
+        "base_dtype": kept,
+        "dtype": str(dtype).removeprefix("torch."),
+        "scaling": scaling,
+    }
+    with whole_file(file) as path:
+        save_file(tensors, path, metadata={"format": "pt", ADAPTERS: json.dumps(told)})
+    return file
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """The layers that have an adapter, by the names of their matrices."""
+    return {
+        f"{name.removeprefix(_WRAPPER)}.weight": layer
+        for name, layer in model.named_modules()
+        if _ADAPTER in getattr(layer, "lora_A", {})
+    }
+
+
+def write_folder(source: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Path:
+    """Write a model folder, atomically: what `source` has, with these weights in the place of its own, in `dtype`.
+
+    Its other tensors and files are carried over untouched, of its folders that of chat templates alone; `config.json` only gets
+    the dtype, where that is another.
+    """
+    found, stored = as_stored(source, weights, dtype), folder_tensors(source)
+    found |= {head: found[embedding].clone() for head, embedding in tied_heads(found, stored).items()}
     with whole_folder(folder) as path:
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
                 shutil.copyfile(file, path / file.name)
-        config = json.loads((path / "config.json").read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        save_file(dict(weights), path / WEIGHTS, metadata={"format": "pt"})
+        for template in (source / TEMPLATES).glob("*.jinja"):
+            (path / TEMPLATES).mkdir(exist_ok=True)
+            shutil.copyfile(template, path / TEMPLATES / template.name)
+        _set_dtype(path / "config.json", str(dtype).removeprefix("torch."))
+        parts = [found, dict(tensors_of(source, stored.keys() - found.keys()))]
+        files = [WEIGHTS] if not parts[1] else [f"model-{part:05}-of-00002.safetensors" for part in (1, 2)]
+        for name, tensors in zip(files, parts, strict=False):
+            save_file(tensors, path / name, metadata={"format": "pt"})
+        if len(files) > 1:
+            places = {key: name for name, tensors in zip(files, parts, strict=True) for key in tensors}
+            size = sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+            (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return folder
+
+
+def _set_dtype(file: Path, dtype: str) -> None:
+    """Let a configuration name the dtype of the weights, wherever it names one; one that does already stays as it is."""
+    config = json.loads(file.read_bytes())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    places = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict) and key in part)]
+    if any(place.get(key) != dtype for place in places):
+        for place in places:
+            place[key] = dtype
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,20 +138,17 @@ def whole_weights(
     *,
     wanted: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Every weight on the CPU, in `dtype`, in an order that all ranks share.
+    """Every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share.
 
     `whole` makes a tensor of a sharded one; then all ranks must call this, and those where it is not `wanted` keep nothing.
     Layers with an adapter (arXiv 2106.09685) are merged one after the other, so that no second model is ever in memory.
     """
-    adapted = {
-        f"{name.removeprefix(_WRAPPER)}.weight": layer
-        for name, layer in model.named_modules()
-        if _ADAPTER in getattr(layer, "lora_A", {})
-    }
+    adapted = _adapted(model)
     found: dict[str, torch.Tensor] = {}
     written: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
+    beside = beside_text(model)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(tensor) in beside:
             continue
         key = name.removeprefix(_WRAPPER).replace(".base_layer.", ".")
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -84,8 +160,31 @@ def whole_weights(
             delta = _delta(adapted[key], whole)
             value = value.to(delta.dtype) + delta
         if wanted:
-            found[key] = (value.to(dtype) if value.is_floating_point() else value).cpu().clone().contiguous()
+            # Vectors are small, and folders may store some of them wider: `as_stored` has the last word.
+            narrow = value.is_floating_point() and value.ndim > 1
+            found[key] = (value.to(dtype) if narrow else value).cpu().clone().contiguous()
     return original_names(unwrapped(model), found) if wanted else {}
+
+
+def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """What `whole_weights` gives of a model on the device `meta`, which has no values."""
+    beside, seen = beside_text(model), set[int]()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in beside and id(tensor) not in seen:
+            found[name] = tensor.detach()
+        seen.add(id(tensor))
+    return {name: tuple(tensor.shape) for name, tensor in original_names(model, found).items()}
+
+
+def beside_text(model: nn.Module) -> set[int]:
+    """The tensors of a model, by `id`, that text does not need, such as those of a vision tower: they are not trained."""
+    base = unwrapped(model)
+    if base.config.get_text_config() is base.config:
+        return set()
+    text = [base.get_decoder(), base.get_output_embeddings()]
+    needed = {id(tensor) for part in text for tensor in part.state_dict(keep_vars=True).values()}
+    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()} - needed
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

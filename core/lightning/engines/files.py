@@ -1,7 +1,8 @@
-"""Files that are either whole or absent: write beside the target, flush to disk, rename.
+"""Files that are either whole or absent: write beside the target, rename; folders are flushed to the disk before.
 
-The invariant: at any moment, also after a crash, a target holds nothing, its old content or its new content; and it may be
-read by whomever the umask lets read ordinary files, such as a policy server of another user (safetensors writes 0600).
+The invariant: at any moment, also after a crash (of the process; for folders also of the machine), a target holds nothing,
+its old content or its new content; and it may be read by whomever the umask lets read ordinary files, such as a policy server
+of another user (safetensors writes 0600).
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ def whole_folder(target: Path) -> Iterator[Path]:
         fresh.mkdir(parents=True)
         mode = _ordinary_mode(fresh / ".mode")
         yield fresh
-        for file in fresh.iterdir():
-            file.chmod(mode)
-            _flush(file)
+        for path in fresh.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+            _flush(path)
         _flush(fresh)
         if target.exists():
             _remove(old)
@@ -51,16 +53,17 @@ def recover(target: Path) -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """A path that becomes `target` (replacing an older file) when the block ends without an error."""
+    """A path that becomes `target` (replacing an older file) when the block ends without an error.
+
+    It is not flushed to the disk: weights on their way to vLLM are written anew after the machine was switched off.
+    """
     fresh = _beside(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = _ordinary_mode(fresh)
         yield fresh
         fresh.chmod(mode)
-        _flush(fresh)
         fresh.replace(target)
-        _flush(target.parent)
     except (OSError, SafetensorError) as error:
         raise EngineError(f"cannot write {target}: {error}. Is the disk full?") from error
     finally:

@@ -12,6 +12,7 @@ from lightning.hooks import hookimpl
 if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.engines.protocol import Engine
+    from lightning.engines.torch.engine import TorchEngine
 
 
 @hookimpl
@@ -21,7 +22,7 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
     register("verl", verl_engine)
 
 
-def torch_engine(config: Config) -> Engine:
+def torch_engine(config: Config) -> TorchEngine:
     """A `TorchEngine` by the `engine` section. Raises `MissingExtraError` when torch or transformers is not installed."""
     try:
         import transformers  # noqa: F401 — a missing one must be named now, not in the middle of a run
@@ -41,6 +42,7 @@ def torch_engine(config: Config) -> Engine:
         lora=section.lora,
         step=section.step,
         critic_trunk=section.critic_trunk,
+        max_nonfinite_steps=section.max_nonfinite_steps,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import Sample, Span
+from lightning.engines.nonfinite import NonFiniteError
 from lightning.engines.rows import name
 from lightning.engines.tokens import Numbers, Tokens
 from lightning.errors import DataError, EngineError
@@ -24,7 +25,7 @@ def prepared_by(
 ) -> Numbers:
     """What a loss says of each trained token (N,), in the order of the rows; `tokens`, `logprobs` and `reference` are so.
 
-    Raises `EngineError`, naming the loss, when that is not one finite number for each.
+    Raises `EngineError`, naming the loss, when that is not one number for each, and `NonFiniteError` when one is not finite.
     """
     missing = np.isnan(tokens.sampled)
     calls, spans = _calls_of(samples, tokens)
@@ -47,10 +48,9 @@ def prepared_by(
     if not np.isfinite(found).all():
         first = int(np.flatnonzero(~np.isfinite(found))[0])
         span = spans[calls[first]]
-        raise EngineError(
+        raise NonFiniteError(
             f"{_named(loss)}.prepare gave {found[first]} for token {tokens.columns[first] - span.start} of rollout "
-            f"{span.rollout} attempt {span.attempt} call {span.seq} (and {int((~np.isfinite(found)).sum()) - 1} more), so the "
-            "step was not taken and the weights are as before"
+            f"{span.rollout} attempt {span.attempt} call {span.seq} (and {int((~np.isfinite(found)).sum()) - 1} more)"
         )
     return found.astype(logprobs.dtype, copy=False)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.losses.protocol import Loss
@@ -32,10 +32,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`,
-    `tokens` (trained), `tokens_forward` (computed), `max_logprob_gap`, `mean_logprob_gap` (|trainer - sampler| before the
-    update, over unconstrained tokens that have a sampler logprob). Where states were valued: `value_loss`, `value_mean`,
-    `value_target`, `value_explained_variance` (`losses.value.value_metrics`) and `critic_grad_norm`.
+    """What one optimizer step reports. `metrics` has at least `loss`, `grad_norm`, `entropy`, `clip_fraction`, `tokens`
+    (trained), `tokens_forward` (computed), `tree` (1 where the rows were computed over their prefix tree, else 0),
+    `max_logprob_gap`, `mean_logprob_gap`, `p999_logprob_gap` (|trainer - sampler| before the update, over unconstrained tokens
+    that have a sampler logprob: at the most, in the mean, and what 99.9 % of them keep to), `stepped` (0 when the weights were
+    left alone) and `skipped_nonfinite` (1 when a loss or gradient was not finite, which is why). Where states were valued:
+    `value_loss`, `value_mean`, `value_target`, `value_explained_variance` (`losses.value.value_metrics`) and
+    `critic_grad_norm`.
 
     `seen` maps each span to the SHA-256 (hex) of what was actually in the tensors the loss was computed on for that
     span: the response ids as little-endian int32 followed by the sampler's logprobs as little-endian float32.
@@ -85,9 +88,36 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class WritesAdapters(Protocol):
+    """An engine that trains adapters can write these alone, for a policy server that merges them itself."""
+
+    def adapters(self, file: Path) -> Path | None:
+        """Write the adapters as one safetensors file, atomically; None where only whole weights will do."""
+
+
+@runtime_checkable
 class SendsWeights(Protocol):
     """An engine that says where its weights are sent to vLLM from (`policy_server.weight_transfer`); those of one that does
     not are sent from the trainer's process."""
 
     def sender(self) -> Sender:
         """The process that writes the files of `weights`, as one that sends them. The engine need not be open yet."""
+
+
+@runtime_checkable
+class ChecksModel(Protocol):
+    """An engine that can say, before anything is started, whether it can train a model folder."""
+
+    def check(self, model: Path) -> str:
+        """What of the folder may not be expected, in words, such as tensors that are not trained; empty when nothing is.
+
+        Reads names and shapes only. Raises `ConfigError` or `EngineError` naming what cannot be trained, and the cure.
+        """
+
+
+@runtime_checkable
+class RevivesWorkers(Protocol):
+    """An engine whose lost workers go on from a checkpoint of the last step: one is written after each step, unless
+    `trainer.checkpoint_every` says otherwise."""
+
+    revives_workers: Literal[True]

@@ -1,15 +1,19 @@
 """What a step adds up over its micro-batches: the loss, its metrics, and what was seen.
 
-The invariant: every number is a sum or a maximum over tokens, so micro-batches can be added in any order.
+The invariant: every number is a sum, a maximum or a quantile over tokens, so micro-batches can be added in any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from lightning.engines.logprob_gap import quantile
 from lightning.losses.protocol import TokenBatch
+from lightning.losses.terms import mismatch_metrics
 from lightning.losses.value import value_metrics
 
 
@@ -18,12 +22,15 @@ class Tally:
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, int, int], str] = {}
+        self.tree = False
+        """Whether the rows were computed over their prefix tree."""
         self.parts = 0
         """Micro-batches, or passes over nodes, that had a loss."""
         self._loss = 0.0
         self._weight = 0.0
-        self._tokens = self._forward = self._compared = 0
-        self._gap_sum = self._gap_max = 0.0
+        self._tokens = self._forward = 0
+        self._gaps: list[npt.NDArray[np.floating]] = []
+        """|trainer - sampler| of the tokens that have a sampler's logprob."""
         self._sums: dict[str, float] = {"entropy": 0.0, "clip_fraction": 0.0}
         self._maxima: dict[str, float] = {}
         self._values: dict[str, float] = {}
@@ -37,19 +44,11 @@ class Tally:
         """Count a micro-batch: its tokens, its loss and the weighted sums its loss function reported."""
         with torch.no_grad():
             gap = (batch.logprobs - batch.old_logprobs).abs()
-            weight, entropy, total, compared = torch.stack([
-                batch.weights.sum(),
-                (batch.weights * batch.entropy).sum(),
-                gap.sum(),
-                batch.has_old.sum(),
-            ]).tolist()  # fmt: skip
-            largest = float(gap.max())
+            weight, entropy = torch.stack([batch.weights.sum(), (batch.weights * batch.entropy).sum()]).tolist()
+            self._gaps.append(gap[batch.has_old].cpu().numpy())
         self._loss += loss
         self._weight += weight
         self._tokens += len(batch.weights)
-        self._gap_sum += total
-        self._gap_max = max(self._gap_max, largest)
-        self._compared += int(compared)
         for name, value in {"entropy": entropy, **metrics}.items():
             if name.endswith("_max"):
                 self._maxima[name] = max(self._maxima.get(name, -float("inf")), value)
@@ -64,13 +63,12 @@ class Tally:
     def merge(self, other: Tally) -> None:
         """Add what another worker counted, of other rows of the same step."""
         self.parts += other.parts
+        self.tree |= other.tree
         self.computed(other._forward, other.seen)
         self._loss += other._loss
         self._weight += other._weight
         self._tokens += other._tokens
-        self._compared += other._compared
-        self._gap_sum += other._gap_sum
-        self._gap_max = max(self._gap_max, other._gap_max)
+        self._gaps += other._gaps
         for name, value in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         for name, value in other._maxima.items():
@@ -80,15 +78,18 @@ class Tally:
     def metrics(self) -> dict[str, float]:
         """The step's numbers so far; weighted sums become weighted means."""
         weight = self._weight or 1.0
+        gaps = np.concatenate([np.zeros(0, np.float32), *self._gaps])
         return {
-            **{name: value / weight for name, value in self._sums.items()},
+            **mismatch_metrics({name: value / weight for name, value in self._sums.items()}),
             **self._maxima,
             "loss": self._loss,
             "tokens": float(self._tokens),
             "tokens_forward": float(self._forward),
-            "tokens_compared": float(self._compared),
+            "tokens_compared": float(len(gaps)),
             "microbatches": float(self.parts),
-            "max_logprob_gap": self._gap_max,
-            "mean_logprob_gap": self._gap_sum / max(1, self._compared),
+            "tree": float(self.tree),
+            "max_logprob_gap": float(gaps.max(initial=0.0)),
+            "mean_logprob_gap": float(gaps.mean(dtype=np.float64)) if len(gaps) else 0.0,
+            "p999_logprob_gap": quantile(gaps, 0.999),
             **value_metrics(self._values),
         }

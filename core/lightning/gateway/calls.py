@@ -12,6 +12,7 @@ import logging
 import secrets
 import struct
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 import orjson
@@ -23,18 +24,27 @@ from lightning.gateway.body import ClientGoneError, read_body, read_object, writ
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
 from lightning.gateway.disconnect import Watch
-from lightning.gateway.errors import JSON_TYPE, Header, RefusalError, UpstreamError, UpstreamGoneError, send_bytes
+from lightning.gateway.errors import (
+    JSON_TYPE,
+    Header,
+    RefusalError,
+    UpstreamError,
+    UpstreamGoneError,
+    send_bytes,
+    told_of_length,
+)
 from lightning.gateway.forward import Forwarder
 from lightning.gateway.history import Entry, History
 from lightning.gateway.identity import Identity, forwarded_headers
 from lightning.gateway.policies import Policies
 from lightning.gateway.policy import Policy
 from lightning.gateway.recorder import Recorder, Ticket
-from lightning.gateway.sampling import apply_sampling, call_seed, is_constrained, temperature_of
+from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.gateway.tokens import Claims, ExpiredTokenError
 from lightning.gateway.versions import LiveCall
-from lightning.types import CallStatus, Conversation
+from lightning.policy_server.packed_logprobs import HEADER, WANTED
+from lightning.types import TOO_LONG, CallStatus, Conversation
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +52,11 @@ PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
+LOGPROBS_ARE_JSON = (
+    "the policy server sends logprobs as JSON, which costs its API process about 17 microseconds a token: start it with "
+    "`--middleware lightning.policy_server.packed_logprobs.PackedLogprobs`, where lightning is installed (said once "
+    "for each API)"
+)
 SHAPE_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 """What reading an answer raises when it is not shaped like vLLM's."""
 
@@ -66,6 +81,13 @@ class Call:
             return call_seed(seed, self.claims, await self.ticket.counter.first() + self.ticket.offset)
         except StoreError as error:
             raise refuse_unstored(error) from error
+
+    @property
+    def wants_packed(self) -> bool:
+        """Whether nobody but the record wants the logprobs, and of the sampled tokens alone: no text has to be made of them."""
+        body = self.plan.body
+        others = body.get("echo") or body.get("logprob_token_ids") or body.get("prompt_logprobs") is not None
+        return not (self.plan.keep_logprobs or others)
 
     @property
     def capture(self) -> Capture:
@@ -98,7 +120,7 @@ class CallEndpoint:
     ) -> None:
         self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
         self._forwarder, self._recorder, self._history = forwarder, recorder, history
-        self._told_of_missing_ids = False
+        self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
@@ -139,7 +161,7 @@ class CallEndpoint:
         body, translator = self._dialect.translate(body, before, capture.id)
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         plan = self._dialect.plan(body)
-        plan.temperature, plan.constrained = temperature_of(body), is_constrained(body)
+        plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
@@ -147,7 +169,8 @@ class CallEndpoint:
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
         call.policy.book.follow(call.live)
         try:
-            with Watch(receive, call.live, self._config.upstream_timeout):
+            works = partial(self._forwarder.works, call.policy, call.live)
+            with Watch(receive, call.live, self._config.upstream_timeout, works):
                 answer = await self._ask(call, send)
                 await self._forwarder.settle(call.policy, call.live)
         except UpstreamError as error:
@@ -159,15 +182,17 @@ class CallEndpoint:
             raise RefusalError(502, "upstream_failed", message) from error
         finally:
             call.policy.book.forget(call.live)
-        if answer.outcome is CallStatus.ERROR:  # by a server that answers still: its engine may have died
+        # A server that answers 500 is there still, but its engine may have died.
+        if answer.outcome is CallStatus.ERROR and answer.status != 400:
             call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
         await self._finish(call, answer, send)
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
         path, plan = call.dialect.upstream, call.plan
+        headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
         response = await self._forwarder.send(
-            call.policy, call.ticket.rollout, path, plan.body, call.headers, call.live, call.draw_seed
+            call.policy, call.ticket.rollout, path, plan.body, headers, call.live, call.draw_seed
         )
         try:
             if response.status == 200 and plan.stream:
@@ -181,8 +206,11 @@ class CallEndpoint:
     def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
         if response.status != 200:
             headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
-            said = call.dialect.upstream_refusal(response.status, payload)
-            return Answer(response.status, said, headers, CallStatus.ERROR if response.status >= 500 else None)
+            outcome = CallStatus.ERROR if response.status >= 500 else None
+            if response.status == 400 and (told := told_of_length(payload)) is not None:
+                payload, outcome = told, CallStatus.ERROR
+                call.capture.choice(0).finish_reason = TOO_LONG
+            return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
         try:
             reply = orjson.loads(payload)
             call.dialect.read_reply(reply, call.capture)
@@ -250,9 +278,15 @@ class CallEndpoint:
                 log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
             entry = await self._entry(call) if answer.outcome is CallStatus.OK else None
             status = CallStatus.ERROR if call.live.unsure else answer.outcome
+            if status is CallStatus.OK and call.plan.media:
+                status = CallStatus.MEDIA
             await self._record(call, status, None if entry is None else entry.stored)
             if entry is not None:
                 self._history.keep(entry)
+            if answer.outcome is CallStatus.OK:
+                call.policy.tools.look(
+                    call.plan.body, partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
+                )
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
@@ -272,13 +306,16 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and _lacks_ids(call) and not self._told_of_missing_ids:
-            self._told_of_missing_ids = True
-            log.warning(
-                "call %s is not trained on: the policy server gave no token ids of its answer. Is it a vLLM of a release that "
-                "lightning takes, and does nothing between it and the gateway change answers? (said once for each API)",
-                call.capture.id,
-            )
+        if status is CallStatus.OK and (why := _why_no_ids(call)) and self._is_new(why):
+            log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
+        if call.wants_packed and _are_json(call) and self._is_new(LOGPROBS_ARE_JSON):
+            log.info(LOGPROBS_ARE_JSON)
+
+    def _is_new(self, text: str) -> bool:
+        """Whether it was not said yet."""
+        new = text not in self._told
+        self._told.add(text)
+        return new
 
     async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
         """Record a call that was sent but not answered; a store that refuses this too is only logged."""
@@ -323,12 +360,23 @@ def refuse_unstored(error: StoreError) -> RefusalError:
     return RefusalError(503, "store_failed", message)
 
 
-def _lacks_ids(call: Call) -> bool:
-    """Whether some choice came without its ids, although they were asked for: each has one at least, unless it was aborted."""
-    told = [
-        choice for choice in call.capture.choices.values() if choice.response_ids or choice.finish_reason == "abort"
-    ]
-    return bool(call.plan.body.get("return_token_ids")) and len(told) < call.plan.choices
+def _why_no_ids(call: Call) -> str:
+    """Why a choice came without its ids, with the cure; empty where all have some. Each has one, unless it was aborted."""
+    body, choices = call.plan.body, call.capture.choices.values()
+    told = [choice for choice in choices if choice.response_ids or choice.finish_reason == "abort"]
+    if len(told) >= call.plan.choices or body.get("max_tokens") == 0:
+        return ""
+    if not body.get("return_token_ids"):
+        return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"
+    return (
+        "the policy server gave no token ids of its answer. Is it a vLLM of a release that lightning takes, and does nothing "
+        "between it and the gateway change answers?"
+    )
+
+
+def _are_json(call: Call) -> bool:
+    """Whether logprobs came as text."""
+    return any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
 
 
 def _id_header(call: Call) -> Header:

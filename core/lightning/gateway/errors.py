@@ -11,9 +11,18 @@ from collections.abc import Sequence
 import orjson
 from starlette.types import Send
 
+from lightning.types import TOO_LONG
+
 Header = tuple[bytes, bytes]
 JSON_TYPE: Header = (b"content-type", b"application/json")
 
+OF_LENGTH = ("maximum context length", "cannot be greater than max_model_len")
+"""How vLLM says that prompt and answer are too long, or that the answer alone would be."""
+CURE_OF_LENGTH = (
+    "Prompt and answer together have policy_server.max_model_len tokens, or as many as the model was made for: raise the "
+    "former, let the agent shorten its conversation, or have it ask for fewer tokens (max_tokens)."
+)
+"""Without quotation marks: a client shows it in the text of an exception, which is searched for it."""
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,6 +64,23 @@ class RefusalError(Exception):
     def event(self) -> bytes:
         """The same as a server-sent event, for answers whose headers have left already."""
         return b"data: " + self.body + b"\n\n"
+
+
+def told_of_length(payload: bytes) -> bytes | None:
+    """vLLM's refusal of a call whose prompt and answer do not fit, with OpenAI's code for that, which clients know, and the
+    cure. None for any other refusal.
+
+    The numbers are vLLM's: the length, what was asked for, and what the prompt has.
+    """
+    try:
+        said = orjson.loads(payload)
+        message = said["error"]["message"]
+        if not any(words in message for words in OF_LENGTH):
+            return None
+        said["error"] |= {"message": f"{message} {CURE_OF_LENGTH}", "code": TOO_LONG}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return orjson.dumps(said)
 
 
 class UpstreamError(Exception):

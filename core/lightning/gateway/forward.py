@@ -101,7 +101,7 @@ class Forwarder:
             payload = write_object(body)
             connection = _Connection()
             live.dispatch(policy.book.current, loop.time())
-            live.slot = slot
+            live.slot, live.upstream = slot, slot.upstream
             try:
                 response = await _post(session, slot.url(f"/v1{path}"), payload, headers, connection)
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -124,7 +124,29 @@ class Forwarder:
 
     async def is_gone(self, policy: Policy, live: LiveCall) -> bool:
         """Whether the server that a call was sent to is not there any more, or no longer well."""
-        return live.slot is None or await policy.pool.check(live.slot, self._session_for(policy)) is Found.OUT
+        if live.slot is None or live.replaced:
+            return True
+        return await policy.pool.check(live.slot, self._session_for(policy)) is Found.OUT
+
+    async def works(self, policy: Policy, live: LiveCall) -> bool:
+        """Whether the engine of the server that a call was sent to turns, so that a silent call of it is still being worked on.
+
+        `/health` tells only that the engine has not died. A method of the worker extension is answered between two steps, so
+        its answer shows that one has ended; a vLLM without the extension is believed for its `/health`. While weights are
+        loaded there are no steps.
+        """
+        slot = live.slot
+        if slot is None or policy.gate.closed:
+            return True
+        session = self._session_for(policy)
+        if live.replaced or await policy.pool.check(slot, session) is Found.OUT:
+            return False
+        payload = io.BytesIO(write_object({"method": "lightning_attach", "args": []}))
+        try:
+            async with session.post(slot.url("/collective_rpc"), data=payload, allow_redirects=False):
+                return True
+        except (aiohttp.ClientError, OSError):
+            return policy.gate.closed
 
     async def settle(self, policy: Policy, live: LiveCall) -> None:
         """The answer has been read: wait until no update is under way, so that its tokens' versions are known.

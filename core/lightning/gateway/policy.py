@@ -12,6 +12,7 @@ import aiohttp
 
 from lightning.ending import end
 from lightning.gateway.hold import Gate
+from lightning.gateway.shown_tools import ShownTools
 from lightning.gateway.upstreams import GRACE, Pool, Upstream
 from lightning.gateway.versions import VersionBook
 
@@ -41,6 +42,7 @@ class Policy:
         self.gate = Gate(hold_timeout)
         self.book = VersionBook(version)
         self.seed, self.check = seed, check
+        self.tools = ShownTools()
         self.used = 0.0
         self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None
@@ -57,6 +59,7 @@ class Policy:
 
     async def close(self) -> None:
         """Look no longer."""
+        await self.tools.close()
         if self._health is not None:
             await end(self._health)
             self._health = None

@@ -39,6 +39,8 @@ MASKS = (
     "vllm_xargs",
 )
 """Parameters that mask or force tokens whenever they are set at all."""
+TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+"""Content parts of a chat message that are text, whatever the field is called that has it."""
 GREEDY_BELOW = 1e-5
 COOLEST = 0.01
 """The lowest temperature above 0 that vLLM samples at: it takes this one for all below."""
@@ -97,6 +99,22 @@ def has_grammar(body: Body) -> bool:
         return True
     tools = body.get("tools")
     return choice != "none" and isinstance(tools, list) and any(map(_is_strict, tools))
+
+
+def has_media(body: Body) -> bool:
+    """Whether the prompt of a request as it goes to vLLM has what token ids say nothing of: an image, audio, video, a file,
+    embeddings. Parts of a type that is not known count as that."""
+    messages = body.get("messages")
+    contents = (
+        [said.get("content") for said in messages if isinstance(said, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return bool(body.get("prompt_embeds")) or any(map(_is_media, parts))
+
+
+def _is_media(part: object) -> bool:
+    """vLLM takes a part without a type by what it has."""
+    return isinstance(part, dict) and ("text" not in part if part.get("type") is None else part["type"] not in TEXTS)
 
 
 def _is_strict(tool: object) -> bool:

@@ -197,7 +197,7 @@ class Pool:
 
     async def check(self, slot: Slot, session: aiohttp.ClientSession) -> Found:
         """Ask a server now: whether it is well, and the one that was named."""
-        asked, began, other, late, why = slot.base, time.monotonic(), "", False, "it does not answer"
+        asked, began, other, late, why = slot.upstream, time.monotonic(), "", False, "it does not answer"
         if slot.vacant:
             return Found.OUT
         try:
@@ -210,7 +210,8 @@ class Pool:
             late, why = True, f"it did not answer {slot.misses + 1} times"
         except (aiohttp.ClientError, OSError) as error:
             why = str(error)
-        if slot.base is not asked or slot.vacant:  # replaced, or given up, while the old one was being asked
+        # Replaced, maybe at its address, or given up, while the old one was being asked.
+        if slot.upstream is not asked or slot.vacant:
             return Found.OUT
         slot.asked = True
         if not late:

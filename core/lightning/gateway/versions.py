@@ -15,7 +15,7 @@ from lightning.policy_server.protocol import Update
 from lightning.types import VersionRun
 
 if TYPE_CHECKING:
-    from lightning.gateway.upstreams import Slot
+    from lightning.gateway.upstreams import Slot, Upstream
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +23,9 @@ class LiveCall:
     """A call that vLLM may still be sampling.
 
     `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
-    says that it reached a server (the one in `slot`), `seen` how many tokens of each choice had come before the last hold.
-    `unsure` calls may have tokens of versions that nobody here has heard of; `unserved` ones failed because no server was
-    there, or theirs went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
+    says that it reached a server (`upstream`, which was in `slot` then), `seen` how many tokens of each choice had come before
+    the last hold. `unsure` calls may have tokens of versions that nobody here has heard of; `unserved` ones failed because no
+    server was there, or theirs went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class LiveCall:
     unsure: bool = False
     unserved: bool = False
     slot: Slot | None = None
+    upstream: Upstream | None = None
     waits_for_bytes: bool = False
     heard_at: float = 0.0
 
@@ -48,6 +49,11 @@ class LiveCall:
         self.waits_for_bytes, self.heard_at = True, now
         self.runs.clear()
         self.seen.clear()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another server, maybe at the same address, is now in the place of the one that it was sent to."""
+        return self.slot is not None and self.slot.upstream is not self.upstream
 
     def versions(self, choice: int, length: int) -> tuple[VersionRun, ...]:
         """The runs of a choice, clipped to its `length` response tokens."""

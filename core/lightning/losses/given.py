@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.errors import ConfigError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, needs_reference
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class GivenLoss:
         from lightning.losses.policy_gradient import ClippedPolicyGradient, checked
 
         values = checked(said, self.given, batch)
-        return ClippedPolicyGradient(surrogate=lambda tokens: values)(batch)
+        return ClippedPolicyGradient(surrogate=lambda tokens: values, correction=NO_CORRECTION)(batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -18,15 +18,17 @@ import numpy.typing as npt
 import torch
 
 from lightning.errors import ConfigError, EngineError
+from lightning.losses.correction import MASKED, Correction, of_calls
 from lightning.losses.given import name_of, said_by
 from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch, needs_reference
 from lightning.losses.terms import (
     cispo_surrogate,
     clamped,
     clip_surrogate,
+    dual_clipped,
+    importance_weight,
     reference_kl,
     sampler_kl,
-    truncated_weight,
 )
 
 OwnLoss: TypeAlias = Callable[[TokenBatch], torch.Tensor]
@@ -36,7 +38,7 @@ It may have `needs_reference = True` (then `TokenBatch.reference` is there) and 
 
 Surrogate: TypeAlias = "Literal['clip', 'cispo'] | OwnLoss"
 
-Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+Parts: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,13 @@ class ClippedPolicyGradient:
         sum_t w_t * ( -c_t * J_t  +  kl_coefficient * KL_t  -  entropy_coefficient * H_t )
 
     J_t is the surrogate of token t: `clip` (PPO, DAPO), `cispo`, or minus a function of one's own. Its ratio is
-    exp(logprob_t - old_logprob_t), with the policy that sampled the token as the old one, and c_t is 1.
+    exp(logprob_t - old_logprob_t), with the policy that sampled the token as the old one: a batch is trained on once, so
+    PPO's ratio is that of trainer and sampler, and all that it differs from 1 by is mismatch and age.
 
-    With `tis_cap` the correction is decoupled from the clipping: the old policy is the trainer at the step's start (the
-    proximal policy of arXiv 2505.24298), and c_t = min(pi_trainer / pi_sampler, `tis_cap`) is a truncated importance weight
-    without a gradient. A batch is trained on once, so the trainer at the step's start is the current policy: the ratio is 1,
-    nothing is clipped, and no further forward pass is needed.
+    `correction` bounds what that ratio can do, and c_t is its weight (`lightning.losses.correction.Correction`). By default a
+    token whose ratio is implausible is masked (c_t = 0), and so is, by dual clipping, what PPO leaves open: a negative
+    advantage at a large ratio. With the decoupled kinds (`tis`, `mis`, `icepop`) the old policy is the trainer at the step's
+    start, which is the current policy: J's ratio is 1, nothing is clipped, and no further forward pass is needed.
 
     KL_t is the `kl_estimator` of KL(pi || reference), and asks the engine for a reference model, as a surrogate of one's own
     does that has `needs_reference = True`. Neither KL nor entropy is weighted by c_t.
@@ -63,7 +66,7 @@ class ClippedPolicyGradient:
     surrogate: Surrogate = "clip"
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "k2"
-    tis_cap: float | None = None
+    correction: Correction = field(default_factory=Correction)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_low <= 1.0:
@@ -81,8 +84,11 @@ class ClippedPolicyGradient:
             raise ConfigError(
                 f"unknown kl_estimator {self.kl_estimator!r}: use one of {', '.join(get_args(KlEstimator))}"
             )
-        if self.tis_cap is not None and not self.tis_cap > 0.0:
-            raise ConfigError(f"tis_cap={self.tis_cap} must be positive: importance weights are kept below it")
+        if self.correction.level != "token" and not isinstance(self, (CallCorrected, SequencePolicyGradient)):
+            raise ConfigError(
+                f"a correction of the level {self.correction.level!r} has to prepare for a step, which CallCorrected does, and "
+                "which no loss can that has a `prepare` of its own: there, correct tokens"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -90,29 +96,41 @@ class ClippedPolicyGradient:
         return self.kl_coefficient != 0.0 or needs_reference(self.surrogate)
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """The loss and, as weighted sums, `clip_fraction`, `approx_kl` (k3 of the sampler's policy to the current one),
-        `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a maximum. With a
-        KL penalty also `reference_kl`; with `tis_cap` also `tis_weight` and `tis_clipped`."""
-        current, weights = batch.logprobs.detach(), batch.weights
+        """The loss and, as weighted sums, `clip_fraction`, `dual_clip_fraction`, `masked_share`, `correction_weight` (c),
+        `approx_kl` (k3 of the sampler's policy to the current one), `rho` and `rho_squared` (of tokens, of which the engine
+        makes `ess`), `entropy`, `ratio` and `old_logprob_share` (tokens that have a sampler logprob); `ratio_max` is a
+        maximum. With a KL penalty also `reference_kl`, and with truncation `truncated_share`."""
+        current, weights, correction = batch.logprobs.detach(), batch.weights, self.correction
         old = torch.where(batch.has_old, batch.old_logprobs, current)
-        sampled, token = current - old, batch.logprobs - old
-        if self.tis_cap is not None:
-            token = batch.logprobs - current
-            batch = replace(batch, old_logprobs=current)
-        log_ratio = self._log_ratio(batch, token)
-        loss, is_clipped = self._surrogate_loss(batch, log_ratio)
-        ratio = clamped(log_ratio.detach()).exp()
+        sampled = current - old
+        log_rho = self._log_rho(batch, sampled)
+        masked = self._masked(batch, log_rho)
+        # Masked tokens are on-policy tokens to all that follows: 0 times what is not finite would be no number.
+        kept = replace(batch, logprobs=torch.where(masked, old, batch.logprobs))
+        token = kept.logprobs - old
+        if correction.decoupled:
+            kept = replace(kept, old_logprobs=current)
+            token = torch.where(masked, 0.0, batch.logprobs - current)
+        log_ratio = self._log_ratio(kept, token)
+        surrogate, is_clipped, is_bounded = self._surrogate_loss(kept, log_ratio)
+        weight = torch.where(masked, 0.0, importance_weight(log_rho, correction))
+        loss = weight * surrogate
+        rho = clamped(sampled).exp()
+        ratio = torch.where(masked, rho, clamped(log_ratio.detach()).exp())
         seen = {
-            "clip_fraction": is_clipped,
+            "clip_fraction": is_clipped & ~masked,
+            "dual_clip_fraction": is_bounded & ~masked,
+            "masked_share": masked,
+            "correction_weight": weight,
             "approx_kl": sampler_kl(sampled),
+            "rho": rho,
+            "rho_squared": rho.square(),
             "entropy": batch.entropy.detach(),
             "ratio": ratio,
             "old_logprob_share": batch.has_old,
         }
-        if self.tis_cap is not None:
-            weight = truncated_weight(sampled, self.tis_cap)
-            loss = weight * loss
-            seen |= {"tis_weight": weight, "tis_clipped": clamped(sampled).exp() > self.tis_cap}
+        if correction.kind == "tis":
+            seen["truncated_share"] = correction.outside(log_rho)
         if self.kl_coefficient:
             if batch.reference is None:
                 raise EngineError("a KL penalty needs the reference model's logprobs, and the engine gave none")
@@ -125,20 +143,46 @@ class ClippedPolicyGradient:
         values = torch.stack([*sums, ratio.max() if len(ratio) else ratio.sum()]).tolist()
         return LossOutput((weights * loss).sum(), dict(zip([*seen, "ratio_max"], values, strict=True)))
 
+    def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
+        """The log ratio (N,) of trainer and sampler that is corrected; `sampled` is that of each token by itself."""
+        return sampled
+
+    def _masked(self, batch: TokenBatch, log_rho: torch.Tensor) -> torch.Tensor:
+        """Which tokens (N,) have no part in the surrogate."""
+        if not self.correction.masks:
+            return batch.has_old.new_zeros(batch.has_old.shape)
+        outside: torch.Tensor = self.correction.outside(log_rho)
+        return outside
+
     def _log_ratio(self, batch: TokenBatch, token: torch.Tensor) -> torch.Tensor:
         """The log ratio (N,) that is clipped; `token` is that of each token by itself."""
         return token
 
-    def _surrogate_loss(self, batch: TokenBatch, log_ratio: torch.Tensor) -> Pair:
-        """Minus the surrogate (N,), and which tokens are clipped."""
-        bounds = (self.clip_low, self.clip_high)
+    def _surrogate_loss(self, batch: TokenBatch, log_ratio: torch.Tensor) -> Parts:
+        """Minus the surrogate (N,), and which tokens are clipped, and which bounded by dual clipping."""
+        bounds, none = (self.clip_low, self.clip_high), batch.has_old.new_zeros(batch.has_old.shape)
         if self.surrogate == "clip":
             objective, is_clipped = clip_surrogate(log_ratio, batch.advantages, *bounds)
-        elif self.surrogate == "cispo":
+            if self.correction.dual_clip is None:
+                return -objective, is_clipped, none
+            objective, is_bounded = dual_clipped(objective, batch.advantages, self.correction.dual_clip)
+            return -objective, is_clipped, is_bounded
+        if self.surrogate == "cispo":
             objective, is_clipped = cispo_surrogate(batch.logprobs, log_ratio, batch.advantages, *bounds)
-        else:
-            return checked(said_by(self.surrogate, batch), self.surrogate, batch), torch.zeros_like(batch.has_old)
-        return -objective, is_clipped
+            return -objective, is_clipped, none
+        return checked(said_by(self.surrogate, batch), self.surrogate, batch), none, none
+
+
+@dataclass(frozen=True, slots=True)
+class CallCorrected(ClippedPolicyGradient):
+    """With a correction by whole calls: `level` "sequence" or "geometric"."""
+
+    def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
+        """log rho of each token's call, shape (N,), in float64."""
+        return self.correction.log_ratios(step)
+
+    def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
+        return _prepared(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +191,37 @@ class SequencePolicyGradient(ClippedPolicyGradient):
 
     s = exp(mean over the call's tokens of logprob_t - old_logprob_t) (equation 7), and token t has the ratio
     s_t = sg[s] * pi_t / sg[pi_t] (GSPO-token, equations 13 and 14), whose value is s, and whose gradient, with one advantage
-    for the whole call, is GSPO's. So each token may also have an advantage of its own.
+    for the whole call, is GSPO's. So each token may also have an advantage of its own. Masked tokens are left out of the mean,
+    so that one that is implausible does not move its call.
 
     A call whose sampler gave no logprobs has the ratio 1. Bounds are much narrower than those of tokens: the paper has
     3e-4 and 4e-4.
     """
 
+    def __post_init__(self) -> None:
+        super(SequencePolicyGradient, self).__post_init__()
+        if self.correction.decoupled:
+            raise ConfigError(
+                f"a correction of the kind {self.correction.kind!r} takes no ratio of calls, for it is 1 where the old policy "
+                "is the trainer: give ClippedPolicyGradient or CallCorrected"
+            )
+
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """The log of s at each of the call's tokens, shape (N,), in float64."""
+        """The log of s at each of the call's tokens, shape (N,), in float64; `MASKED` where a token is masked."""
         difference = step.logprobs.astype(np.float64) - step.old_logprobs
-        sums = np.bincount(step.calls, difference, len(step.spans))
-        tokens = np.bincount(step.calls, minlength=len(step.spans))
-        mean: npt.NDArray[np.floating] = (sums / np.maximum(tokens, 1))[step.calls]
-        return mean
+        masked = np.zeros(len(difference), bool)
+        if self.correction.masks:
+            masked = self.correction.outside(self.correction.log_ratios(step))
+        return np.where(masked, MASKED, of_calls(step, difference, mean=True, kept=~masked))
+
+    def _log_rho(self, batch: TokenBatch, sampled: torch.Tensor) -> torch.Tensor:
+        return sampled
+
+    def _masked(self, batch: TokenBatch, log_rho: torch.Tensor) -> torch.Tensor:
+        return _prepared(batch) <= MASKED / 2
 
     def _log_ratio(self, batch: TokenBatch, token: torch.Tensor) -> torch.Tensor:
-        if self.tis_cap is not None:
-            return token
-        if batch.prepared is None:
-            raise EngineError("a ratio of whole calls has to be prepared for the step, and the engine did not do that")
-        return batch.prepared + (batch.logprobs - batch.logprobs.detach())
+        return _prepared(batch) + (batch.logprobs - batch.logprobs.detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +234,17 @@ class PreparedPolicyGradient(ClippedPolicyGradient):
         return self.surrogate.func if isinstance(self.surrogate, partial) else self.surrogate
 
     def prepare(self, step: StepTokens) -> npt.NDArray[np.floating]:
-        """The surrogate's numbers. With `tis_cap` its old logprobs are the current ones here too."""
+        """The surrogate's numbers. Where the correction is decoupled its old logprobs are the current ones here too."""
         surrogate: Any = self.surrogate
         return np.asarray(
-            surrogate.prepare(step if self.tis_cap is None else replace(step, old_logprobs=step.logprobs))
+            surrogate.prepare(replace(step, old_logprobs=step.logprobs) if self.correction.decoupled else step)
         )
+
+
+def _prepared(batch: TokenBatch) -> torch.Tensor:
+    if batch.prepared is None:
+        raise EngineError("a ratio of whole calls has to be prepared for the step, and the engine did not do that")
+    return batch.prepared
 
 
 def checked(values: object, function: object, batch: TokenBatch) -> torch.Tensor:

@@ -6,8 +6,11 @@ them is a sum over tokens again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from lightning.losses.correction import Correction
 from lightning.losses.protocol import KlEstimator
 
 MAX_LOG_RATIO = 20.0
@@ -17,6 +20,14 @@ MAX_LOG_RATIO = 20.0
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
     """Log ratios of which `exp` is finite in float32."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def dual_clipped(objective: torch.Tensor, advantages: torch.Tensor, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's objective, bounded where the advantage is negative and the ratio above `bound`, and which tokens are bounded:
+    max(J, `bound` · A) there (dual-clip PPO, Ye et al., arXiv 1912.09729). Such a token has no gradient."""
+    floor = bound * advantages
+    bounded = (advantages < 0) & (objective < floor)
+    return torch.where(bounded, floor, objective), bounded
 
 
 def clip_surrogate(
@@ -39,13 +50,12 @@ def cispo_surrogate(
     return weight * advantages * logprobs, weight != ratio
 
 
-def truncated_weight(sampler_log_ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(pi_trainer / pi_sampler, `cap`), without a gradient: truncated importance sampling for each token.
-
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (https://fengyao.notion.site/off-policy-rl), and
-    the weight of the proximal policy against the behaviour policy in AReaL's decoupled objective (arXiv 2505.24298).
-    """
-    return clamped(sampler_log_ratio.detach()).exp().clamp(max=cap)
+def importance_weight(log_rho: torch.Tensor, correction: Correction) -> torch.Tensor:
+    """c of `Correction` where nothing is masked, without a gradient: min(rho, `high`) or rho, and 1 where the surrogate's own
+    ratio is against the sampler."""
+    if not correction.decoupled:
+        return torch.ones_like(log_rho)
+    return clamped(log_rho.detach()).exp().clamp(max=correction.bounds[1])
 
 
 def reference_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -62,3 +72,14 @@ def sampler_kl(sampler_log_ratio: torch.Tensor) -> torch.Tensor:
     """k3 of KL(pi_sampler || pi): ratio - 1 - log ratio, at tokens that the sampler chose."""
     bounded = clamped(sampler_log_ratio)
     return torch.expm1(bounded) - bounded
+
+
+def mismatch_metrics(means: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step with `ess` in the place of the means of rho and rho²: the effective sample size of the sampler's
+    tokens for the trainer's policy, as a share of them, (E rho)² / E rho² (Kish, Survey Sampling, 1965). 1 where
+    both agree."""
+    found = dict(means)
+    first, second = found.pop("rho", None), found.pop("rho_squared", None)
+    if first is not None and second is not None:
+        found["ess"] = first * first / second if second else 1.0
+    return found

@@ -23,8 +23,8 @@ from lightning.planning.shape import Shape
 
 HALF, FULL = 2, 4
 """Bytes of a bfloat16 and a float32."""
-CHUNK = (1 << 26) * FULL
-"""The torch engine's logits at once (`lightning.engines.torch.logprobs`): scores, log p and their gradient, each this much."""
+CHUNK = 1 << 28
+"""The torch engine's table of logits (`lightning.engines.torch.logprobs`), which becomes log p and their gradient in place."""
 
 COUNTED = frozenset(
     {
@@ -123,8 +123,8 @@ def training_items(shape: Shape, ranks: int, engine: EngineConfig) -> list[Item]
         master, logits = False, _verl_logits(shape, engine)
     else:
         items = _alone(shape, engine, size)
-        most = min(CHUNK, FULL * tokens * shape.vocabulary)
-        master, logits = size == HALF, Item("logits", 3.0 * most, "three chunks of 2^26 float32")
+        most = min(CHUNK, (FULL + HALF) * tokens * shape.vocabulary)
+        master, logits = size == HALF, Item("logits", most, "at most 256 MiB at one time")
     return [*items, _activations(shape, tokens, size, checkpointing=checkpointing, master=master), logits]
 
 

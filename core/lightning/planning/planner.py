@@ -164,7 +164,7 @@ def schedule_of(recorded: Recorded, config: Config, *, group_size: int, steps: i
         concurrency=config.runner.concurrency,
         max_staleness=trainer.max_staleness,
         steps=steps,
-        checkpoint_every=trainer.checkpoint_every,
+        checkpoint_every=trainer.checkpoint_every or 1,
         dynamic_sampling=recorded.schedule.dynamic_sampling,
         max_waves=trainer.max_waves,
     )

@@ -21,7 +21,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, is_trainable
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.publishing import HELD
-from lightning.types import CallStatus, Json, Rollout, StepRecord, TokenIds, Transition
+from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition
 
 CHUNK = 256
 """Rollouts whose calls are read at once."""
@@ -143,7 +143,10 @@ def forward_passes(recorded: Recorded) -> int | None:
     credit = own.get("type", own.get("function", arguments.get("credit")))
     if name != "lightning_rl" or preset is None or (own and not str(credit).startswith("lightning.")):
         return None  # a function or an object of one's own may be a critic
-    prepares = preset.ratio == "sequence" and arguments.get("tis_cap") is None
+    correction = _table(arguments.get("correction"))
+    decoupled = correction.get("kind") in ("tis", "mis", "icepop") or arguments.get("tis_cap") is not None
+    by_call = correction.get("level", "token") != "token"
+    prepares = by_call or (preset.ratio == "sequence" and not decoupled)
     return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
 
 
@@ -241,7 +244,7 @@ class _Reader:
         )
 
     def _rollout(self, rollout: Rollout, transitions: Sequence[Transition]) -> RecordedRollout:
-        ok = sorted((call for call in transitions if call.status is CallStatus.OK), key=lambda call: call.started_at)
+        ok = sorted((call for call in transitions if call.status.answered), key=lambda call: call.started_at)
         if not ok:
             return RecordedRollout((), 0.0, rollout.seconds, 0)
         begun, end = ok[0].started_at, max(call.ended_at for call in ok)

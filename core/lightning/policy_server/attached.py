@@ -15,6 +15,8 @@ from lightning.config.models import PolicyServerConfig
 from lightning.ending import end
 from lightning.errors import PolicyServerError
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
+from lightning.policy_server.families import parsers_for
+from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder
 from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
 from lightning.policy_server.weight_transfer.layout import Sender
@@ -28,6 +30,8 @@ and what they have sent to it by then is not to be sampled by ours."""
 SILENT_SECONDS = 300.0
 """How long a trainer that lives never leaves its vLLM paused with weights of one known version: it asks for something meanwhile
 that vLLM answers within `CONTROL_SECONDS`, or changes them, and then they are of no version or vLLM answers nobody."""
+RETURN_SECONDS = 1800.0
+"""How long one that died may take to come back, unless `policy_server.start_timeout` says."""
 AWAKE_SECONDS = 5.0
 """Between two looks at a vLLM that is not known to be paused."""
 
@@ -37,7 +41,8 @@ class AttachedVLLM(VLLMServer):
     they are sent to it (`config.weight_transfer`).
 
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
-    `--logprobs-mode processed_logprobs` and `--generation-config vllm`. `model` is the folder it serves.
+    `--logprobs-mode processed_logprobs` and `--generation-config vllm`, on CUDA also VLLM_USE_V2_MODEL_RUNNER=0 and
+    `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves.
 
     With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
     that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
@@ -73,6 +78,7 @@ class AttachedVLLM(VLLMServer):
                 "start it, or leave policy_server.attach empty to have one started"
             )
         self._name = await control.served_model()
+        await control.check_settings(updates=self._claims)
         if self._claims:
             await control.check_one_engine()
         version = await (self._claim_it(control, *over) if self._claims else control.attach())
@@ -89,6 +95,19 @@ class AttachedVLLM(VLLMServer):
             await self._sleep_on()
             self._waking = asyncio.create_task(self._wake_when_silent(control), name="lightning-wake")
         self._control, self._serving = control, True
+        await self._say_tools(control)
+
+    async def _say_tools(self, control: VLLMControl) -> None:
+        """Warn where agents' tools would be refused although the model's chat template knows them."""
+        facts = await asyncio.to_thread(read_facts, self._folder)
+        if facts.knows_tools and not await control.is_paused() and not await control.parses_tools(self._name):
+            parser = parsers_for(facts).tool
+            logger.warning(
+                "the vLLM at %s has no parser for tool calls: it refuses calls with `tools`. If agents have any, start it "
+                "again with --enable-auto-tool-choice --tool-call-parser %s",
+                self._root,
+                parser or "(that of the model's family)",
+            )
 
     async def _wake(self, control: VLLMControl) -> None:
         """Resume what was left paused, where it is nobody else's."""
@@ -160,13 +179,12 @@ class AttachedVLLM(VLLMServer):
 
         Raises PolicyServerError when it does not come, or when another trainer has attached to it.
         """
-        deadline = time.monotonic() + self._config.start_timeout
+        seconds = self._config.start_timeout or RETURN_SECONDS
+        deadline = time.monotonic() + seconds
         self._serving = False
         while await VLLMControl(self._root).health() != "ok":
             if time.monotonic() > deadline:
-                raise PolicyServerError(
-                    f"the vLLM at {self._root} died and did not come back within {self._config.start_timeout:.0f} s"
-                )
+                raise PolicyServerError(f"the vLLM at {self._root} died and did not come back within {seconds:.0f} s")
             await asyncio.sleep(1.0)
         await self._attach(*([self._claim] if self._claim else []))
         if weights is not None:

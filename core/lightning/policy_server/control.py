@@ -7,7 +7,6 @@ retried, because an update must know which of its steps was done.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
@@ -15,7 +14,8 @@ from typing import Literal, NamedTuple, cast
 import aiohttp
 
 from lightning.errors import PolicyServerError
-from lightning.policy_server.protocol import Probe
+from lightning.policy_server.handshake import check_settings
+from lightning.policy_server.protocol import Usage
 from lightning.policy_server.request_ids import client_counts
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,36 @@ class VLLMControl:
         except (KeyError, IndexError, TypeError) as error:
             raise PolicyServerError(f"{self.url}/v1/models names no model; is it a vLLM server?") from error
 
+    async def check_settings(self, *, updates: bool) -> None:
+        """Raise where its own settings make its records wrong (see `handshake.check_settings`)."""
+        try:
+            info = await self._call("GET", "/server_info", params={"config_format": "json"})
+        except NoRoutesError:
+            raise
+        except PolicyServerError as error:
+            logger.warning("whether %s was started as it must be could not be checked: %s", self.url, error)
+            return
+        if not isinstance(info.get("vllm_config"), dict):
+            logger.warning(
+                "%s does not tell its settings, so that whether it was started as it must be could not be checked: is it a "
+                "vLLM as new as 0.31?",
+                self.url,
+            )
+        check_settings(info, self.url, updates=updates)
+
+    async def parses_tools(self, model: str) -> bool:
+        """Whether it takes tools that the model may call or not: without a parser vLLM refuses them before it samples.
+
+        It samples one token otherwise; no answer in time is no refusal.
+        """
+        tool = {"type": "function", "function": {"name": "noop", "parameters": {"type": "object", "properties": {}}}}
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 1}
+        try:
+            await self._call("POST", "/v1/chat/completions", json=body, seconds=HEALTH_SECONDS)
+        except PolicyServerError as error:
+            return "--tool-call-parser" not in str(error)
+        return True
+
     async def is_paused(self) -> bool:
         """Whether generation is paused."""
         return bool((await self._call("GET", "/is_paused")).get("is_paused"))
@@ -90,6 +120,17 @@ class VLLMControl:
         """Let frozen requests go on; what they had is computed again with the weights of now."""
         await self._call("POST", "/resume")
 
+    async def sleep(self) -> None:
+        """Wait for requests in flight, let new ones wait, put the weights into the CPU's memory and forget the KV cache.
+
+        Level 1 of vLLM's sleep mode; it has to be started with `--enable-sleep-mode`.
+        """
+        await self._call("POST", "/sleep", params={"level": "1", "mode": "wait"}, seconds=LOAD_SECONDS)
+
+    async def wake_up(self) -> None:
+        """Take weights and KV cache back onto the GPU, and go on."""
+        await self._call("POST", "/wake_up", seconds=LOAD_SECONDS)
+
     async def drop_prefix_cache(self) -> None:
         """Forget all keys and values, also those of frozen requests."""
         answer = await self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
@@ -101,6 +142,12 @@ class VLLMControl:
         versions = {answer.get("version") for answer in await self._rpc("lightning_attach")}
         version = versions.pop()
         return version if isinstance(version, int) and not versions else None
+
+    async def usage(self) -> Usage | None:
+        """What its requests have needed since it was first attached to; None where its extension does not count."""
+        answer = (await self._rpc("lightning_attach"))[0]  # all workers of an engine are told of the same requests
+        counts = [answer.get(name) for name in Usage._fields]
+        return Usage(*counts) if all(isinstance(count, int) for count in counts) else None  # type: ignore[arg-type]
 
     async def claim(self, claim: str, *over: str) -> tuple[int | None, str]:
         """Leave a word by which this vLLM is known and owned; the version of its weights then (None: unknown), and the word
@@ -233,23 +280,21 @@ class VLLMControl:
         """All weights have come."""
         await self._call("POST", "/finish_weight_update")
 
-    async def probe_gap(self, model: str, probe: Probe) -> float | None:
-        """Largest |logprob of the probe - logprob of the server| (nats); None when there is nothing to compare.
+    async def served_logprobs(self, model: str, given: Sequence[int]) -> list[float]:
+        """Its logprobs of some tokens, but the first, at temperature 1; shape (T - 1,).
 
         Asked as a completion with prompt logprobs, for which vLLM computes the whole prompt anew: no prefix cache.
         """
-        ids = list(probe.ids)
+        ids = list(given)
         if len(ids) < 2:
-            return None
+            return []
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = await self._call("POST", "/v1/completions", json=body)
         try:
             rows = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
-            served = [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
+            return [float(row[str(token)]["logprob"]) for token, row in zip(ids[1:], rows[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise PolicyServerError(f"{self.url} answered the probe without its logprobs ({error!r})") from error
-        gaps = [abs(ours - theirs) for ours, theirs in zip(list(probe.logprobs)[1:], served, strict=True)]
-        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
     def _of(self, answer: Mapping[str, object], name: str, kind: type = object) -> object:
         """A part of what a worker has answered."""
@@ -292,7 +337,7 @@ class VLLMControl:
                 if reply.status != 200:
                     text = " ".join((await reply.text()).split())
                     raise PolicyServerError(f"{verb} {self.url}{route} was answered {reply.status}: {text[:400]}")
-                answer = await reply.json(content_type=None)
+                answer = await reply.json(content_type=None) if await reply.read() else {}
         except TimeoutError as error:
             raise PolicyServerError(f"{verb} {self.url}{route} was not answered in {seconds:.0f} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -1,11 +1,13 @@
 """Model folders and weight files, checked before a server is started or paused: a safetensors header is read by hand.
 
 The invariant: what passes `check_weights` has, for every tensor of the model folder, one tensor of the same name and
-shape and with all its bytes in the file; so a server that is paused for an update is never handed a file it cannot load.
+shape and with all its bytes in the file, or names it as left out on purpose; so a server that is paused for an update is never
+handed a file it cannot load.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -20,14 +22,20 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+HASH_BYTES = 4 * 2**20
+"""Read at once to be hashed."""
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+LORA_A, LORA_B, ADAPTERS = "|lora_A", "|lora_B", "lightning.adapters"
+"""Of a file that has adapters alone: what follows a matrix's name, and where its metadata say how they are merged."""
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """vLLM casts among these to the dtype it serves."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 INDEX = "model.safetensors.index.json"
+LEFT_OUT = "left_out"
+"""In a weight file's metadata, the names of the folder's tensors that it does not replace, as a JSON list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,11 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     Format: 8 bytes little-endian length, so many bytes of JSON, then the data (github.com/huggingface/safetensors).
     Raises PolicyServerError when the file is missing, is something else, or is shorter or longer than its header says.
     """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, TensorSpec], Mapping[str, str]]:
+    """A file's header, and what it says beside its tensors."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -53,13 +66,30 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
                 raise PolicyServerError(f"{path} is not a safetensors file, or was cut off ({size} bytes)")
             entries = json.loads(file.read(length))
         specs, end = _parse(entries)
+        metadata: Mapping[str, str] = entries.get("__metadata__", {})
     except OSError as error:
         raise PolicyServerError(f"cannot read the weights {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PolicyServerError(f"{path} is not a safetensors file: its header does not parse ({error!r})") from error
     if 8 + length + end != size:
         raise PolicyServerError(f"{path} is broken: its header promises {8 + length + end} bytes, the file has {size}")
-    return specs
+    return specs, metadata
+
+
+def hash_weights(path: Path) -> str:
+    """SHA-256 (hex) of the tensors' bytes in a safetensors file, in their order there; its header is left out.
+
+    Raises PolicyServerError when the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            file.seek(8 + struct.unpack("<Q", file.read(8))[0])
+            while piece := file.read(HASH_BYTES):
+                digest.update(piece)
+    except (OSError, struct.error) as error:
+        raise PolicyServerError(f"cannot read the weights {path}: {error}") from error
+    return digest.hexdigest()
 
 
 def _parse(entries: Mapping[str, Mapping[str, object]]) -> tuple[dict[str, TensorSpec], int]:
@@ -95,6 +125,11 @@ def check_model_folder(folder: Path) -> None:
         missing.append("a tokenizer (tokenizer.json)")
     if not any(folder.glob("*.safetensors")):
         missing.append("weights (model.safetensors)")
+    if (folder / "pytorch_model.bin").is_file() or (folder / "pytorch_model.bin.index.json").is_file():
+        cure = (
+            "its weights are in pytorch_model.bin, as pickles: load it with transformers and write it with `save_pretrained`, "
+            "which makes safetensors"
+        )
     if missing:
         raise PolicyServerError(f"{folder} is not a complete model folder, it lacks {', '.join(missing)}; {cure}")
     _config(folder)
@@ -120,12 +155,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def check_weights(weights: Path, folder: Path) -> None:
     """Raise PolicyServerError unless the safetensors file `weights` can replace the weights of the model in `folder`.
 
-    With tied word embeddings a `lm_head.weight` may be present or absent on either side.
+    With tied word embeddings a `lm_head.weight` may be present or absent on either side. What the file names as left out, such
+    as a vision tower, keeps its weights.
     """
-    have, want = read_header(weights), folder_tensors(folder)
+    (have, metadata), want = _read(weights), folder_tensors(folder)
+    if ADAPTERS in metadata:
+        _check_adapters(weights, have, want)
+        return
+    left_out = frozenset(json.loads(metadata.get(LEFT_OUT, "[]")))
     tied = bool(_config(folder).get("tie_word_embeddings"))
     heads = {name for name in (*have, *want) if tied and name.endswith("lm_head.weight")}
-    if missing := sorted(want.keys() - have.keys() - heads):
+    if missing := sorted(want.keys() - have.keys() - heads - left_out):
         raise PolicyServerError(f"{weights} lacks {_some(missing)} of the model in {folder}; export the whole model")
     if extra := sorted(have.keys() - want.keys() - heads):
         raise PolicyServerError(f"{weights} has {_some(extra)}, which the model in {folder} does not have")
@@ -137,6 +177,16 @@ def check_weights(weights: Path, folder: Path) -> None:
         if wanted.dtype != spec.dtype and not {wanted.dtype, spec.dtype} <= CASTABLE:
             raise PolicyServerError(
                 f"{weights}: {name!r} is {spec.dtype}, the model in {folder} has {wanted.dtype}, and that is not a cast"
+            )
+
+
+def _check_adapters(weights: Path, have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec]) -> None:
+    names = {name.removesuffix(LORA_A).removesuffix(LORA_B) for name in have}
+    for name in sorted(names):
+        down, up, spec = have.get(name + LORA_A), have.get(name + LORA_B), want.get(name)
+        if down is None or up is None or spec is None or spec.shape != (up.shape[0], down.shape[1]):
+            raise PolicyServerError(
+                f"{weights} has an adapter for {name!r} that the model does not fit: export the whole model"
             )
 
 

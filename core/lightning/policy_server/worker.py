@@ -12,6 +12,7 @@ trainers one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers a
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -20,8 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias
 
+from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, checkpoint_files
 from lightning.policy_server.orphans import OWNED, die_with_parent
 from lightning.policy_server.seeds import keep_seeds
 
@@ -48,8 +51,18 @@ class State:
     """Why some that left were not counted; empty where all were."""
     claim: str = ""
     """The word of the trainer that attached last, by which its gateways know this vLLM; empty while it is nobody's."""
+    requests: int = 0
+    """Begun since this worker started, of `prompt_tokens` in all, of which `cached_tokens` lay in the prefix cache."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    """How often a request had to make room in the KV cache for others, and is computed again."""
     group: str = ""
     """The word of the group in which weights come over the network; empty while this worker is in none."""
+
+
+USAGE = ("requests", "prompt_tokens", "cached_tokens", "preemptions")
+"""Fields of `State` that count."""
 
 
 def _told(method: Callable[P, Answer]) -> Callable[P, Answer]:
@@ -74,9 +87,11 @@ class WorkerExtension:
 
     @_told
     def lightning_attach(self) -> Answer:
-        """Start to watch the requests (once); tell the version of the weights (None: unknown), our process and the claim."""
+        """Start to watch the requests (once); tell the version of the weights (None: unknown), our process, the claim, and what
+        requests have needed since."""
         state = self._lightning_known()
-        return {"version": state.version, "pid": os.getpid(), "claim": state.claim}
+        usage = {name: getattr(state, name) for name in USAGE}
+        return {"version": state.version, "pid": os.getpid(), "claim": state.claim, **usage}
 
     @_told
     def lightning_claim(self, claim: str, *over: str) -> Answer:
@@ -214,7 +229,7 @@ def _ids_are_plain() -> bool:
 
 
 def _watch(worker: object, state: State, remembered: int) -> None:
-    """Note every request's length when the scheduler says that it has left.
+    """Note every request's length when the scheduler says that it has left, and what a new one finds in the prefix cache.
 
     The method is wrapped on the worker itself: a mixin stands behind vLLM's own class and cannot override it.
     """
@@ -222,7 +237,13 @@ def _watch(worker: object, state: State, remembered: int) -> None:
 
     def execute_model(scheduler_output: object, *args: object, **kwargs: object) -> object:
         leaving: set[str] = set(getattr(scheduler_output, "finished_req_ids", ()))
-        leaving |= set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        preempted: set[str] = set(getattr(scheduler_output, "preempted_req_ids", None) or ())
+        leaving |= preempted
+        state.preemptions += len(preempted)
+        for begun in getattr(scheduler_output, "scheduled_new_reqs", ()):
+            state.requests += 1
+            state.prompt_tokens += len(getattr(begun, "prompt_token_ids", None) or ())
+            state.cached_tokens += int(getattr(begun, "num_computed_tokens", 0))
         if leaving:
             try:
                 counts = _sampled(_runner(worker), leaving)
@@ -267,7 +288,11 @@ def _load(worker: object, paths: Sequence[str]) -> None:
 def replace_weights(
     model: torch.nn.Module, config: object, device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    """Replace a model's weights, in vLLM's worker; raises when a parameter got none. `config` is vLLM's of the model."""
+    """Replace a model's weights, in vLLM's worker. `config` is vLLM's of the model.
+
+    A part of the model for which nothing came, such as a vision tower, keeps its weights; raises when a parameter of another
+    part got none.
+    """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -280,8 +305,14 @@ def replace_weights(
     _repack(model)
     if device.type != "cpu":
         torch.accelerator.synchronize()
-    if loaded is not None and (left := sorted(names - set(loaded))):
+    if loaded is not None and (left := _forgotten(names, set(loaded))):
         raise RuntimeError(f"there are no weights for {', '.join(left[:3])} ({len(left)} parameters in all)")
+
+
+def _forgotten(names: set[str], loaded: set[str]) -> list[str]:
+    """Parameters that got no weights although others of their part did; the output layer belongs to every part."""
+    parts = {name.partition(".")[0] for name in loaded} | {"lm_head"}
+    return sorted(name for name in names - loaded if name.partition(".")[0] in parts)
 
 
 def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -289,8 +320,25 @@ def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
 
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
+            if told := (file.metadata() or {}).get(ADAPTERS):
+                yield from _merged(file, json.loads(told))
+                continue
             for name in file.keys():  # noqa: SIM118 — a safetensors handle is no mapping
                 yield name, file.get_tensor(name)
+
+
+def _merged(file: Any, told: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the folder that some adapters (arXiv 2106.09685) belong to, these merged as the trainer merges them."""
+    import torch
+
+    kept, served = getattr(torch, told["base_dtype"]), getattr(torch, told["dtype"])
+    for name, value in _tensors([str(path) for path in checkpoint_files(Path(told["base"]))]):
+        scaling = told["scaling"].get(name)
+        if scaling is None:
+            yield name, value
+            continue
+        delta = (file.get_tensor(name + LORA_B) @ file.get_tensor(name + LORA_A)) * scaling
+        yield name, (value.to(kept).to(delta.dtype) + delta).to(served)
 
 
 def _repack(model: torch.nn.Module) -> None:

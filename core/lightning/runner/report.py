@@ -17,7 +17,7 @@ from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
-from lightning.types import EXPIRED, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
+from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
-    if outcome.reward is not None and not any(call.status is CallStatus.OK for call in calls):
+    if outcome.reward is not None and not any(call.status.answered for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
     if outcome.reward is not None and (problem := _no_reward(outcome)):
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
     if outcome.reward is not None and is_unserved(max(calls, key=lambda call: call.seq)):
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
-    if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(call.status is CallStatus.ERROR for call in calls):
+    if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(map(_is_broken, calls)):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
         outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
     return outcome
@@ -102,6 +102,11 @@ def _no_reward(outcome: Outcome) -> str:
     except DataError as error:
         return str(error)
     return ""
+
+
+def _is_broken(call: Transition) -> bool:
+    """Whether a call failed at the policy server. One that was too long was the agent's own, and would be again."""
+    return call.status is CallStatus.ERROR and call.finish_reason != TOO_LONG
 
 
 def is_unserved(call: Transition) -> bool:

@@ -19,12 +19,13 @@ from lightning.errors import ConfigError, PolicyServerError
 from lightning.gateway import Gateway
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
+from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.server.exposure import check_exposure
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import open_gateway
+from lightning.trainer.stack import check_ports, open_gateway
 from lightning.types import LLM, Rollout, Run, Task, new_id
 
 
@@ -77,7 +78,9 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serv
         resources.push_async_callback(store.close)
         await check_exposure(store, config.gateway.host, place=sqlite_url(database))
         run = Run(database.parent.name, "serve", {"model": str(model)}, time.time())
-        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False)
+        check_ports(config.gateway, config.policy_server)
+        demand = Demand(config.runner.concurrency)
+        policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
         gateway = await open_gateway(resources, store, policy, config, run.id)

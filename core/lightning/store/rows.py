@@ -206,12 +206,13 @@ def step_values(record: StepRecord) -> tuple[Value, ...]:
         record.checkpoint,
         dump(dict(record.metrics), f"the metrics of step {record.step}"),
         dump(list(record.groups)),
+        dump(dict(record.context), f"the context of step {record.step}"),
     )
 
 
 def step_from_row(row: Row) -> StepRecord:
     """From `sql.STEP_COLUMNS`."""
-    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, groups, at = row
+    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, groups, context, at = row
     what = f"step {step} of run {run!r}"
     return StepRecord(
         run=run,
@@ -224,6 +225,7 @@ def step_from_row(row: Row) -> StepRecord:
         metrics=as_mapping(metrics, what),
         at=at,
         groups=tuple(as_list(groups, f"the groups of {what}")),
+        context=as_mapping(context, f"the context of {what}"),
     )
 
 

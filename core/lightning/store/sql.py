@@ -148,8 +148,10 @@ SELECT_SPAN: Final = "SELECT 1 FROM spans WHERE rollout = ? AND attempt = ? AND 
 SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? ORDER BY started_at, span_id"  # noqa: S608
 
 # steps, metrics, state ------------------------------------------------------------------------------------------
-STEP_COLUMNS: Final = "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, at"
-INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+STEP_COLUMNS: Final = (
+    "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, context, at"
+)
+INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
 SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
 SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step"  # noqa: S608
 SELECT_TRAINABLE: Final = "SELECT run, status, attempt, trained_at_step FROM rollouts WHERE id = ?"

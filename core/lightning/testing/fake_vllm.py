@@ -32,7 +32,7 @@ from lightning.testing.vllm_replies import (
     detokenize,
     tokenize_reply,
 )
-from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object
+from lightning.testing.vllm_shapes import ChatShape, CompletionShape, Shape, compact, error_object, too_long
 
 __all__ = ["FakeVLLM", "Recorded", "Reply", "ToolCall"]
 
@@ -44,9 +44,11 @@ class FakeVLLM:
     """The server. Start it with `async with`, or `start`/`close`; `port` 0 takes a free one.
 
     Replies come from the queue, then from `script(request body)`, then are `default`. `requests` holds what arrived,
-    `aborted` the request ids whose client hung up, `healthy` what `/health` says. `aliases` are further names of the model,
-    `claim` is the word that a trainer left. `pause`/`resume` freeze sampling as `/pause?mode=keep` does; `in_flight()` then is
-    what a policy server reports in `Update.in_flight`.
+    `aborted` the request ids whose client hung up, `healthy` what `/health` says, `packs` whether it has our middleware for
+    logprobs (`lightning.policy_server.packed_logprobs`), `shows_tools` whether its chat template knows tools, `tokenizes`
+    whether it has `/tokenize`. `aliases` are further names of the model, `claim` is the word that a trainer left. `pause`/
+    `resume` freeze sampling as `/pause?mode=keep` does; `in_flight()` then is what a policy server reports in
+    `Update.in_flight`.
     """
 
     model: str = "tiny"
@@ -56,6 +58,10 @@ class FakeVLLM:
     script: Script | None = None
     port: int = 0
     healthy: bool = True
+    packs: bool = True
+    shows_tools: bool = True
+    tokenizes: bool = True
+    max_model_len: int = 131_072
     url: str = ""
     requests: list[Recorded] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -65,7 +71,13 @@ class FakeVLLM:
         self._jobs: set[Job] = set()
         self._running = asyncio.Event()
         self._running.set()
+        self._turning = asyncio.Event()
+        self._turning.set()
         self._runner: web.AppRunner | None = None
+
+    @property
+    def _chat_shape(self) -> ChatShape:
+        return ChatShape(self.shows_tools)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -82,6 +94,10 @@ class FakeVLLM:
     def resume(self) -> None:
         """Go on sampling."""
         self._running.set()
+
+    def hang(self) -> None:
+        """The engine stands still from now on, as one whose device hangs: only what does not ask it is answered (`/health`)."""
+        self._turning.clear()
 
     def in_flight(self) -> dict[str, int]:
         """Tokens sampled so far by each choice of the requests not answered yet, keyed as `Update.in_flight` is."""
@@ -123,22 +139,26 @@ class FakeVLLM:
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"object": "model", "created": 1, "owned_by": "vllm", "root": self.model}
-        rest = {**card, "parent": None, "max_model_len": 2048}
+        rest = {**card, "parent": None, "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [{"id": name, **rest} for name in self._names]})
 
     async def _rpc(self, request: web.Request) -> web.Response:
-        """The worker extension's `lightning_attach`."""
+        """The worker extension's `lightning_attach`, which the engine answers between two steps."""
+        await self._turning.wait()
         return web.json_response({"results": [{"version": 0, "pid": 1, "claim": self.claim}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        (ids,) = ChatShape().prompts(json.loads(await request.read()))
-        return web.json_response({"count": len(ids), "max_model_len": 2048, "tokens": ids, "token_strs": None})
+        if not self.tokenizes:
+            return error_response(404, "Not Found", "NotFoundError")
+        (ids,) = self._chat_shape.prompts(json.loads(await request.read()))
+        answer = {"count": len(ids), "max_model_len": self.max_model_len, "tokens": ids, "token_strs": None}
+        return web.json_response(answer)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"prompt": detokenize(json.loads(await request.read())["tokens"])})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._serve(request, ChatShape())
+        return await self._serve(request, self._chat_shape)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, CompletionShape())
@@ -150,6 +170,8 @@ class FakeVLLM:
         self.requests.append(recorded)
         if body.get("model") not in self._names:
             return error_response(404, f"The model `{body.get('model')}` does not exist.", "NotFoundError")
+        if problem := too_long(shape, body, self.max_model_len):
+            return error_response(400, *problem)
         job = self._job(recorded, shape)
         first = job.generations[0].reply
         if first.status != 200:
@@ -172,7 +194,7 @@ class FakeVLLM:
         replies = [self._next_reply(body) for _ in range(count)]
         generations = [Generation(index, reply, tokenize_reply(reply, index)) for index, reply in enumerate(replies)]
         request_id = f"{shape.prefix}{recorded.request_id or uuid.uuid4().hex}"
-        return Job(recorded, generations, prompts, request_id, int(recorded.at))
+        return Job(recorded, generations, prompts, request_id, int(recorded.at), self.packs)
 
     def _next_reply(self, body: Mapping[str, Any]) -> Reply:
         if self._queue:
@@ -224,6 +246,7 @@ class FakeVLLM:
                 if item.done:
                     continue
                 await self._running.wait()
+                await self._turning.wait()
                 token = item.tokens[item.sampled]
                 item.sampled += 1
                 item.done = item.sampled == len(item.tokens)
@@ -251,9 +274,9 @@ class Writer:
                 await asyncio.sleep(0)
 
 
-def error_response(status: int, message: str, kind: str) -> web.Response:
+def error_response(status: int, message: str, kind: str, param: str | None = None) -> web.Response:
     """vLLM's error as an answer."""
-    return web.json_response({"error": error_object(status, message, kind)}, status=status)
+    return web.json_response({"error": error_object(status, message, kind, param)}, status=status)
 
 
 def cut(request: web.Request) -> web.Response:

@@ -95,13 +95,14 @@ class Generation:
 
 @dataclass(eq=False)
 class Job:
-    """A request in the fake engine."""
+    """A request in the fake engine. `packs` says that logprobs can be packed."""
 
     request: Recorded
     generations: list[Generation]
     prompts: list[list[int]]
     id: str
     created: int
+    packs: bool = True
 
     @property
     def n(self) -> int:

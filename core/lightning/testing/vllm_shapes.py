@@ -7,17 +7,24 @@ what was not set).
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, Token, ToolCall, tokenize
+from lightning.policy_server.packed_logprobs import FIELD, HEADER, LOWEST, WANTED, pack
+from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, Token, ToolCall, detokenize, tokenize
 
 
 class Shape(ABC):
     """What differs between chat and completions."""
 
     prefix = ""
+
+    def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
+        """The name of the token limit, and how many the answer may have; 0 where a request does not say."""
+        return "max_tokens", body.get("max_tokens", 16) or 0
 
     @abstractmethod
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
@@ -49,9 +56,18 @@ class ChatShape(Shape):
 
     prefix = "chatcmpl-"
 
+    def __init__(self, shows_tools: bool = True) -> None:
+        self._shows_tools = shows_tools
+
+    def most_tokens(self, body: Mapping[str, Any]) -> tuple[str, int]:
+        """See `Shape`."""
+        name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        return name, body.get(name) or 0
+
     def prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         """Every message's text, roles and tools included; as with a chat template, the order of JSON's keys is no matter."""
-        return [tokenize(json.dumps([body["messages"], body.get("tools")], sort_keys=True))]
+        tools = body.get("tools") if self._shows_tools else None
+        return [tokenize(json.dumps([body["messages"], tools], sort_keys=True))]
 
     def frame(self, job: Job, model: str) -> dict[str, Any]:
         """See `Shape`."""
@@ -70,7 +86,7 @@ class ChatShape(Shape):
                 {
                     "index": item.index,
                     "message": chat_message(item.reply) | ({"reasoning": None} if hides else {}),
-                    "logprobs": chat_logprobs(item.tokens) if wants_logprobs and not hides else None,
+                    "logprobs": chat_logprobs(item.tokens, job) if wants_logprobs and not hides else None,
                     "finish_reason": item.reply.ending,
                     "stop_reason": None,
                     "token_ids": [token.id for token in item.tokens] if wants_ids and not hides else None,
@@ -122,7 +138,7 @@ class ChatShape(Shape):
         choice: dict[str, Any] = {
             "index": generation.index,
             "delta": delta,
-            "logprobs": chat_logprobs([token]) if wants_logprobs else None,
+            "logprobs": chat_logprobs([token], job) if wants_logprobs else None,
             "finish_reason": generation.reply.ending if generation.done else None,
             "token_ids": [token.id] if wants_ids else None,
         }
@@ -155,12 +171,14 @@ class CompletionShape(Shape):
             "choices": [
                 {
                     "index": item.index,
-                    "text": item.reply.text,
-                    "logprobs": completion_logprobs(item.tokens) if wants_logprobs else None,
+                    "text": echo_of(job, item) + item.reply.text,
+                    "logprobs": completion_logprobs([*echoed(job, item), *item.tokens], job)
+                    if wants_logprobs
+                    else None,
                     "finish_reason": item.reply.ending,
                     "stop_reason": None,
                     "token_ids": [token.id for token in item.tokens] if wants_ids else None,
-                    "prompt_logprobs": None,
+                    "prompt_logprobs": prompt_logprobs(echoed(job, item)) if wants_logprobs else None,
                     "prompt_token_ids": prompt_of(job, item) if wants_ids else None,
                     "routed_experts": None,
                 }
@@ -180,14 +198,17 @@ class CompletionShape(Shape):
 
     def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
         """See `Shape`."""
-        wants_ids = job.request.body.get("return_token_ids")
+        wants_ids, first = job.request.body.get("return_token_ids"), generation.sampled == 1
+        said = [*echoed(job, generation), token] if first else [token]
+        text = echo_of(job, generation) + token.text if first else token.text
+        offset = 0 if first else len(echo_of(job, generation)) + text_before(generation)
         choice = {
             "index": generation.index,
-            "text": token.text,
-            "logprobs": completion_logprobs([token]) if completion_wants(job) else None,
+            "text": text,
+            "logprobs": completion_logprobs(said, job, offset) if completion_wants(job) else None,
             "finish_reason": generation.reply.ending if generation.done else None,
             "stop_reason": None,
-            "prompt_token_ids": prompt_of(job, generation) if wants_ids and generation.sampled == 1 else None,
+            "prompt_token_ids": prompt_of(job, generation) if first and (wants_ids or echoes(job)) else None,
             "token_ids": [token.id] if wants_ids else None,
         }
         return [{**self.frame(job, model), "choices": [choice]}]
@@ -237,24 +258,85 @@ def chat_delta(generation: Generation, token: Token) -> dict[str, Any] | None:
     return {"tool_calls": [said]}
 
 
-def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[Token], job: Job) -> dict[str, Any]:
     """One entry per token."""
+    if packs(job):
+        return unset(job, content=None) | packed_logprobs(tokens)
     return {
         "content": [
-            {"token": item.text, "logprob": item.logprob, "bytes": list(item.text.encode()), "top_logprobs": []}
+            {
+                "token": item.text,
+                "logprob": max(item.logprob, LOWEST),
+                "bytes": list(item.text.encode()),
+                "top_logprobs": [],
+            }
             for item in tokens
         ]
     }
 
 
-def completion_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Parallel lists."""
+def completion_logprobs(tokens: Sequence[Token], job: Job, offset: int = 0) -> dict[str, Any]:
+    """Parallel lists; `offset` is where the first of the tokens begins in the text. A prompt's first token has no logprob."""
+    if packs(job):
+        return unset(job, text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[]) | packed_logprobs(tokens)
+    lengths = [len(item.text) for item in tokens]
+    known = [not math.isnan(item.logprob) for item in tokens]
     return {
-        "text_offset": [0] * len(tokens),
-        "token_logprobs": [item.logprob for item in tokens],
+        "text_offset": [offset + sum(lengths[:number]) for number in range(len(tokens))],
+        "token_logprobs": [
+            max(item.logprob, LOWEST) if here else None for item, here in zip(tokens, known, strict=True)
+        ],
         "tokens": [item.text for item in tokens],
-        "top_logprobs": [{item.text: item.logprob} for item in tokens],
+        "top_logprobs": [{item.text: item.logprob} if here else None for item, here in zip(tokens, known, strict=True)],
     }
+
+
+def packs(job: Job) -> bool:
+    """Whether this answer's logprobs are packed: by a server that can, when asked to, and those of the sampled tokens alone."""
+    body = job.request.body
+    asked = job.packs and job.request.headers.get(HEADER) == WANTED
+    return asked and not (body.get("top_logprobs") or body.get("echo")) and body.get("logprobs") in (True, 0)
+
+
+def packed_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """What `lightning.policy_server.packed_logprobs` makes of them."""
+    return {FIELD: pack(array("f", [item.logprob for item in tokens]))}
+
+
+def unset(job: Job, **fields: Any) -> dict[str, Any]:
+    """Fields that were not set: whole answers have them, chunks do not."""
+    return {} if job.request.body.get("stream") else fields
+
+
+def echoes(job: Job) -> bool:
+    """Whether a completion is to begin with its prompt."""
+    return bool(job.request.body.get("echo"))
+
+
+def echo_of(job: Job, generation: Generation) -> str:
+    """The prompt's text where it is echoed: vLLM leaves it out for those who ask for ids."""
+    return (
+        detokenize(prompt_of(job, generation)) if echoes(job) and not job.request.body.get("return_token_ids") else ""
+    )
+
+
+def echoed(job: Job, generation: Generation) -> list[Token]:
+    """The prompt's tokens where it is echoed."""
+    ids = prompt_of(job, generation) if echoes(job) else []
+    return [Token(item, detokenize([item]), -0.5 if number else math.nan) for number, item in enumerate(ids)]
+
+
+def prompt_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any] | None] | None:
+    """The prompt's logprobs, which vLLM computes for an echo with logprobs; null where there is none."""
+    return [
+        {str(item.id): {"logprob": item.logprob, "rank": 1, "decoded_token": item.text}} if number else None
+        for number, item in enumerate(tokens)
+    ] or None
+
+
+def text_before(generation: Generation) -> int:
+    """How many characters of a choice's own text have been streamed before its last token."""
+    return sum(len(item.text) for item in generation.tokens[: generation.sampled - 1])
 
 
 def wants(body: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -290,6 +372,28 @@ def compact(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def error_object(status: int, message: str, kind: str) -> dict[str, Any]:
+def error_object(status: int, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     """vLLM's error."""
-    return {"message": message, "type": kind, "param": None, "code": status}
+    return {"message": message, "type": kind, "param": param, "code": status}
+
+
+def too_long(shape: Shape, body: Mapping[str, Any], length: int) -> tuple[str, str, str] | None:
+    """vLLM's refusal (message, type, parameter) of a request whose prompts leave no room for the tokens it asks for."""
+    name, wanted = shape.most_tokens(body)
+    prompts, is_text = shape.prompts(body), not isinstance(body.get("prompt"), list)
+    if wanted > length:
+        why = f"{name}={wanted} cannot be greater than max_model_len={length}. Please request fewer output tokens."
+        return f"{why} (parameter={name}, value={wanted})", "BadRequestError", name
+    for prompt in prompts:
+        if len(prompt) > length - wanted:
+            why = (
+                f"This model's maximum context length is {length} tokens. However, you requested {wanted} output tokens and "
+                f"your prompt contains {{count}} input tokens, for a total of {{total}} tokens. Please reduce the length of "
+                "the input prompt or the number of requested output tokens."
+            )
+            # Of a text vLLM makes no more tokens than tell that it is too long.
+            count = min(len(prompt), length - wanted + 1) if is_text else len(prompt)
+            atleast = "at least " if count == length - wanted + 1 else ""
+            why = why.format(count=f"{atleast}{count}", total=f"{atleast}{count + wanted}")
+            return f"{why} (parameter=input_tokens, value={count})", "BadRequestError", "input_tokens"
+    return None

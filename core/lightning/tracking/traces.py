@@ -19,7 +19,7 @@ from lightning.gateway.forward import MODEL
 from lightning.spans import genai
 from lightning.spans.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord
-from lightning.types import Caller, CallStatus, Json, Span, StepReward, ToolEvent, Transition
+from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition
 from lightning.types import Status as Stands
 
 LOST = "the attempt was lost through no fault of the agent, and the rollout was tried again"
@@ -91,7 +91,7 @@ class TraceMaker:
             "lightning.call_status": call.status.value,
             **_named(call.caller),
         }
-        good = call.status is CallStatus.OK
+        good = call.status.answered
         return ReadableSpan(
             f"{genai.CHAT} {MODEL}",
             _context(format(top.trace_id, "032x"), _made_id("call", *map(str, call.key))),

@@ -18,11 +18,13 @@ import lightning
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.plugins import plugins
 from lightning.trainer.sampling import samples_dynamically
+from lightning.trainer.schedule import AlgorithmSchedule
 
 NEEDED = ("name", "group_size", "batch", "loss")
 _HERE = Path(lightning.__file__).parent
@@ -36,12 +38,13 @@ class Tried(NamedTuple):
 
 
 def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm | PromptAlgorithm:
-    """The algorithm, made where a registered name was given.
+    """The algorithm, made where a registered name was given, alone or with arguments (`grpo:group_size=4`).
 
-    Raises `PluginError` for an unknown name, of an algorithm or of a credit function, and `ConfigError` for what is no
-    algorithm: a class that was not called, a function, an object without what the loop asks for.
+    Raises `PluginError` for an unknown name, of an algorithm or of a credit function, and `ConfigError` for arguments that it
+    does not take and for what is no algorithm: a class that was not called, a function, an object without what the loop asks
+    for.
     """
-    made = plugins().algorithm(algorithm)() if isinstance(algorithm, str) else algorithm
+    made = _of_text(algorithm) if isinstance(algorithm, str) else algorithm
     if isinstance(made, type):
         raise ConfigError(f"the algorithm is the class {made.__name__}, not an object of it: give {made.__name__}(...)")
     if isinstance(made, PromptAlgorithm):
@@ -61,6 +64,34 @@ def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm
     if isinstance(made, LightningRL):
         _credit_of(made)
     return made
+
+
+def _of_text(text: str) -> Algorithm | PromptAlgorithm:
+    first, *rest = parse_algorithms(text)
+    if rest or first.steps is not None:
+        raise ConfigError(
+            f"the algorithm {text!r} is a schedule, where one algorithm is asked for: give {first.name!r}"
+        )
+    return make_algorithm(first)
+
+
+def resolve_schedule(algorithm: Algorithm | PromptAlgorithm | str) -> AlgorithmSchedule | PromptAlgorithm:
+    """The algorithm or the schedule that was given. Raises what `resolve_algorithm` does, and `ConfigError` for a schedule of
+    which it cannot be told when a phase ends, or with a search for prompts in it."""
+    phases = parse_algorithms(algorithm) if isinstance(algorithm, str) else []
+    if len(phases) < 2 and not any(phase.steps for phase in phases):
+        made = resolve_algorithm(algorithm)
+        return made if isinstance(made, PromptAlgorithm) else AlgorithmSchedule.of(made)
+    begun, first = [], 0
+    for phase in phases:
+        made = resolve_algorithm(make_algorithm(phase))
+        if isinstance(made, PromptAlgorithm):
+            raise ConfigError(f"the algorithm {phase.name} searches for prompts and cannot be part of a schedule")
+        if phase.steps is None and phase is not phases[-1]:
+            raise ConfigError(f"for how many steps does {phase.name} train? Write {phase.name}:STEPS in {algorithm!r}")
+        begun.append((first, made))
+        first += phase.steps or 0
+    return AlgorithmSchedule(tuple(begun), first if phases[-1].steps else None)
 
 
 def _is_size(given: SupportsIndex) -> bool:

@@ -1,15 +1,32 @@
 """Training states on disk: one folder per step, the newest few kept.
 
 The invariant: the store says which step was committed; a checkpoint is only ever a cache of that step's weights, and one
-that is newer than the last committed step is ignored.
+that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from lightning.config import Config
+from lightning.errors import ConfigError, EngineError, PolicyServerError
+from lightning.policy_server.model_folder import folder_tensors
+
+logger = logging.getLogger(__name__)
+
+WORTH = 10.0
+"""How many times as long as writing a checkpoint the training may have taken that a crash would cost."""
+UNFINISHED = ".step-*.new"
+"""What a checkpoint is called while it is written (`engines.files.whole_folder`)."""
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -39,8 +56,126 @@ class Checkpoints:
         for step in [step for step in self.steps() if step <= committed][: -self.keep]:
             shutil.rmtree(self.path(step))
 
+    def discard(self, step: int) -> None:
+        """Delete the checkpoint of a step, if there is one."""
+        if self.path(step).is_dir():
+            shutil.rmtree(self.path(step))
+
     def discard_after(self, committed: int) -> None:
-        """Delete checkpoints of steps that were never committed: they will be taken again."""
+        """Delete checkpoints of steps that were never committed: they will be taken again. So are those that a crash left half
+        written, whose steps may never be saved again. Call it while nobody writes any."""
         for step in self.steps():
             if step > committed:
                 shutil.rmtree(self.path(step))
+        for unfinished in self.folder.glob(UNFINISHED):
+            shutil.rmtree(unfinished)
+
+
+def check_disk(out: Path, model: Path, config: Config) -> None:
+    """Raise `ConfigError` when the run's folder has no room for its training states and for the exported model.
+
+    A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
+    `keep_checkpoints` lie there while one is written. A folder whose weights cannot be read is left to who loads them.
+    """
+    try:
+        shapes = [spec.shape for spec in folder_tensors(model).values()]
+    except PolicyServerError:
+        return
+    whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
+    adapters = sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
+    state, export = 3 * 4 * (adapters or whole), 4 * whole
+    kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
+    need, free = (keep + 1) * state + export, shutil.disk_usage(out).free + kept
+    if need > free:
+        raise ConfigError(
+            f"the disk of {out} has {free / 1e9:.1f} GB for this run, which needs about {need / 1e9:.1f} GB: {keep + 1} "
+            f"training states of {state / 1e9:.1f} GB and the exported model of {export / 1e9:.1f} GB. "
+            "Give an `out` on another disk"
+            + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
+            + ("" if lora else ", or train adapters alone (engine.lora)")
+        )
+
+
+class CheckpointWriter:
+    """Writes training states beside the run, while agents sample: the engine's weights and moments stand still then, so that no
+    copy of them is made. Use it with `async with`; who is told to stop writes what was trained since the last checkpoint.
+
+    `save` writes the engine's present state. `every` is how many steps lie between two checkpoints; None: one is written when
+    the training that a crash would cost has taken `WORTH` times as long as writing took the last time.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        save: Callable[[Path], None],
+        every: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checkpoints, self._save, self._every, self._clock = checkpoints, save, every, clock
+        self.newest = 0
+        """The newest checkpoint that is on disk; 0: none."""
+        self._done = 0
+        self.unsaved = False
+        """Whether steps that taught something were taken since."""
+        self._whole = False
+        self._lost = 0.0
+        self._cost: float | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self._written()
+            return
+        try:
+            await self._written()
+            if isinstance(error, asyncio.CancelledError) and self._whole and self.unsaved:
+                await self.write(self._done)
+        except EngineError as failed:
+            logger.warning("no checkpoint was written at the end: %s", failed)
+
+    def restored(self, saved: int, done: int) -> None:
+        """The engine was brought to where `done` steps lead, from the checkpoint of `saved` steps (0: from none)."""
+        self.newest, self._done, self._whole, self.unsaved = saved, done, True, saved < done
+
+    async def training(self) -> None:
+        """The engine is about to change. Waits until what is being written is on disk; raises `EngineError` if it is not."""
+        await self._written()
+        self._whole = False
+
+    async def write(self, done: int) -> None:
+        """Write the state after `done` steps now, unless it is on disk. Raises `EngineError`."""
+        began = self._clock()
+        await asyncio.to_thread(self._save, self._checkpoints.path(done))
+        self.newest, self.unsaved, self._cost, self._lost = done, False, self._clock() - began, 0.0
+
+    def committed(self, done: int, *, taught: bool, seconds: float) -> None:
+        """The engine is where `done` committed steps lead; the last took `seconds` to train. Begins to write, if it is time."""
+        self._done, self._whole = done, True
+        if not taught:
+            return  # taken again it costs nothing
+        if self.newest == done:
+            return
+        self.unsaved = True
+        self._lost += seconds
+        if self._every is None:
+            due = self._cost is None or self._lost >= WORTH * self._cost
+        else:
+            due = done - self.newest >= self._every
+        if due:
+            self._writing = asyncio.create_task(self.write(done), name="lightning-checkpoint")
+
+    async def _written(self) -> None:
+        """A cancellation waits too, and takes effect then: the thread goes on in any case."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing])
+            raise

@@ -17,11 +17,12 @@ import numpy as np
 from lightning.algorithms.protocol import Batch
 from lightning.batch.digest import transition_digest
 from lightning.batch.trajectory import Group, Trajectory
+from lightning.losses.correction import Correction
 from lightning.losses.given import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
-from lightning.types import Caller, CallStatus, Rollout, Status, StepRecord, Transition
+from lightning.types import TOO_LONG, Caller, CallStatus, Json, Rollout, Status, StepRecord, Transition
 
 
 async def all_rollouts(store: Store, run: str, *, split: str | None = None, step: int | None = None) -> list[Rollout]:
@@ -69,15 +70,16 @@ async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: S
     calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in done])
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
     for rollout, transitions in zip(done, calls, strict=True):
-        ok = tuple(call for call in transitions if call.status is CallStatus.OK)
-        trainable = tuple(is_trainable(call.caller, train_agents) for call in ok)
+        answered = tuple(call for call in transitions if call.status.answered)
+        trainable = tuple(is_trainable(call.caller, train_agents) for call in answered)
         groups[rollout.group].append(
             Trajectory(
                 rollout,
-                ok,
+                answered,
                 trainable,
                 tuple(await store.tool_events(rollout.id, rollout.attempt)),
                 tuple(await store.step_rewards(rollout.id, rollout.attempt)),
+                too_long=sum(call.finish_reason == TOO_LONG for call in transitions),
             )
         )
     return [
@@ -94,6 +96,8 @@ def rollout_digest(trajectory: Trajectory) -> str:
     for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=True):
         _text(digest, call.id, call.caller.agent, "/".join(call.caller.path), call.finish_reason)
         digest.update(struct.pack("<qqd??", call.seq, call.choice, call.temperature, call.constrained, trainable))
+        if call.status is not CallStatus.OK:  # nothing for the others: proofs from before there were any still hold
+            _text(digest, call.status.value)
         for run in call.versions:
             digest.update(struct.pack("<qq", run.start, run.version))
         for values, kind in ((call.prompt_ids, "<i4"), (call.response_ids, "<i4"), (call.logprobs, "<f4")):
@@ -135,15 +139,18 @@ def batch_digest(batch: Batch) -> str:
 
 
 def _fields(loss: object) -> Iterator[str]:
-    """What a loss was made with, as JSON; of a function or an object only the name, which is the same in every process."""
+    """What a loss was made with, as JSON, and what its correction was made with. Of any other object, or a function, only the
+    name, which is the same in every process."""
     if dataclasses.is_dataclass(loss):
         for field in dataclasses.fields(loss):
             if field.init:
                 value = getattr(loss, field.name)
-                yield f"{field.name}={json.dumps(value, default=_name_of, skipkeys=True)}"
+                yield f"{field.name}={json.dumps(value, default=_in_json, skipkeys=True)}"
 
 
-def _name_of(value: object) -> str:
+def _in_json(value: object) -> object:
+    if isinstance(value, Correction):
+        return dataclasses.asdict(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
@@ -154,7 +161,14 @@ def digests_of(batch: Batch, groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def record_step(
-    run: str, step: int, groups: Sequence[Group], batch: Batch, *, checkpoint: str, metrics: Mapping[str, float]
+    run: str,
+    step: int,
+    groups: Sequence[Group],
+    batch: Batch,
+    *,
+    checkpoint: str,
+    metrics: Mapping[str, float],
+    context: Mapping[str, Json],
 ) -> StepRecord:
     """The proof of a step: what was trained, in which order, and the digests an audit compares with."""
     return StepRecord(
@@ -167,6 +181,7 @@ def record_step(
         checkpoint=checkpoint,
         metrics=metrics,
         groups=tuple(group.id for group in groups),
+        context=context,
     )
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
+from lightning.gateway.shown_tools import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups
@@ -24,6 +25,8 @@ from lightning.trainer.remarks import (
     CURE_OF_GREEDY,
     MANY_CUT_OFF,
     are_greedy,
+    are_media,
+    are_too_long,
     count_greedy,
     is_greedy,
     no_call_of,
@@ -32,17 +35,18 @@ from lightning.trainer.remarks import (
 )
 from lightning.trainer.sampling import with_cure
 from lightning.trainer.stack import Stack
-from lightning.types import Caller, CallStatus, Rollout, Task
+from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
 
 
 @dataclass(frozen=True, slots=True)
 class DevRow:
-    """One dry rollout. `agents` counts the OK calls of each agent, `tools` the tool runs by `name:status`.
+    """One dry rollout. `agents` counts the answered calls of each agent, `tools` the tool runs by `name:status`.
 
     `callers` are who made them, each once. `failed_adapters` are those whose faults left calls without their names. Of the
     trained calls, `constrained_calls` are those whose tokens vLLM chose under a mask (a grammar for strict tools or a format,
     top_p, ...), `greedy_calls` those at temperature 0, which are none of the former, and `truncated_calls` those that were cut
-    off.
+    off. `media_calls` would be trained, had their prompts no images, audio, video or files.
+    `too_long_calls` were refused because prompt and answer did not fit.
     """
 
     task: str
@@ -59,6 +63,8 @@ class DevRow:
     constrained_calls: int = 0
     greedy_calls: int = 0
     truncated_calls: int = 0
+    media_calls: int = 0
+    too_long_calls: int = 0
     callers: tuple[Caller, ...] = ()
 
 
@@ -99,15 +105,19 @@ async def dry_run(
     groups = await load_groups(stack.store, rollouts, train_agents)
     tried = await asyncio.to_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
+    if hidden := await stack.gateway.hidden_tools():
+        problems.append(f"{hidden} calls: {HIDDEN}")
     report = DevReport(rows, tuple(problems), tuple(_hints(rows, train_agents) + tried.hints))
     show(report, reporter.console)
     return report
 
 
 async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> DevRow:
-    calls = [call for call in await stack.store.transitions(rollout.id) if call.status is CallStatus.OK]
+    recorded = await stack.store.transitions(rollout.id)
+    calls = [call for call in recorded if call.status.answered]
     events = await stack.store.tool_events(rollout.id)
-    trained = [call for call in calls if is_trainable(call.caller, train_agents)]
+    wanted = [call for call in calls if is_trainable(call.caller, train_agents)]
+    trained = [call for call in wanted if call.status is CallStatus.OK]
     return DevRow(
         task=str(rollout.task.input)[:80],
         reward=rollout.reward,
@@ -123,6 +133,8 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         constrained_calls=sum(call.constrained and not is_greedy(call) for call in trained),
         greedy_calls=count_greedy(trained),
         truncated_calls=count_truncated(trained),
+        media_calls=len(wanted) - len(trained),
+        too_long_calls=sum(call.finish_reason == TOO_LONG for call in recorded),
         callers=tuple(dict.fromkeys(Caller(call.caller.agent, call.caller.path) for call in calls)),
     )
 
@@ -132,7 +144,10 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     problems = [f"task {row.task!r} failed: {with_cure(row.error)}" for row in rows if row.reward is None]
     scored = [row for row in rows if row.reward is not None]
     callers = [caller for row in rows for caller in row.callers]
-    if scored and not any(row.trained_calls for row in scored):
+    media = sum(row.media_calls for row in scored)
+    if media and not any(row.trained_calls for row in scored):
+        problems.append(are_media(media, media))
+    elif scored and not any(row.trained_calls for row in scored):
         problems.append(nothing_trained(callers, train_agents))
     else:
         missed = unmatched(train_agents, callers) if callers else {}
@@ -154,6 +169,10 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
     masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
     callers = [caller for row in rows for caller in row.callers]
     hints = []
+    if too_long := sum(row.too_long_calls for row in rows):
+        hints.append(are_too_long(too_long))
+    if trained and (media := sum(row.media_calls for row in rows)):
+        hints.append(are_media(media, media + trained))
     if masked:
         hints.append(
             f"{masked} of {trained} trained calls were sampled under a mask: strict tools (the OpenAI Agents SDK's default; "

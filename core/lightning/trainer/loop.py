@@ -13,47 +13,61 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
+from lightning.algorithms.protocol import Batch, needs_critic
 from lightning.batch.trajectory import Group
-from lightning.engines.protocol import Engine, StepResult
-from lightning.errors import AuditError, ConfigError
+from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
+from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, epoch_at
 from lightning.tracking import Trackers
-from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import all_rollouts, batch_digest, count_drift, load_groups, record_step, rollouts_of
-from lightning.trainer.critic import fresh_values, recorded_values
+from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
+from lightning.trainer.collect import all_rollouts, count_drift, record_step
+from lightning.trainer.context import numeric_context
+from lightning.trainer.critic import fresh_values
 from lightning.trainer.metrics import sampled_tokens, staleness, step_metrics
 from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
+from lightning.trainer.probing import bound_of, exceeds
 from lightning.trainer.progress import Reporter
 from lightning.trainer.publishing import HELD, Publisher
 from lightning.trainer.remarks import Remarks
+from lightning.trainer.replay import take_again
 from lightning.trainer.sampling import Sampler, TurnSampler
+from lightning.trainer.schedule import AlgorithmSchedule
+from lightning.trainer.server_usage import UsageMeter
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Evaluation, evaluate_rollouts
-from lightning.types import Rollout, StepRecord, Task
+from lightning.trainer.summary import NAMED, Evaluation, evaluate_rollouts
+from lightning.types import Json, Rollout, Task
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Loop:
-    """One run of the loop. `done` counts committed steps; the policy's version equals it."""
+    """One run of the loop. `done` counts committed steps; the policy's version equals it.
+
+    `epochs` are the run's (none: its settings are as it was started); `base` is the digest of the model's folder.
+    """
 
     stack: Stack
     engine: Engine
-    algorithm: Algorithm
+    schedule: AlgorithmSchedule
     train: Sequence[Task]
     val: Sequence[Task]
     train_agents: Sequence[str]
     reporter: Reporter
     trackers: Trackers
+    epochs: Sequence[Epoch] = ()
+    base: str = ""
     done: int = 0
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.epochs = self.epochs or [Epoch(0, 0, self.stack.run.config)]
+        every = self.stack.config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
         self.publisher = Publisher(self.stack, self.engine)
-        self.remarks = Remarks()
+        self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
+        self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -66,7 +80,7 @@ class Loop:
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)
-        async with self.sampling() as self.sampler:
+        async with self.writer, self.sampling() as self.sampler:
             due = await self.evaluation_begun()
             for step in range(self.done, config.steps):
                 if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
@@ -80,35 +94,43 @@ class Loop:
     def sampling(self) -> Sampler:
         """What runs the agents: in turns with training, or all the time when tokens may be stale."""
         make = Pipeline if self.stack.config.trainer.max_staleness else TurnSampler
-        return make(self.stack, self.algorithm, self.train, self.train_agents, self.reporter, self.finished)
+        return make(self.stack, self.schedule, self.train, self.train_agents, self.reporter, self.finished)
 
     async def step(self, step: int) -> dict[str, float]:
         """Sample the groups of a step, train on them once, and make the policy server serve the result."""
-        self._seconds = {}
+        self._seconds, algorithm = {}, self.schedule.at(step)
         with self.timed("rollout"):
             sampled = await self.sampler.step(step)
+        with self.timed("checkpoint"):
+            self.reporter.phase("waiting for the last checkpoint to be written")
+            await self.writer.training()
         with self.timed("train"):
             self.reporter.phase("training")
             groups = sampled.groups
-            if needs_critic(self.algorithm):
-                groups = await self.valued(step, groups)
-            batch = await asyncio.to_thread(self.algorithm.batch, groups)
-            result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(self.algorithm))
+            async with self.stack.resting():
+                if needs_critic(algorithm):
+                    groups = await self.valued(step, groups)
+                batch = await asyncio.to_thread(algorithm.batch, groups)
+                result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(algorithm))
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
+        metrics |= await self.usage.step(groups)
         metrics["drift_tokens"] = await self.drift(batch, result)
+        if hidden := await self.stack.gateway.hidden_tools():
+            metrics["hidden_tools"] = float(hidden)
         metrics["tokens_per_second"] = sampled_tokens(groups) / max(sampled.seconds, 1e-9)
         fresh = metrics["staleness_max"] == 0  # older weights differ, as they should
-        if fresh and metrics["max_logprob_gap"] > self.stack.config.trainer.max_logprob_gap:
-            logger.warning("step %d: trainer and sampler differ by %.3g nats", step, metrics["max_logprob_gap"])
+        if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
+            logger.warning("step %d: trainer and sampler differ by %s", step, gap)
         self.remarks.step(step, groups, batch, metrics, self.train_agents)
+        taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
-            await self.commit(step, groups, batch, metrics)
+            context = await self.context(step, result)
+            await self.commit(step, groups, batch, metrics, context, taught=taught)
         with self.timed("update"):
-            self.publisher.remember(batch)
-            gap = await self.publish()
+            self.publisher.prober.remember(batch, metrics)
+            metrics |= await self.publish(taught=taught)
+        self.writer.committed(self.done, taught=taught, seconds=self._seconds["train"])
         self.sampler.served(self.done)
-        if gap is not None:
-            metrics["probe_gap"] = gap
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics[HELD] = self.publisher.held
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
@@ -119,13 +141,23 @@ class Loop:
         """The groups with what the critic thinks of their states now."""
         return await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
 
+    async def context(self, step: int, result: StepResult) -> dict[str, Json]:
+        """How the step was computed, for its record."""
+        settings = self.stack.config.engine.model_dump(mode="json")
+        epoch, served = epoch_at(self.epochs, step).number, await self.publisher.digest() or self.base
+        numeric = numeric_context(self.engine, settings, result.metrics)
+        named: dict[str, Json] = {"epoch": epoch, "weights": served, "base": self.base}
+        return named | numeric
+
     def finished(self, rollout: Rollout) -> None:
         """A rollout has ended for good: tell whoever watches."""
         self.reporter.rollout(rollout)
         self.trackers.finished(rollout)
 
     async def drift(self, batch: Batch, result: StepResult) -> int:
-        """Trained tokens that are not what the store says the policy server sampled (must be 0)."""
+        """Trained tokens that are not what the store says the policy server sampled (must be 0, as of a skipped step)."""
+        if result.metrics.get("skipped_nonfinite"):
+            return 0
         attempts = [(rollout.id, rollout.attempt) for rollout in batch.used]
         calls = [call for calls in await self.stack.store.transitions_of(attempts) for call in calls]
         drift = count_drift(batch, calls, result.seen)
@@ -133,22 +165,34 @@ class Loop:
             logger.error("%d trained tokens are not the ones the policy server sampled", drift)
         return drift
 
-    async def commit(self, step: int, groups: Sequence[Group], batch: Batch, metrics: dict[str, float]) -> None:
-        """Checkpoint first, then commit: from here on the step is history."""
-        due = (step + 1) % self.stack.config.trainer.checkpoint_every == 0
-        due = due or step + 1 == self.stack.config.trainer.steps
-        folder = self.checkpoints.path(step + 1)
-        if due:
-            await asyncio.to_thread(self.engine.save, folder)
-        checkpoint = folder.name if due else ""
-        record = record_step(self.stack.run.id, step, groups, batch, checkpoint=checkpoint, metrics=metrics)
+    async def commit(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        batch: Batch,
+        metrics: dict[str, float],
+        context: dict[str, Json],
+        *,
+        taught: bool,
+    ) -> None:
+        """From here on the step is history. The last one is saved before; others beside what comes next."""
+        if step + 1 == self.stack.config.trainer.steps and (taught or self.writer.unsaved):
+            await self.writer.write(step + 1)
+        checkpoint = self.checkpoints.path(self.writer.newest).name if self.writer.newest else ""
+        record = record_step(
+            self.stack.run.id, step, groups, batch, checkpoint=checkpoint, metrics=metrics, context=context
+        )
         await self.stack.store.commit_step(record)
         self.done = step + 1
         self.checkpoints.prune(self.done)
         plugins().hook.step_finished(record=record)
 
-    async def publish(self) -> float | None:
-        """Give the engine's weights to the policy server as version `done`; return the probe's gap."""
+    async def publish(self, *, taught: bool = True) -> dict[str, float]:
+        """Give the engine's weights to the policy server as version `done`; return the probe's metrics. After a step that
+        taught nothing it has them: they only get that version."""
+        if not taught:
+            await self.publisher.relabel(self.done)
+            return {}
         self.reporter.phase("updating the policy server")
         return await self.publisher.publish(self.done)
 
@@ -173,6 +217,7 @@ class Loop:
             )
         result = evaluate_rollouts(step, rollouts)
         values = {"eval/failed": float(result.failed)}
+        values |= {f"eval/{NAMED}{name}": value for name, value in result.rewards.items()}
         if result.reward is not None:
             values["eval/reward"] = result.reward
         if not again:
@@ -183,22 +228,30 @@ class Loop:
         return result
 
     async def restore(self) -> None:
-        """Return to the last committed step: load the newest checkpoint, replay the steps since, serve the result."""
+        """Return to the last committed step: load the newest checkpoint, replay the steps since, serve the result.
+
+        The checkpoint of step 0 is what another run had from which this one was forked.
+        """
         records = await self.stack.store.list_steps(self.stack.run.id)
+        committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()
-            self.checkpoints.discard_after(0)
-            if self.stack.config.policy_server.attach or self.stack.policy.version != 0:
+        self.checkpoints.discard_after(committed)
+        saved = self.checkpoints.newest(committed)
+        start = saved or 0
+        if saved is not None:
+            await asyncio.to_thread(self.engine.load, self.checkpoints.path(saved))
+        if not records:
+            if saved is not None or self.stack.config.policy_server.attach or self.stack.policy.version != 0:
                 await self.publish()  # an attached server serves whatever it was given last
             return
-        committed = records[-1].step + 1
-        self.checkpoints.discard_after(committed)
-        start = self.checkpoints.newest(committed) or 0
-        if start:
-            await asyncio.to_thread(self.engine.load, self.checkpoints.path(start))
-        for record in records[start:]:
-            await self.replay(record)
+        given = [algorithm for _, algorithm in self.schedule.phases]
+        if start < committed:
+            async with self.stack.resting():  # as when they were taken: with less memory they would be cut otherwise
+                for record in records[start:]:
+                    await take_again(self.stack.store, record, self.epochs, given, self.engine)
         self.done = committed
+        self.writer.restored(start, committed)
         await self.publisher.recall(records[-1])
         await self.publish()
         self.reporter.say(f"resumed after step {committed} ({committed - start} replayed from the store)")
@@ -209,20 +262,6 @@ class Loop:
                 f"{self.checkpoints.folder} has checkpoints of a run that this store does not know: give the store it was "
                 "trained with, or another `out`"
             )
-
-    async def replay(self, record: StepRecord) -> None:
-        """Take a committed step again on a fresh engine state, from the store's rows, after checking that they are the same."""
-        rollouts = await rollouts_of(self.stack.store, record, self.stack.config.trainer.max_staleness)
-        groups = await load_groups(self.stack.store, rollouts, self.train_agents)
-        if needs_critic(self.algorithm):
-            groups = await recorded_values(self.stack.store, record.run, record.step, groups)
-        batch = self.algorithm.batch(groups)
-        if batch_digest(batch) != record.digest:
-            raise AuditError(
-                f"step {record.step} of {record.run} cannot be replayed, since the same rollouts make another batch now "
-                f"(another release, or a function that was edited?): run `lightning audit {record.run}`"
-            )
-        await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(self.algorithm))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -10,7 +10,9 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.flaws import is_trained
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
-from lightning.types import Rollout, Status, Transition
+from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.trainer.summary import NAMED, mean_parts
+from lightning.types import CallStatus, Rollout, Status, Transition
 
 
 def step_metrics(
@@ -25,6 +27,7 @@ def step_metrics(
         **result.metrics,
         **{f"skipped/{reason}": float(count) for reason, count in batch.skipped.items()},
         **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
+        **{f"{NAMED}{name}": value for name, value in mean_parts(rollouts).items()},
         "reward": float(np.mean(rewards)) if rewards else 0.0,
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "rollouts": float(len(rollouts)),
@@ -33,6 +36,8 @@ def step_metrics(
         "groups_used": float(len(groups) - skipped),
         "rows": float(len(batch.samples)),
         "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
+        **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
+        **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         "truncated": count_truncated(trained) / len(trained) if trained else 0.0,
     }
 
@@ -46,6 +51,23 @@ def trained_calls(groups: Sequence[Group]) -> list[Transition]:
         for call, trainable in zip(member.transitions, member.trainable, strict=True)
         if is_trained(call, trainable)
     ]
+
+
+def media_calls(groups: Sequence[Group]) -> list[Transition]:
+    """The calls of the groups that would be trained, had their prompts no images, audio, video or files."""
+    return [
+        call
+        for group in groups
+        for member in group.trajectories
+        for call, trainable in zip(member.transitions, member.trainable, strict=True)
+        if trainable and call.status is CallStatus.MEDIA
+    ]
+
+
+def count_too_long(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> int:
+    """How many calls were refused because prompt and answer did not fit, and rollouts that failed by such a refusal."""
+    failed = sum(rollout.status is Status.FAILED and CURE_OF_LENGTH in rollout.error for rollout in rollouts)
+    return failed + sum(member.too_long for group in groups for member in group.trajectories)
 
 
 def count_truncated(calls: Iterable[Transition]) -> int:

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning.algorithms.protocol import Algorithm
 from lightning.trainer.collect import all_rollouts, load_groups
 from lightning.trainer.pacing import OpenGroup, Pacer
 from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
 from lightning.trainer.progress import Reporter
 from lightning.trainer.sampling import Sampled, Sampler, samples_dynamically
+from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
 from lightning.types import Rollout, Status, Task
 
@@ -54,13 +54,13 @@ class Pipeline(Sampler):
     def __init__(
         self,
         stack: Stack,
-        algorithm: Algorithm,
+        schedule: AlgorithmSchedule,
         tasks: Sequence[Task],
         agents: Sequence[str],
         reporter: Reporter,
         finished: Callable[[Rollout], None],
     ) -> None:
-        super().__init__(stack, algorithm, tasks, agents, reporter, finished)
+        super().__init__(stack, schedule, tasks, agents, reporter, finished)
         self.changed = asyncio.Event()
         self._news = asyncio.Event()
         self._pacer = self._paced(0, [])
@@ -89,7 +89,7 @@ class Pipeline(Sampler):
     async def step(self, step: int) -> Sampled:
         """See `Sampler.step`. Waits until the pacer has a pick; the time between two picks is what it took to sample."""
         what = f"rollouts for step {step + 1}"
-        self.reporter.phase(what, self.algorithm.group_size * self.config.tasks_per_step)
+        self.reporter.phase(what, self.schedule.at(step).group_size * self.config.tasks_per_step)
         while (picked := await self._pick(what)) is None:
             await self._wait()
         taken = sorted([*picked, *self._dropped], key=lambda members: members.number)
@@ -123,7 +123,8 @@ class Pipeline(Sampler):
             return False
         run, version = self.stack.run.id, self._pacer.step
         tasks = tasks_from(self.tasks, self._begun, 1, self.config.seed, self.config.order)
-        size, attempts = self.algorithm.group_size, self.stack.config.runner.max_attempts
+        taken_by = version + len(self._pacer) // self.config.tasks_per_step
+        size, attempts = self.schedule.at(taken_by).group_size, self.stack.config.runner.max_attempts
         planned = train_rollouts(run, version, tasks, size, attempts, first=self._places[version])
         self._open(planned)
         self._pacer.begin(planned[0].group)
@@ -199,7 +200,8 @@ class Pipeline(Sampler):
 
     async def _drop_useless(self) -> None:
         """Take finished groups that teach nothing without counting them, as long as `trainer.max_waves` allows it."""
-        left = (self.config.max_waves - 1) * self.config.tasks_per_step if samples_dynamically(self.algorithm) else 0
+        dynamic = samples_dynamically(self.schedule.at(self._pacer.step))
+        left = (self.config.max_waves - 1) * self.config.tasks_per_step if dynamic else 0
         left -= sum(not members.hopeless for members in self._dropped)
         while (group := self._unasked(left)) is not None:
             members = self._members[group]
@@ -224,9 +226,10 @@ class Pipeline(Sampler):
         return None
 
     async def _teaches(self, members: _Members) -> bool:
-        assert samples_dynamically(self.algorithm)
+        algorithm = self.schedule.at(self._pacer.step)
+        assert samples_dynamically(algorithm)
         (group,) = await load_groups(self.stack.store, members.ended, self.agents)
-        return self.algorithm.teaches(group)
+        return algorithm.teaches(group)
 
     async def _wait(self) -> None:
         """Wait for news. Raises what ended the worker."""

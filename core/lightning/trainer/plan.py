@@ -117,15 +117,23 @@ def _order(length: int, seed: str) -> list[int]:
     return order
 
 
-def generation(rollouts: Sequence[Rollout], planned: int) -> int:
-    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when a try was lost as a whole.
+def generation(rollouts: Sequence[Rollout], planned: Sequence[Rollout], later: Sequence[Rollout] = ()) -> int:
+    """Which try at a step (or evaluation) its rollouts belong to: 0, or more when a try was lost as a whole, or was planned
+    with other settings. `planned` is the plan of a first try, `later` what may follow in it.
 
     A try that failed as a whole (the agent's database was down) is not the end of a run: a resume plans the step again,
-    under new ids.
+    under new ids. So it does where it plans other tasks, or another number of rollouts of each.
     """
     newest = newest_generation(rollouts)
     mine = of_generation(rollouts, newest)
-    return newest + (len(mine) == planned and is_lost(mine))
+    meant = {(_place_of(rollout), rollout.task.id) for rollout in (*planned, *later)}
+    other = any((_place_of(rollout), rollout.task.id) not in meant for rollout in mine)
+    return newest + (other or (len(mine) == len(planned) and is_lost(mine)))
+
+
+def _place_of(rollout: Rollout) -> tuple[str, int]:
+    """A rollout's place in its step, in whichever try: its group's number, and its own in the group."""
+    return rollout.group.rpartition("/")[2], rollout.index
 
 
 def is_lost(rollouts: Sequence[Rollout]) -> bool:

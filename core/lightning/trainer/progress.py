@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from lightning.trainer.summary import Evaluation
+from lightning.trainer.summary import NAMED, Evaluation
 from lightning.types import Rollout, Status
 
 
@@ -65,7 +65,7 @@ class Reporter:
         self._seconds = [*self._seconds, seconds][-10:]
         left = (self._total - step - 1) * sum(self._seconds) / len(self._seconds)
         line = (
-            f"step {step + 1:>4}/{self._total}  reward {metrics['reward']:.3f}  "
+            f"step {step + 1:>4}/{self._total}  reward {metrics['reward']:.3f}  {_named(metrics)}"
             f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed)  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
@@ -79,6 +79,7 @@ class Reporter:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = "-" if result.reward is None else f"{result.reward:.3f}"
+        reward += "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
             highlight=False,
@@ -88,6 +89,11 @@ class Reporter:
     def say(self, text: str) -> None:
         """One line for the person who watches."""
         self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _named(metrics: Mapping[str, float]) -> str:
+    """The named parts of the reward."""
+    return "".join(f"{name.removeprefix(NAMED)} {metrics[name]:.3f}  " for name in metrics if name.startswith(NAMED))
 
 
 def _pipeline(metrics: Mapping[str, float]) -> str:

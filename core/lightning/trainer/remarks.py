@@ -13,9 +13,10 @@ from difflib import get_close_matches
 from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group
+from lightning.gateway.errors import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.trainer.collect import caller_name, is_trainable
-from lightning.trainer.metrics import trained_calls
+from lightning.trainer.metrics import media_calls, trained_calls
 from lightning.types import Caller, Transition
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,13 @@ ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_smal
 """Reasons that some groups of a healthy run have."""
 MANY_CUT_OFF = 0.2
 """From this share of the trained calls on, answers that were cut off are more than the odd long one."""
+MANY_MASKED = 0.1
+"""From this share of the trained weight on, masked tokens are more than a few implausible ones."""
+CURE_OF_MASKED = (
+    "the probabilities of trainer and sampler differ by more than the algorithm's correction allows, so these tokens teach "
+    "nothing. Lower trainer.max_staleness or engine.lr where weights are old, give both the same dtype (engine.dtype, "
+    "policy_server.dtype) where they are not, or widen the bounds (--algorithm NAME:correction.low=0.2,correction.high=10)"
+)
 CURE_OF_CUT_OFF = (
     "each reached the agent's own max_tokens, or prompt and answer together policy_server.max_model_len. Raise whichever is in "
     "the way, unless answers are to be held short"
@@ -45,6 +53,10 @@ CURE_OF_CUT_OFF = (
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"
+)
+CURE_OF_MEDIA = (
+    "their prompts have an image, audio, video or a file, and the trainer computes on token ids, which have no pixels. Give "
+    "such calls to an agent that is not trained (train_agents), or put what is in the media into the prompt as text"
 )
 MOST_NAMES = 20
 """Callers that a sentence names at most."""
@@ -69,7 +81,8 @@ class Remarks:
         """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that."""
         self._steps += 1
         calls = trained_calls(groups)
-        idle = not metrics.get("stepped", len(batch.samples))
+        # Of a step that was skipped for its numbers the engine has spoken.
+        idle = not metrics.get("stepped", len(batch.samples)) and not metrics.get("skipped_nonfinite")
         self._idle += idle
         if idle and self._idle & (self._idle - 1) == 0:  # the 1st, 2nd, 4th, 8th ... of them
             self._say_idle(step, groups, batch, calls, train_agents)
@@ -82,12 +95,24 @@ class Remarks:
             for glob, meant in unmatched(train_agents, callers_of(groups)).items():
                 if meant:
                     logger.warning("step %d: %s", step + 1, no_call_of(glob, meant, callers_of(groups)))
+        if (media := int(metrics.get("dropped/media", 0))) and calls and self._first("media"):
+            logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
+        if metrics.get("too_long") and self._first("too_long"):
+            logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
         if metrics["truncated"] > MANY_CUT_OFF and self._first("truncated"):
             logger.warning(
                 "step %d: %.0f %% of the trained calls were cut off (finish_reason length): %s",
                 step + 1,
                 100 * metrics["truncated"],
                 CURE_OF_CUT_OFF,
+            )
+
+        if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
+            logger.warning(
+                "step %d: %.0f %% of what was to be trained is masked: %s",
+                step + 1,
+                100 * metrics["masked_share"],
+                CURE_OF_MASKED,
             )
 
     def _first(self, what: str) -> bool:
@@ -105,7 +130,7 @@ class Remarks:
     ) -> None:
         reasons = [_why(reason, groups, batch, calls, train_agents) for reason in sorted(batch.skipped)]
         if not calls and "nothing_to_train" not in batch.skipped:
-            reasons.append(nothing_trained(callers_of(groups), train_agents))
+            reasons.append(_nothing_trained(groups, train_agents))
         logger.warning(
             "step %d trained nothing and left the weights as they were (%d of %d steps so far): %s",
             step + 1,
@@ -124,10 +149,15 @@ def _why(
         said += f" ({REASONS[reason]})"
     if reason == "nothing_to_train":
         idle = [group for group in groups if not any(map(trains, group.trajectories))]
-        said += f": {nothing_trained(callers_of(idle), train_agents)}"
+        said += f": {_nothing_trained(idle, train_agents)}"
     elif reason == "all_rewards_equal" and are_greedy(count_greedy(calls), len(calls)):
         said += f". Most trained calls were sampled at temperature 0: {CURE_OF_GREEDY}"
     return said
+
+
+def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> str:
+    media = len(media_calls(groups))
+    return are_media(media, media) if media else nothing_trained(callers_of(groups), train_agents)
 
 
 def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
@@ -192,6 +222,16 @@ def count_greedy(calls: Iterable[Transition]) -> int:
 def are_greedy(greedy: int, calls: int) -> bool:
     """Whether most of the calls were sampled at temperature 0."""
     return 2 * greedy > calls
+
+
+def are_too_long(calls: int) -> str:
+    """That calls were refused because they are longer than the context, with the cure."""
+    return f"{calls} calls were refused, since prompt and answer together are longer than the context. {CURE_OF_LENGTH}"
+
+
+def are_media(media: int, calls: int) -> str:
+    """That calls are not trained because of their media, with the cure; `calls` are those that would be trained otherwise."""
+    return f"{media} of {calls} calls of trained agents are not trained: {CURE_OF_MEDIA}"
 
 
 def _names(callers: Iterable[Caller]) -> str:

@@ -1,88 +1,36 @@
-"""A run's folder and identity: one trainer at a time, and a resume must be the same run."""
+"""A run's folder and identity: one trainer at a time, and what a resume changes is recorded.
+
+The invariant: the settings of each committed step can be told, and its algorithm made again where JSON has words for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import fcntl
 import json
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from lightning.algorithms.lightning_rl import of_record
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config
 from lightning.errors import ConfigError, LightningError
+from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
-from lightning.trainer.functions import holds_code, recorded
-from lightning.types import DEFAULT_PROJECT, Json, Run
+from lightning.trainer.context import base_digest
+from lightning.trainer.functions import holds_code, recorded, type_name
+from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
-logger = logging.getLogger(__name__)
-
-MAY_CHANGE = (
-    "trainer.steps",
-    "trainer.eval_every",
-    "trainer.trackers",
-    "trainer.keep_checkpoints",
-    "trainer.checkpoint_every",
-    "trainer.max_logprob_gap",
-    "engine.device",
-    "engine.threads",
-    "engine.tokens_per_microbatch",
-    "engine.step",
-    "engine.gradient_checkpointing",
-    "engine.verl.world_size",
-    "engine.verl.nodes",
-    "engine.verl.address",
-    "engine.verl.restarts",
-    "engine.verl.start_timeout",
-    "policy_server.attach",
-    "policy_server.host",
-    "policy_server.port",
-    "policy_server.start_timeout",
-    "policy_server.kv_cache_bytes",
-    "policy_server.gpu_memory_utilization",
-    "policy_server.weight_transfer",
-    "policy_server.transfer_timeout",
-    "gateway.host",
-    "gateway.port",
-    "gateway.token_ttl",
-    "gateway.hold_timeout",
-    "gateway.upstream_timeout",
-    "gateway.limits",
-    "gateway.allowed_upstreams",
-    "server",
-    "runner.concurrency",
-    "runner.lease_ttl",
-    "runner.drain",
-    "runner.preload",
-    "runner.rollouts_per_process",
-    "runner.sandbox",
-    "runner.sandbox_files",
-    "runner.sandbox_hidden",
-    "runner.ray",
-    "runner.k8s",
-    "optimizer_model",
-    "algorithm.arguments.optimizer",
-    "algorithm.arguments.rounds",
-    "algorithm.arguments.max_rollouts",
-)
-"""Settings that a resumed run may change: they decide where and how fast things run, not what is sampled or trained. The
-engine's device does where its dtype is named; with `auto` a GPU computes in bfloat16 and a CPU in float32."""
-
-ROUNDED_BY = (
-    "engine.device",
-    "engine.threads",
-    "engine.tokens_per_microbatch",
-    "engine.step",
-    "engine.verl.world_size",
-    "engine.verl.nodes",
-)
-"""Those of them by which sums are taken in another order: a step that is replayed is then the same but for rounding."""
+SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
+"""What a resumed search for prompts may change of what it asks for: the names of its rollouts follow from all else."""
 
 RUN_FILE = "run.json"
 
@@ -117,6 +65,48 @@ def describe_algorithm(algorithm: Algorithm | PromptAlgorithm) -> dict[str, Json
         described["arguments"] = _json(values)
     own = getattr(algorithm, "own_functions", None)
     return described | ({"functions": _json(own)} if isinstance(own, Mapping) else {})
+
+
+def rebuild_algorithm(config: Mapping[str, Json]) -> Algorithm | None:
+    """The algorithm of a recorded configuration, or None when only the user's own code can make it again."""
+    described = config.get("algorithm")
+    if not isinstance(described, Mapping) or not isinstance(described.get("arguments"), Mapping):
+        return None
+    name, arguments = described.get("name"), described.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, Mapping) or name not in plugins().names("algorithms"):
+        return None
+    try:
+        algorithm = plugins().algorithm(name)(
+            **{key: _made_again(value) for key, value in of_record(arguments).items()}
+        )
+    except LookupError:
+        return None
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"the algorithm {name!r} no longer takes the recorded arguments: {error}") from error
+    if isinstance(algorithm, PromptAlgorithm):
+        return None  # it trained nothing
+    # A user's subclass may bear the name of what it extends.
+    return algorithm if type(algorithm).__qualname__ == described.get("type") else None
+
+
+def _made_again(value: Json) -> object:
+    """An argument from a run's record: a registered credit with the recorded settings, a correction, or the value itself.
+
+    Raises `LookupError` for an object of a type that no registered credit has, and for a function.
+    """
+    if holds_code(value):
+        raise LookupError("only the user's own code has a function")
+    if not isinstance(value, Mapping) or "type" not in value:
+        return value
+    if value["type"] == type_name(NO_CORRECTION):
+        settings: dict[str, Any] = {key: item for key, item in value.items() if key != "type"}
+        return Correction(**settings)
+    for name in plugins().names("credits"):
+        credit = plugins().credit(name)
+        if dataclasses.is_dataclass(credit) and not isinstance(credit, type) and type_name(credit) == value["type"]:
+            fields = {key: _made_again(item) for key, item in value.items() if key not in ("type", "sha256")}
+            return dataclasses.replace(credit, **fields)
+    raise LookupError(f"no registered credit is a {value['type']}")
 
 
 def _json(values: object) -> Json:
@@ -157,11 +147,19 @@ def name_folder(folder: Path, run: str, store: str = "") -> None:
 
 
 async def check_run(
-    store: Store, run: str, described: Mapping[str, Json], *, resume: bool, project: str = DEFAULT_PROJECT
+    store: Store,
+    run: str,
+    described: Mapping[str, Json],
+    *,
+    resume: bool,
+    project: str = DEFAULT_PROJECT,
+    searches: bool = False,
 ) -> Run:
-    """The run to start or to go on with, of a project; nothing is written. With `resume` the stored one must be the same.
+    """The run to start or to go on with, of a project; nothing is written. `store` is that of all projects, in which an id
+    names one run.
 
-    `store` is that of all projects, in which an id names one run.
+    A run that goes on may change any setting (`plan_epochs`), but not what its training state cannot be loaded into: another
+    model, another engine, another LoRA. One that searches for prompts (`searches`) has to ask for the same.
     """
     known = await store.get_run(run)
     if known is None:
@@ -180,40 +178,85 @@ async def check_run(
             f"run {run!r} is of the project {known.project!r} and trainer.project is {project!r}: resume it with "
             f"--set trainer.project={known.project}, or give another `out` to start a new run"
         )
-    changed = sorted(_differences(known.config, described))
-    may_change = [name for name in MAY_CHANGE if name != "engine.device" or not _dtype_is_auto(described)]
-    different = [name for name in changed if not _among(name, may_change)]
-    if different:
-        edited = any(name.startswith("algorithm.") and name.endswith(".sha256") for name in different)
-        hint = " (sha256 is that of a function's source: it was edited)" if edited else ""
+    now = (await read_epochs(store, known))[-1].config
+    if searches:
+        asked = [name for name in differences(now, described) if _among(name, ("algorithm", "tasks", "seed", "model"))]
+        if different := [name for name in asked if not _among(name, SEARCH_MAY_CHANGE)]:
+            raise ConfigError(
+                f"run {run!r} searches for prompts with other settings ({', '.join(different)}): resume it with the same "
+                "ones, or give another `out` to start a new search"
+            )
+    elif (records := await store.list_steps(run)) and (lost := await not_loadable(now, described, records)):
         raise ConfigError(
-            f"run {run!r} was started with other settings ({', '.join(different)}){hint}: resume it with the same ones, "
-            "or give another `out` to start a new run"
-        )
-    if rounded := [name for name in changed if _among(name, ROUNDED_BY)]:
-        logger.warning(
-            "run %s goes on with other settings (%s): steps are the same but for rounding, those that are replayed too",
-            run,
-            ", ".join(rounded),
+            f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the same "
+            f"ones, or begin a new run with its weights: --from {run}@{records[-1].step + 1}"
         )
     return known
 
 
-def _differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> Iterator[str]:
-    """The settings that are not the stored run's. One that its release did not have yet was at its default then."""
+async def not_loadable(
+    stored: Mapping[str, Json], described: Mapping[str, Json], records: Sequence[StepRecord]
+) -> list[str]:
+    """The changed settings with which a training state of those committed steps cannot be loaded.
+
+    A model's folder may have moved: its files are compared. A critic that is not needed any more is kept.
+    """
+    changed = differences(stored, described)
+    lost = [name for name in changed if name == "engine" or _among(name, ("engine.lora", "engine.verl.strategy"))]
+    if "critic" in changed and described["critic"]:
+        lost.append("critic")
+    if "model" in changed:
+        base = records[-1].context.get("base") if records else None
+        if base is None or base != await asyncio.to_thread(base_digest, Path(str(described["model"]))):
+            lost.append("model")
+    return lost
+
+
+async def plan_epochs(
+    store: Store, run: Run, described: Mapping[str, Json], phases: Sequence[tuple[int, Mapping[str, Json]]] = ()
+) -> list[Epoch]:
+    """The run's epochs from now on; nothing is written.
+
+    Settings other than the last ones begin an epoch behind the last committed step. `phases` are the algorithms of a schedule,
+    as `describe_algorithm` says them, with their first steps: each begins an epoch, too.
+    """
+    records = await store.list_steps(run.id)
+    committed = records[-1].step + 1 if records else 0
+    epochs = [epoch for epoch in await read_epochs(store, run) if epoch.number == 0 or epoch.first < committed]
+    planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(0, dict(described))]
+    for place, (first, config) in enumerate(planned):
+        if place + 1 < len(planned) and planned[place + 1][0] <= committed:
+            continue  # this phase is over
+        if differences(epochs[-1].config, config):
+            epochs.append(Epoch(len(epochs), max(first, committed), config, time.time()))
+    return epochs
+
+
+def changes_of(epochs: Sequence[Epoch], number: int) -> list[str]:
+    """What an epoch changed, in words, a line for each setting: `engine.lr 1e-06 → 1e-05`."""
+    found = differences(epochs[number - 1].config, epochs[number].config)
+    return [f"{name} {_shown(old)} → {_shown(new)}" for name, (old, new) in found.items()]
+
+
+def _shown(value: Json) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def differences(stored: Mapping[str, Json], now: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
+    """The settings that are not the stored ones, by name, with both values. One that the stored release did not have yet was at
+    its default then."""
     now = _as_described_then(now, stored)
     stored = _as_described_now(stored)
     defaults = _flatten({"config": Config().model_dump(mode="json")})
     old, new = _flatten(json.loads(json.dumps(stored))), _flatten(json.loads(json.dumps(now)))
-    for key in old.keys() | new.keys():
-        if key not in old and key.startswith("algorithm.") and key.endswith(".sha256"):
+    found = {}
+    for key in sorted(old.keys() | new.keys()):
+        if key not in old and (key == "critic" or (key.startswith("algorithm.") and key.endswith(".sha256"))):
             continue  # that release did not note it; that it is another object altogether is told by its name
         if old.get(key, defaults.get(key)) != new.get(key):
-            yield key.removeprefix("config.")
-
-
-def _dtype_is_auto(described: Mapping[str, Json]) -> bool:
-    return _flatten(described).get("config.engine.dtype") == "auto"
+            found[key.removeprefix("config.")] = old.get(key, defaults.get(key)), new.get(key)
+    return found
 
 
 def _among(name: str, settings: Sequence[str]) -> bool:
@@ -232,6 +275,7 @@ def _as_described_now(stored: Mapping[str, Json]) -> Mapping[str, Json]:
     arguments = algorithm.get("arguments")
     if not isinstance(arguments, Mapping):
         return stored
+    arguments = of_record(arguments)
     objects = {name: value for name, value in arguments.items() if holds_code(value) or _has_type(value)}
     plain = {name: value for name, value in arguments.items() if name not in objects}
     try:

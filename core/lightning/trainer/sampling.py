@@ -6,6 +6,7 @@ at by one step only; whatever was planned before an interruption is run to its e
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from lightning.errors import RunnerError
 from lightning.trainer.collect import all_rollouts, load_groups, of_groups
 from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
 from lightning.trainer.progress import Reporter
+from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
 from lightning.types import Rollout, Status, Task
 
@@ -59,13 +61,13 @@ class Sampler(ABC):
     def __init__(
         self,
         stack: Stack,
-        algorithm: Algorithm,
+        schedule: AlgorithmSchedule,
         tasks: Sequence[Task],
         agents: Sequence[str],
         reporter: Reporter,
         finished: Callable[[Rollout], None],
     ) -> None:
-        self.stack, self.algorithm, self.tasks, self.agents = stack, algorithm, tasks, agents
+        self.stack, self.schedule, self.tasks, self.agents = stack, schedule, tasks, agents
         self.reporter, self.finished = reporter, finished
         self.config = stack.config.trainer
 
@@ -105,7 +107,7 @@ class Sampler(ABC):
         """
         first = plan(0)
         known = await all_rollouts(self.stack.store, first[0].run, split=first[0].split, step=first[0].step)
-        rollouts = await self._ended(plan(generation(known, len(first))), what)
+        rollouts = await self._ended(plan(generation(known, first)), what)
         self.check(what, rollouts)
         return rollouts
 
@@ -153,26 +155,33 @@ class TurnSampler(Sampler):
 
     async def step(self, step: int) -> Sampled:
         """See `Sampler.step`."""
-        began = time.monotonic()
-        run, size, count = self.stack.run.id, self.algorithm.group_size, self.config.tasks_per_step
-        attempts, what = self.stack.config.runner.max_attempts, f"rollouts of step {step + 1}"
-        number = generation(await all_rollouts(self.stack.store, run, split=TRAIN, step=step), count * size)
+        began, algorithm = time.monotonic(), self.schedule.at(step)
+        count, what = self.config.tasks_per_step, f"rollouts of step {step + 1}"
+        waves = self.config.max_waves if samples_dynamically(algorithm) else 1
+        plan = functools.partial(self._planned, step, algorithm.group_size)
+        known = await all_rollouts(self.stack.store, self.stack.run.id, split=TRAIN, step=step)
+        later = [rollout for wave in range(1, waves) for rollout in plan(wave, 0)] if known else []
+        number = generation(known, plan(0, 0), later)
         rollouts: list[Rollout] = []
         groups: list[Group] = []
         teaching, wave = 0, 0
-        while teaching < count and wave < (self.config.max_waves if samples_dynamically(self.algorithm) else 1):
-            tasks = tasks_of_wave(self.tasks, step, wave, count, self.config.seed, self.config.order)
-            planned = train_rollouts(run, step, tasks, size, attempts, generation=number, first=wave * count)
+        while teaching < count and wave < waves:
+            planned = plan(wave, number)
             rollouts += await self._ended(planned, f"{what}, wave {wave + 1}" if wave else what)
             self.check(what, rollouts)
             groups += await load_groups(self.stack.store, rollouts[-len(planned) :], self.agents)
-            if samples_dynamically(self.algorithm):
-                teaching += sum(self.algorithm.teaches(group) for group in groups[-count:])
+            if samples_dynamically(algorithm):
+                teaching += sum(algorithm.teaches(group) for group in groups[-count:])
             wave += 1
-        metrics = (
-            {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(self.algorithm) else {}
-        )
+        metrics = {"waves": float(wave), "groups_teaching": float(teaching)} if samples_dynamically(algorithm) else {}
         return Sampled(rollouts, groups, time.monotonic() - began, metrics)
+
+    def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
+        """The rollouts of one wave of a step, in the `number`-th try at it."""
+        config, attempts = self.config, self.stack.config.runner.max_attempts
+        tasks = tasks_of_wave(self.tasks, step, wave, config.tasks_per_step, config.seed, config.order)
+        first = wave * config.tasks_per_step
+        return train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number, first=first)
 
 
 def last_line(error: str) -> str:
@@ -183,6 +192,6 @@ def last_line(error: str) -> str:
 
 def with_cure(error: str) -> str:
     """An agent's error; where it is vLLM's refusal of a prompt that is too long, with the setting that allows longer ones."""
-    if "maximum context length" not in error:
+    if "maximum context length" not in error or "policy_server.max_model_len" in error:
         return error
     return f"{error} (here that length is policy_server.max_model_len)"

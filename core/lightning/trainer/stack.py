@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.config import Config
+from lightning.config.models import GatewayConfig, PolicyServerConfig
 from lightning.ending import cancel
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import UNKNOWN, gateway_secret
 from lightning.gateway.owner import Owner
+from lightning.gateway.serving import bind
 from lightning.policy_server import make_policy_server
+from lightning.policy_server.auto_settings import Demand
+from lightning.policy_server.process import reserved_port
+from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import ClientRunner, Runner, Site
 from lightning.runner.work import Source
@@ -69,6 +75,7 @@ class Stack:
     policy: PolicyServer
     gateway: Gateway
     runner: Runner
+    weights_folder: WeightsFolder
     prompts: Prompts = field(default_factory=Prompts)
     version: int = 0
     weights: Path | None = None
@@ -107,8 +114,8 @@ class Stack:
         """Run rollouts, and ask the source for more, until it is cancelled."""
         await self._unless_supervisor_fails(asyncio.create_task(self.agents.work(on_finished, source)))
 
-    async def update(self, weights: Path, version: int, probe: Probe | None) -> Update:
-        """Put new weights into the policy server; requests that arrive meanwhile wait."""
+    async def update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
+        """Put new weights into the policy server; requests that arrive meanwhile wait. None: those it has are `version` now."""
         restarts = self.restarts
         try:
             update = await self._update(weights, version, probe)
@@ -116,16 +123,41 @@ class Stack:
             if not await self._recovered(restarts):
                 raise
             update = await self._update(weights, version, probe)
-        self.version, self.weights = version, weights
+        self.version, self.weights = version, weights or self.weights
         self.advanced()
         await self.waiting.aclose()
         return update
+
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """For the length of the block the policy server's GPU is the trainer's, where both have the same and take turns: vLLM
+        gives back what it has there, and calls wait."""
+        if self.config.trainer.max_staleness or not shares_gpu(self.config):
+            yield
+            return
+        async with self.gateway.hold():
+            restarts = self.restarts
+            try:
+                await self.policy.sleep()
+            except PolicyServerError:
+                if not await self._recovered(restarts):
+                    raise
+                restarts = self.restarts
+                await self.policy.sleep()
+            try:
+                yield
+            finally:
+                try:
+                    await self.policy.wake()
+                except PolicyServerError:
+                    if not await self._recovered(restarts):
+                        raise
 
     def advanced(self) -> None:
         """A step was taken. The policy server works, so that deaths before it are no reason to end a run of weeks."""
         self._deaths = 0
 
-    async def _update(self, weights: Path, version: int, probe: Probe | None) -> Update:
+    async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
         """Every gateway that serves the run stops sending calls, the trainer's own last and for the update alone."""
         before = self.policy.version
         async with self.owner.hold() as hold, self.gateway.hold():
@@ -276,10 +308,18 @@ async def open_stack(
     With `restores` the policy server does not have the run's weights yet: calls wait for the first `Stack.update`. Where
     weights are sent over the network `sender` does so; without one this process does.
     """
-    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", sender=sender)
+    weights_folder = WeightsFolder(config.policy_server, model, folder, sender)
+    resources.callback(weights_folder.close)  # after vLLM has ended
+    to_clients = runner.concurrency == 0 or config.server.port != 0
+    check_ports(on_server_port(config).gateway if to_clients else config.gateway, config.policy_server)
+    demand = Demand(
+        runner.concurrency or config.runner.concurrency,
+        trains_meanwhile=config.trainer.max_staleness > 0,
+        shares_gpu=shares_gpu(config),
+    )
+    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
-    to_clients = runner.concurrency == 0 or config.server.port != 0
     await check_exposure(store, config.server.host if to_clients else config.gateway.host)
     owner = Owner(store, run.id, seed=seed_of(config))
     await owner.open((), UNKNOWN)  # whatever answers now where a dead trainer's server did is not this run's policy
@@ -299,6 +339,7 @@ async def open_stack(
         policy,
         gateway,
         runner,
+        weights_folder,
         prompts or Prompts(),
         policy.version,
         waiting=waiting,
@@ -317,6 +358,23 @@ async def open_stack(
     stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
+
+
+def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:
+    """Raise where a port that this process will listen on is taken: before vLLM, which takes minutes, is started."""
+    if gateway.port:
+        bind(gateway.host, gateway.port).close()
+    if server.port and not server.attach:
+        with reserved_port(server.host, server.port):
+            pass
+
+
+async def one_by_one(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:
+    """Do two things one after the other; when the first fails the second is never begun."""
+    try:
+        return await first, await second
+    finally:
+        second.close()
 
 
 async def together(first: Coroutine[object, object, A], second: Coroutine[object, object, B]) -> tuple[A, B]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from lightning.store.pages import each_rollout
@@ -13,6 +13,8 @@ from lightning.types import Json, Rollout, Status
 
 PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
 """Where wall time goes; metrics are named `seconds/<phase>`."""
+NAMED = "reward/"
+"""Metrics of the named parts of the reward begin so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +22,25 @@ class Evaluation:
     """Held-out result with the policy after `step` optimizer steps, or with a version of a prompt after `step` rounds.
 
     `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None when none was scored; `failed`
-    rollouts have no reward and are not in it.
+    rollouts have no reward and are not in it. `rewards` are the means of the named parts, over the rollouts that have them.
     """
 
     step: int
     reward: float | None
     rollouts: int
     failed: int
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    def mean(self, measure: str) -> float | None:
+        """The mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""
+        return self.reward if measure == "reward" else self.rewards.get(measure)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are
     in the order in which they were begun; `before` is the reward of the first and `after` that of the last.
+    `named_rewards[name][i]` is the mean of a named part of the reward in step i, where the agent returned parts.
 
     `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since; None when
     there is no other step.
@@ -51,6 +59,7 @@ class Summary:
     after: float | None
     evaluations: tuple[Evaluation, ...]
     rewards: tuple[float, ...]
+    named_rewards: dict[str, tuple[float | None, ...]]
     time: dict[str, float]
 
     def to_json(self) -> dict[str, Json]:
@@ -99,8 +108,22 @@ async def summarize(store: Store, run: str) -> Summary:
         after=evaluations[-1].reward if len(evaluations) > 1 else None,
         evaluations=evaluations,
         rewards=tuple(metrics.get("reward", 0.0) for metrics in steps),
+        named_rewards=_named(steps),
         time={phase: round(seconds, 3) for phase, seconds in time.items()},
     )
+
+
+def _named(steps: Sequence[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:
+    names = sorted({name for metrics in steps for name in metrics if name.startswith(NAMED)})
+    return {name.removeprefix(NAMED): tuple(metrics.get(name) for metrics in steps) for name in names}
+
+
+def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """The mean of each named part of the reward, over the rollouts that have it."""
+    tally = _Tally()
+    for rollout in rollouts:
+        tally.add(rollout)
+    return tally.means()
 
 
 @dataclass(slots=True)
@@ -112,6 +135,8 @@ class _Tally:
     unfinished: int = 0
     generation: int = 0
     rewards: array[float] = field(default_factory=lambda: array("d"))
+    parts: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and number of each named part."""
 
     def add(self, rollout: Rollout) -> None:
         """Count a rollout."""
@@ -120,11 +145,18 @@ class _Tally:
         self.unfinished += not rollout.status.ended
         if rollout.reward is not None:
             self.rewards.append(rollout.reward)
+        for name, value in rollout.rewards.items():
+            total, count = self.parts.get(name, (0.0, 0))
+            self.parts[name] = (total + value, count + 1)
+
+    def means(self) -> dict[str, float]:
+        """Of the named parts; `reward` among them is the reward itself."""
+        return {name: total / count for name, (total, count) in sorted(self.parts.items()) if name != "reward"}
 
     def evaluation(self, step: int) -> Evaluation:
         """The result."""
         reward = sum(self.rewards) / len(self.rewards) if self.rewards else None
-        return Evaluation(step, reward, self.rollouts, self.failed)
+        return Evaluation(step, reward, self.rollouts, self.failed, self.means())
 
 
 @dataclass(slots=True)

@@ -8,58 +8,62 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import threading
 import time
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
-from lightning import loops
 from lightning.algorithms.prompts.protocol import PromptAlgorithm
-from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, load_config, with_settings
-from lightning.ending import until_told
-from lightning.engines.protocol import OptimizerConfig, SendsWeights
+from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
+from lightning.loops import run_to_end
 from lightning.plugins import plugins
+from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.server.control import project_of
 from lightning.server.projects import of_project
+from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking import Trackers
-from lightning.trainer.algorithm import resolve_algorithm
+from lightning.trainer.algorithm import resolve_schedule
+from lightning.trainer.beginning import Beginning
+from lightning.trainer.checkpoints import Checkpoints, check_disk
+from lightning.trainer.context import base_digest
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model
+from lightning.trainer.numerics import with_dtypes
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.progress import Reporter
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.prompts_loop import check_prompt_tasks, optimizer_in, tune
+from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
-from lightning.trainer.stack import Stack, open_stack, together
+from lightning.trainer.schedule import AlgorithmSchedule
+from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Summary, summarize
 from lightning.trainer.weights import keep_weights
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Trainer:
     """Makes the model behind an agent better by reinforcement learning.
 
     `model` is a folder with a `transformers` causal LM, or the name of one on a model hub. `algorithm` is an object or the
-    name of a registered one. `adapters` names the adapters to install in the agents' processes (default: all found),
-    `train_agents` the agents to train, as globs on the caller path (default: all). `engine`, `runner` and the scheme of
-    `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file; the keyword arguments after it are
-    shortcuts for its commonest fields and win over it. `out` is the run's folder; its name at the first
-    start is the run's id.
+    name of a registered one, alone or with arguments (`"grpo:group_size=4"`), or several in turn with the steps of each
+    (`"sft:2,grpo:20"`; `trainer.steps` is then their sum unless it is set). `adapters` names the adapters to install in the
+    agents' processes (default: all found), `train_agents` the agents to train, as globs on the caller path (default: all).
+    `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
+    the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name
+    at the first start is the run's id. `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by
+    its folder or its name beside `out`, or `"RUN"` for its last step.
 
     Raises `ConfigError` for impossible settings and for what is no algorithm, and `PluginError` for unknown names, before
     anything is started.
@@ -78,6 +82,7 @@ class Trainer:
         policy_server: str | None = None,
         out: str | Path | None = None,
         resume: bool = False,
+        from_run: str | None = None,
         config: Config | str | Path | None = None,
         steps: int | None = None,
         tasks_per_step: int | None = None,
@@ -96,14 +101,19 @@ class Trainer:
             "runner.adapters": tuple(adapters) if adapters is not None else None,
             "policy_server.attach": policy_server,
         }
+        schedule = resolve_schedule(algorithm)
+        if isinstance(schedule, AlgorithmSchedule) and "steps" not in base.trainer.model_fields_set and steps is None:
+            shortcuts["trainer.steps"] = schedule.steps
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
         optimizer_in(self.config)  # settings are kept with the run: none that hold a password get that far
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
-        self.model = resolve_model(model)
-        self.algorithm = resolve_algorithm(algorithm)
+        self.model = self._base = resolve_model(model)
+        self.algorithm = schedule.at(0) if isinstance(schedule, AlgorithmSchedule) else schedule
+        self.schedule = schedule
+        self.from_run = from_run
         self.train_agents = tuple(train_agents)
         self.engine = engine
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
@@ -143,6 +153,8 @@ class Trainer:
         """
         if not tasks:
             raise DataError("the list of tasks is empty: give dev() at least one")
+        if self.from_run is not None:
+            logger.warning("a dry run asks the model as it is in %s, not the weights of %s", self.model, self.from_run)
         return run_to_end(self._dev(agent, as_tasks(tasks, "tasks")[:count]))
 
     def summary(self) -> Summary:
@@ -163,21 +175,40 @@ class Trainer:
             await store.open()
             resources.push_async_callback(store.close)
             described = self._described(train, val)
-            run = await check_run(store, self.run_id, described, resume=self.resume, project=self._project)
+            run = await check_run(
+                store,
+                self.run_id,
+                described,
+                resume=self.resume,
+                project=self._project,
+                searches=isinstance(self.schedule, PromptAlgorithm),
+            )
+            if not isinstance(self.algorithm, PromptAlgorithm):
+                check_disk(self.out, self.model, self.config)
+            computed = with_dtypes(self.config, self.model, self.engine)
+            beginning = Beginning(
+                store, self.out, self.model, self.schedule, computed, self._make_engine, self._store_url or "", reporter
+            )
+            run, epochs, self._base = await beginning.prepare(run, described, self.from_run)
             seen = of_project(store, run.project)
             prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
             reporter.phase("starting the policy server and loading the model")
-            if isinstance(self.algorithm, PromptAlgorithm):
+            if isinstance(self.schedule, PromptAlgorithm):
                 stack = await self._open_stack(resources, self.out, run, store, runner, prompts)
-                trackers = await self._begin(resources, stack)
+                trackers = await self._begin(resources, stack, epochs)
                 _say_how_to_join(stack, reporter)
-                await tune(stack, self.algorithm, train, val, reporter, trackers, began)
+                await tune(stack, self.schedule, train, val, reporter, trackers, began)
                 return await summarize(store, run.id)
-            engine = self._make_engine(self.config)
+            engine = self._make_engine(computed)
             resources.callback(engine.close)
+            await _check_model(engine, self.model, reporter)
             # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
-            restores = bool(self.config.policy_server.attach or await store.list_steps(run.id))
-            stack, _ = await together(
+            restores = bool(
+                self.config.policy_server.attach or await store.list_steps(run.id) or self._checkpoints.newest(0) == 0
+            )
+            # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
+            open_both = one_by_one if shares_gpu(self.config) else together
+            stack, base = await open_both(
                 self._open_stack(
                     resources,
                     self.out,
@@ -188,19 +219,13 @@ class Trainer:
                     restores=restores,
                     sender=engine.sender() if isinstance(engine, SendsWeights) else None,
                 ),
-                asyncio.to_thread(
-                    engine.open,
-                    self.model,
-                    self._optimizer(),
-                    seed=self.config.trainer.seed,
-                    critic=needs_critic(self.algorithm),
-                ),
+                asyncio.to_thread(self._open_engine, engine, critic=bool(epochs[-1].config.get("critic"))),
             )
-            trackers = await self._begin(resources, stack)
+            trackers = await self._begin(resources, stack, epochs)
             await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
             started = {"seconds/start": time.monotonic() - began}
-            loop = Loop(stack, engine, self.algorithm, train, val, self.train_agents, reporter, trackers)
+            loop = Loop(stack, engine, self.schedule, train, val, self.train_agents, reporter, trackers, epochs, base)
             await loop.run(started)
             summary = await summarize(store, run.id)
             made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
@@ -222,9 +247,9 @@ class Trainer:
         return await open_stack(
             resources,
             run=run,
-            config=self.config,
+            config=with_dtypes(self.config, self.model, self.engine),
             folder=folder,
-            model=self.model,
+            model=self._base,
             store=store,
             runner=runner,
             prompts=prompts,
@@ -255,7 +280,16 @@ class Trainer:
         hidden = tuple(dict.fromkeys((*runner.sandbox_hidden, *map(str, secret))))
         return self.config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
 
-    async def _begin(self, resources: AsyncExitStack, stack: Stack) -> Trackers:
+    def _open_engine(self, engine: Engine, *, critic: bool) -> str:
+        """Open it, and return the digest of the model's folder, which is read while the policy server starts."""
+        engine.open(self._base, optimizer_of(self.config), seed=self.config.trainer.seed, critic=critic)
+        return base_digest(self._base, self.out / "base.json")
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.out / "checkpoints", self.config.trainer.keep_checkpoints)
+
+    async def _begin(self, resources: AsyncExitStack, stack: Stack, epochs: Sequence[Epoch]) -> Trackers:
         """Make it a run. Not before everything stands: a failed start leaves none that a corrected one would stumble over.
 
         Servers are not told yet how its agents call: a search for prompts knows its component later, and clients may lease
@@ -263,6 +297,7 @@ class Trainer:
         """
         name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
+        await keep_epochs(stack.store, stack.run, epochs)
         await stack.prompts.keep(stack.store, stack.run.id)
         trackers = Trackers(
             self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store
@@ -281,6 +316,8 @@ class Trainer:
             run = await store.put_run(Run("dev", "dev", self._described(tasks, []), project=self._project))
             seen, given = of_project(store, run.project), self.config.runner.prompts
             prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)
+            if not isinstance(self.algorithm, PromptAlgorithm):
+                await _check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
             await stack.tell_how_to_call()
@@ -311,28 +348,24 @@ class Trainer:
             return self._store_url
         return sqlite_url(Path(where.path).resolve(), sync=where.options.get("sync", ""))
 
-    def _optimizer(self) -> OptimizerConfig:
-        engine = self.config.engine
-        return OptimizerConfig(
-            engine.lr,
-            engine.betas,
-            engine.weight_decay,
-            engine.eps,
-            engine.max_grad_norm,
-            engine.warmup_steps,
-            engine.critic_lr,
-        )
-
     def _described(self, train: Sequence[Task], val: Sequence[Task]) -> dict[str, Json]:
+        critic = isinstance(self.schedule, AlgorithmSchedule) and self.schedule.needs_critic
         return {
             "model": str(self.model),
             "algorithm": describe_algorithm(self.algorithm),
             "train_agents": list(self.train_agents),
             "engine": self.engine,
+            "critic": self.config.engine.critic_trunk if critic else "",
             "seed": self.config.trainer.seed,
             "config": self.config.model_dump(mode="json"),
             "tasks": {"train": [task.id for task in train], "val": [task.id for task in val]},
         }
+
+
+async def _check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
+    """Refuse a model folder that cannot be trained, or say what of it may not be expected, while nothing is started."""
+    if isinstance(engine, ChecksModel) and (remark := await asyncio.to_thread(engine.check, model)):
+        reporter.say(f"{model}: {remark}")
 
 
 def _say_how_to_join(stack: Stack, reporter: Reporter) -> None:
@@ -346,39 +379,3 @@ def _check_lifetimes(config: Config) -> None:
             f"gateway.token_ttl ({config.gateway.token_ttl:g} s) is shorter than runner.timeout "
             f"({config.runner.timeout:g} s): an agent's key would expire under it. Raise gateway.token_ttl"
         )
-
-
-def run_to_end(main: Coroutine[object, object, T]) -> T:
-    """Run a coroutine from ordinary code, also inside a notebook whose thread has a loop already.
-
-    Outside a notebook SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then
-    KeyboardInterrupt is raised.
-    """
-    return _run_beside(main) if loops.is_inside() else loops.run(until_told(main, signal.SIGTERM))
-
-
-def _run_beside(main: Coroutine[object, object, T]) -> T:
-    """Run a coroutine on a loop of its own in another thread; Ctrl-C here cancels it there and waits for its end."""
-    finished: Future[T] = Future()
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
-
-    async def watched() -> T:
-        task = asyncio.create_task(main)
-        started.set_result((asyncio.get_running_loop(), task))
-        return await task
-
-    def target() -> None:
-        try:
-            finished.set_result(loops.run(watched()))
-        except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
-            finished.set_exception(error)
-
-    threading.Thread(target=target, name="lightning-trainer").start()
-    try:
-        return finished.result()
-    except KeyboardInterrupt:
-        loop, task = started.result()
-        if not finished.done():
-            loop.call_soon_threadsafe(task.cancel)
-            finished.exception()
-        raise

@@ -15,7 +15,7 @@ import aiohttp
 
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.protocol import Store
-from lightning.types import CallStatus, Rollout, ToolEvent, Transition
+from lightning.types import Rollout, ToolEvent, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Transcripts:
 
     async def of(self, rollout: Rollout) -> str:
         """The transcript of a finished rollout."""
-        calls = [call for call in await self._store.transitions(rollout.id) if call.status is CallStatus.OK]
+        calls = [call for call in await self._store.transitions(rollout.id) if call.status.answered]
         events = await self._store.tool_events(rollout.id)
         said = await self._calls(calls)
         told = [*said, *(_tool(event) for event in events)]

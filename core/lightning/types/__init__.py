@@ -16,6 +16,7 @@ from enum import StrEnum
 from lightning.errors import DataError
 from lightning.types.recorded import (
     EXPIRED,
+    TOO_LONG,
     UNSERVED,
     Caller,
     CallStatus,
@@ -32,6 +33,7 @@ __all__ = [
     "DEFAULT_PROJECT",
     "EXPIRED",
     "LLM",
+    "TOO_LONG",
     "UNSERVED",
     "CallStatus",
     "Caller",
@@ -300,7 +302,10 @@ class StepRecord:
     `rollouts` are `(rollout id, attempt)` in training order, `digests` the SHA-256 of what each of them recorded (ids,
     logprobs, rewards, versions) in the same order, and `digest` covers the rows they became, with their advantages.
     `policy_version` is the version of the weights this step produced. `groups` are all groups that the step looked at, in
-    order, those without a trained rollout included; empty means the groups that were planned for it.
+    order, those without a trained rollout included; empty means the groups that were planned for it. `checkpoint` is the newest
+    training state that was on disk when the step was committed; empty: none was. `context` says how the step was computed
+    (`lightning.trainer.context`): by which weights it was sampled, under which settings, on what machine. Releases that did not
+    record it left it empty.
     """
 
     run: str
@@ -313,3 +318,4 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     at: float = 0.0
     groups: tuple[str, ...] = ()
+    context: Mapping[str, Json] = field(default_factory=dict)

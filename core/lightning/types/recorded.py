@@ -14,15 +14,26 @@ from lightning.types.values import Json, LogProbs, TokenIds
 
 
 class CallStatus(StrEnum):
-    """How a model call ended: only `OK` calls are ever trained."""
+    """How a model call ended: only `OK` calls are ever trained.
+
+    `MEDIA` calls were answered, too, but the prompt had an image, audio, video or a file, of which its token ids say nothing.
+    """
 
     OK = "ok"
+    MEDIA = "media"
     ABORTED = "aborted"
     ERROR = "error"
+
+    @property
+    def answered(self) -> bool:
+        """Whether the agent has the whole answer."""
+        return self in (CallStatus.OK, CallStatus.MEDIA)
 
 
 UNSERVED = "unserved"
 """The finish reason of a call that failed because no policy server was there, or the one it was sent to went away."""
+TOO_LONG = "context_length_exceeded"
+"""The finish reason, and OpenAI's code, of a call that the policy server refused: prompt and answer together do not fit."""
 EXPIRED = "expired_token"
 """The finish reason of a call that was refused because the agent's API key had expired; one is recorded for each key."""
 

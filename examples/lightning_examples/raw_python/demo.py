@@ -1,4 +1,4 @@
-"""`lightning demo raw`: this folder's agent, tasks and base model, with settings under which it learns in minutes."""
+"""`lightning demo tiny`: this folder's agent, tasks and base model, with settings under which it learns in minutes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 def demo() -> Demo:
     """The demonstration as `lightning demo` runs it."""
     return Demo(
-        name="raw",
+        name="tiny",
         title="A plain Python agent learns to solve word problems with a calculator",
         agent=agent,
         model=MODEL,

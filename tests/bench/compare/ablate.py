@@ -1,6 +1,6 @@
 """Trains the demonstrations under variants of credit and low level, one run at a time, and tables what they reached.
 
-    python tests/bench/compare/ablate.py [--demos raw sql] [--variants grpo gigpo ...] [--seeds 0 1 2] [--steps N]
+    python tests/bench/compare/ablate.py [--demos tiny sql] [--variants grpo gigpo ...] [--seeds 0 1 2] [--steps N]
 
 Every run is `lightning.Trainer` on a demonstration's own agent, tasks, model and settings. One vLLM serves all runs of a
 demonstration: attached, and given the untrained weights as version 0 before each. A finished run is one JSON file, so that
@@ -14,13 +14,15 @@ import argparse
 import asyncio
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ablation_table import Result, publish, say
+from ablation_table import MISMATCH_METRICS, Result, publish, say
 from lightning.config import Config, load_config, with_settings
 from lightning.demos import Demo
 from lightning.errors import LightningError
@@ -30,7 +32,7 @@ from lightning.trainer import Trainer
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import describe_algorithm
 from repeats import add_arguments
-from variants import VARIANTS, Variant, build, choose
+from variants import USUAL, VARIANTS, Variant, build, choose
 from watch import Meter
 
 ROOT = Path(__file__).parents[3]
@@ -90,15 +92,16 @@ def run(
         failed=summary.failed,
         drift_tokens=summary.drift_tokens,
         max_logprob_gap=summary.max_logprob_gap or 0.0,
-        tool_events=asyncio.run(_tool_events(trainer)),
+        **asyncio.run(_recorded(trainer)),
         seconds=meter.times[-1] - meter.times[0],
         cpu=meter.cpu[-1] - meter.cpu[0],
         load=os.getloadavg()[0],
     )
 
 
-async def _tool_events(trainer: Trainer) -> dict[str, int]:
-    """How many tool runs of the first step were reported, by status: without any, AIR has nothing to go by."""
+async def _recorded(trainer: Trainer) -> dict[str, Any]:
+    """How many tool runs of the first step were reported, by status (without any, AIR has nothing to go by), and how far apart
+    trainer and sampler were, in the mean over steps."""
     store = trainer.open_store()
     await store.open()
     counts: dict[str, int] = {}
@@ -106,9 +109,14 @@ async def _tool_events(trainer: Trainer) -> dict[str, int]:
         for rollout in await all_rollouts(store, trainer.run_id, split="train", step=0):
             for event in await store.tool_events(rollout.id, rollout.attempt):
                 counts[event.status] = counts.get(event.status, 0) + 1
+        steps = [record.metrics for record in await store.list_steps(trainer.run_id)]
     finally:
         await store.close()
-    return counts
+    found = {name: [step[name] for step in steps if name in step] for name in MISMATCH_METRICS}
+    return {
+        "tool_events": counts,
+        "mismatch": {name: statistics.fmean(values) for name, values in found.items() if values},
+    }
 
 
 def tell(text: str) -> None:
@@ -166,8 +174,8 @@ def main(given: argparse.Namespace) -> int:
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demos", nargs="+", default=["raw", "sql"], help="demonstrations to train")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--demos", nargs="+", default=["tiny", "sql"], help="demonstrations to train")
+    parser.add_argument("--variants", nargs="*", default=list(USUAL), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--own", action="append", default=[], metavar="NAME=ALGORITHM[,KEY=VALUE]...",
                         help="a variant of your own; names are those of plugins")  # fmt: skip
     add_arguments(parser, out="bench/ablation", page="docs/ablation.md", eval_every=0)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from page import replace_table
 from repeats import Kept, against, span, spread
 from summary import machine
 from variants import BASE, SUITES
+
+MISMATCH_METRICS = ("masked_share", "ess", "approx_kl", "clip_fraction", "staleness_mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Result(Kept):
     seconds: float
     cpu: float
     load: float
+    mismatch: Mapping[str, float] = field(default_factory=dict)
+    """`MISMATCH_METRICS` in the mean over steps; empty in results of before they were measured."""
 
 
 def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
@@ -98,6 +102,8 @@ def tables(results: Sequence[Result]) -> str:
             if any(result.variant in names and result.variant != BASE for result in mine):
                 parts += [f"### `{demo}`: {title.lower()}", table(mine, names)]
         parts.append(_note(mine))
+        if mismatch := _mismatch(mine):
+            parts.append(mismatch)
     return "\n\n".join(parts)
 
 
@@ -116,6 +122,18 @@ def _note(mine: Sequence[Result]) -> str:
         f"{told}. Failed rollouts: {failed}; tokens that were not exactly what was sampled: {drift}; largest logprob gap: "
         f"{gap:.1e} nats."
     )
+
+
+def _mismatch(results: Sequence[Result]) -> str:
+    """How far apart trainer and sampler were under each variant."""
+    lines = []
+    for name in dict.fromkeys(result.variant for result in results if result.mismatch):
+        mine = [result.mismatch for result in results if result.variant == name]
+        numbers = {key: [each[key] for each in mine if key in each] for key in MISMATCH_METRICS}
+        lines.append(
+            f"- `{name}`: " + ", ".join(f"{key} {spread(values, 5)}" for key, values in numbers.items() if values)
+        )
+    return "\n".join(lines)
 
 
 def say(results: Sequence[Result]) -> str:

@@ -1,4 +1,4 @@
-"""Our side of the comparison: `lightning.Trainer` on the example's own agent, with a real vLLM, gateway, store and processes.
+"""Our side of the comparison: `lightning.Trainer` on a demonstration's own agent, with a real vLLM, gateway and store.
 
 python tests/bench/compare/arm_lightning.py SETTING OUT [--set KEY=VALUE]...
 """
@@ -12,22 +12,26 @@ from pathlib import Path
 
 import lightning
 from lightning.config import Config, load_config, with_settings
+from lightning.plugins import plugins
 from lightning.trainer import Trainer
-from lightning_examples.raw_python.demo import demo
+from lightning.trainer.checkpoints import Checkpoints
 from plan import POOL, planned
 from setting import Report, Setting, Step, versions_of
-from waiting import WaitingAgent
+from waiting import WAITING
 
 
 def train(setting: Setting, out: Path, overrides: Sequence[str]) -> Report:
     """Take the setting's steps; every checkpoint is kept, so that each can be evaluated afterwards."""
-    raw = demo()
+    chosen = plugins().demo(setting.demo)()
     settings: dict[str, object] = {
-        **raw.settings,
+        **chosen.settings,
         "trainer.steps": setting.steps,
         "trainer.tasks_per_step": len(setting.train[0]),
         "trainer.seed": setting.seed,
+        "trainer.checkpoint_every": 1,
         "trainer.keep_checkpoints": setting.steps + 1,
+        "trainer.eval_every": 0,
+        "engine.dtype": setting.dtype,
         "engine.lr": setting.lr,
         "engine.warmup_steps": setting.warmup_steps,
         "engine.betas": setting.betas,
@@ -44,10 +48,17 @@ def train(setting: Setting, out: Path, overrides: Sequence[str]) -> Report:
     )
     config = load_config(overrides=overrides, base=with_settings(Config(), settings))
     trainer = Trainer(setting.model, algorithm, out=out, config=config, progress=False)
-    pool = raw.tasks(POOL, setting.seed)
+    pool = chosen.tasks(POOL, setting.seed)
     assert planned(pool, setting.steps, len(setting.train[0]), setting.seed) == setting.train
-    trainer.fit(WaitingAgent(setting.tool_seconds) if setting.tool_seconds else raw.agent, pool)
+    trainer.fit(WAITING[setting.demo](setting.tool_seconds) if setting.tool_seconds else chosen.agent, pool)
     return asyncio.run(_report(trainer))
+
+
+def _newest(checkpoints: Checkpoints, step: int) -> Path:
+    """A step that taught nothing has no checkpoint of its own: its weights are those of the one before."""
+    newest = checkpoints.newest(step)
+    assert newest is not None, f"no checkpoint at or before step {step}"
+    return checkpoints.path(newest)
 
 
 async def _report(trainer: Trainer) -> Report:
@@ -60,7 +71,7 @@ async def _report(trainer: Trainer) -> Report:
         await store.close()
     seconds = {point.step: point.values for point in points if "seconds/rollout" in point.values}
     first = sum(seconds[0][f"seconds/{phase}"] for phase in ("rollout", "train", "checkpoint"))
-    folder = trainer.out / "checkpoints"
+    checkpoints = Checkpoints(trainer.out / "checkpoints", keep=1)
     return Report(
         ready=records[0].at - first,
         steps=[
@@ -68,7 +79,7 @@ async def _report(trainer: Trainer) -> Report:
                 record.step + 1,
                 record.at,
                 record.metrics["reward"],
-                str((folder / record.checkpoint / "weights.safetensors").resolve()),
+                str((_newest(checkpoints, record.step + 1) / "weights.safetensors").resolve()),
             )
             for record in records
         ],

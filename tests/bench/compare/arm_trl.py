@@ -3,60 +3,29 @@
     .venv-trl/bin/python tests/bench/compare/arm_trl.py SETTING OUT [--threads N] [--vllm]
 
 Everything TRL has a setting for is set as on our side, everything else is TRL's default, with three exceptions that make it
-faster on a CPU: no gradient checkpointing, float32, and all rollouts of a step in one batch. Its tools are the example's
-own, with the same texts for what goes wrong; a call may be as long as the agent allows, and a rollout has as many.
+faster on a CPU: no gradient checkpointing, no mixed precision in float32, and all rollouts of a step in one batch, or in
+micro-batches of `--rows` where a batch would not fit into memory. Its tools are the example's own (`trl_agents.py`), with the
+same texts for what goes wrong; a call may be as long as the agent allows, and a rollout has as many.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import inspect
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from lightning.types import Task
-from lightning_examples.raw_python.agent import FUNCTIONS, MAX_CALLS, MAX_TOKENS, SYSTEM, TOOLS, grade, run_tool
 from safetensors.torch import save_file
 from setting import Report, Setting, Step, versions_of
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.chat_template_utils import qwen3_template
 from trl.generation import vllm_generation
-from waiting import set_tool_seconds
-
-MAX_ROLLOUT_TOKENS = 700
-"""All responses and tool results of a rollout: more than `MAX_CALLS` of `MAX_TOKENS` and their results ever need."""
-Message = Mapping[str, object]
-
-
-def as_tool(name: str) -> Callable[..., str]:
-    """One of the example's tools as `transformers` wants it: typed, with a docstring; errors are texts for the model."""
-    function = FUNCTIONS[name]
-    schema = next(tool["function"] for tool in TOOLS if tool["function"]["name"] == name)
-
-    @functools.wraps(function)
-    def tool(**arguments: object) -> str:
-        return run_tool(name, json.dumps(arguments))
-
-    described = [f"    {parameter}: Its {parameter}." for parameter in inspect.signature(function).parameters]
-    tool.__doc__ = "\n".join([str(schema["description"]), *(["", "Args:", *described] if described else [])])
-    return tool
-
-
-def reward(completions: Sequence[Sequence[Message]], expected: Sequence[int], **_: object) -> list[float]:
-    """The example's own grade of each rollout's last answer; none for one that ends in a tool call or its result."""
-    rewards = []
-    for completion, answer in zip(completions, expected, strict=True):
-        last = completion[-1]
-        answered = last["role"] == "assistant" and not last.get("tool_calls")
-        rewards.append(grade(str(last["content"] or ""), Task(input="", expected=answer)) if answered else 0.0)
-    return rewards
+from trl_agents import TrlAgent, agent_of
+from waiting import slowly
 
 
 class Stages(TrainerCallback):
@@ -83,22 +52,26 @@ class Stages(TrainerCallback):
             self.steps[-1] = Step(last.step, last.at, float(logs["reward"]), last.weights)
 
 
-def configuration(setting: Setting, out: Path, *, vllm: bool) -> GRPOConfig:
-    """The setting in TRL's words."""
+def configuration(
+    setting: Setting, agent: TrlAgent, stops: Mapping[str, object], out: Path, *, rows: int, vllm: bool
+) -> GRPOConfig:
+    """The setting in TRL's words; `rows` of a step's rollouts at a time, 0 for all of them."""
     server = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024} if vllm else {}
+    rollouts = setting.group_size * len(setting.train[0])
+    rows = rows or rollouts
     return GRPOConfig(
         output_dir=str(out / "trl"),
         seed=setting.seed,
         max_steps=setting.steps,
         num_generations=setting.group_size,
-        per_device_train_batch_size=setting.group_size * len(setting.train[0]),
-        gradient_accumulation_steps=1,
-        steps_per_generation=1,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=rollouts // rows,
+        steps_per_generation=rollouts // rows,
         shuffle_dataset=False,
         temperature=1.0,
-        max_completion_length=MAX_ROLLOUT_TOKENS,
-        max_tool_calling_iterations=MAX_CALLS - 1,
-        generation_kwargs={"max_tokens" if vllm else "max_new_tokens": MAX_TOKENS},
+        max_completion_length=agent.rollout_tokens,
+        max_tool_calling_iterations=agent.max_calls - 1,
+        generation_kwargs={"max_tokens" if vllm else "max_new_tokens": agent.max_tokens} | stops,
         loss_type="dapo",  # every token of the step counts the same
         scale_rewards="group",
         beta=0.0,
@@ -106,7 +79,7 @@ def configuration(setting: Setting, out: Path, *, vllm: bool) -> GRPOConfig:
         epsilon_high=setting.clip_high,
         max_grad_norm=setting.max_grad_norm,
         use_cpu=True,
-        bf16=False,
+        bf16=setting.dtype == "bfloat16",
         gradient_checkpointing=False,
         save_strategy="no",
         logging_steps=1,
@@ -150,14 +123,23 @@ def mend_weight_sync(trainer: GRPOTrainer, out: Path) -> None:
     trainer.vllm_generation.sync_weights = sync_weights
 
 
-def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
+def ending(agent: TrlAgent, tokenizer: PreTrainedTokenizerBase, *, vllm: bool) -> dict[str, object]:
+    """What ends a reply besides the model's own word for it, in the words of what samples."""
+    if not agent.stop:
+        return {}
+    if vllm:
+        return {"stop": [agent.stop], "include_stop_str_in_output": True}
+    stops = [token for token in range(len(tokenizer)) if agent.stop in tokenizer.decode([token])]
+    return {"eos_token_id": [tokenizer.eos_token_id, *stops]}
+
+
+def train(setting: Setting, out: Path, *, threads: int, rows: int, vllm: bool) -> Report:
     """Take the setting's steps with TRL."""
     torch.set_num_threads(threads)
-    set_tool_seconds(setting.tool_seconds)
+    agent = agent_of(setting.demo)
     tokenizer = AutoTokenizer.from_pretrained(setting.model, padding_side="left")
-    tokenizer.response_template = qwen3_template  # the model calls tools as Qwen3 does
+    agent.prepare(tokenizer)
     questions = [task for step in setting.train for task in step]
-    system = {"role": "system", "content": SYSTEM}
     stages = Stages(out / "weights")
     model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=torch.float32)
     if vllm:
@@ -165,13 +147,13 @@ def train(setting: Setting, out: Path, *, threads: int, vllm: bool) -> Report:
     trainer = GRPOTrainer(
         model=model,
         optimizers=optimizer(setting, model),
-        reward_funcs=reward,
-        args=configuration(setting, out, vllm=vllm),
+        reward_funcs=agent.reward,
+        args=configuration(setting, agent, ending(agent, tokenizer, vllm=vllm), out, rows=rows, vllm=vllm),
         train_dataset=Dataset.from_list(
-            [{"prompt": [system, {"role": "user", "content": text}], "expected": answer} for text, answer in questions]
+            [{"prompt": agent.prompt(text), "expected": answer} for text, answer in questions]
         ),
         processing_class=tokenizer,
-        tools=[as_tool(name) for name in FUNCTIONS],
+        tools=[slowly(tool, setting.tool_seconds) if setting.tool_seconds else tool for tool in agent.tools],
         callbacks=[stages],
     )
     if vllm:
@@ -189,7 +171,8 @@ if __name__ == "__main__":
     parser.add_argument("setting", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--threads", type=int, default=1, help="torch's threads")
+    parser.add_argument("--rows", type=int, default=0, help="rollouts in a forward and backward pass; 0: all of a step")
     parser.add_argument("--vllm", action="store_true", help="sample with vLLM in TRL's process")
     given = parser.parse_args()
-    report = train(Setting.read(given.setting), given.out, threads=given.threads, vllm=given.vllm)
+    report = train(Setting.read(given.setting), given.out, threads=given.threads, rows=given.rows, vllm=given.vllm)
     report.write(given.out / "report.json")

@@ -1,6 +1,7 @@
 """lightning beside TRL's `GRPOTrainer`: the same model, tasks, seeds, rollouts and rates, to the same held-out reward.
 
-    python tests/bench/compare/compare.py [--seeds 0 1 2] [--steps 15] [--arms lightning trl] [--out bench/compare]
+    python tests/bench/compare/compare.py [--demo calculator --dtype bfloat16] [--seeds 0 1 2] [--steps 10]
+        [--arms lightning trl]
 
 Each arm runs alone, in a process of its own, and is measured from outside: wall seconds, and the CPU-seconds of its whole
 process tree. It writes its weights after each step; all of them are evaluated afterwards, by one script, with the real agent
@@ -24,7 +25,7 @@ from typing import cast
 
 from evaluate import judging
 from lightning.demos import Demo
-from lightning_examples.raw_python.demo import demo
+from lightning.plugins import plugins
 from plan import POOL, planned
 from setting import Report, Setting
 from summary import Point, Run, publish, say
@@ -66,16 +67,18 @@ ARMS = {
 }  # fmt: skip
 
 
-def setting_of(raw: Demo, seed: int, tool_seconds: float, given: argparse.Namespace) -> Setting:
-    """The setting under which `lightning demo raw` trains, in words that both sides understand."""
-    algorithm = raw.algorithm()
+def setting_of(demo: Demo, seed: int, tool_seconds: float, given: argparse.Namespace) -> Setting:
+    """The setting under which a demonstration trains, in words that both sides understand."""
+    algorithm = demo.algorithm()
     return Setting(
-        model=str(raw.model),
+        demo=demo.name,
+        model=str(demo.model),
+        dtype=given.dtype,
         seed=seed,
         steps=given.steps,
         group_size=algorithm.group_size,
-        lr=cast(float, raw.settings["engine.lr"]),
-        warmup_steps=cast(int, raw.settings["engine.warmup_steps"]),
+        lr=cast(float, demo.settings["engine.lr"]),
+        warmup_steps=cast(int, demo.settings["engine.warmup_steps"]),
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.0,
@@ -83,7 +86,7 @@ def setting_of(raw: Demo, seed: int, tool_seconds: float, given: argparse.Namesp
         clip_low=0.2,
         clip_high=0.28,
         tool_seconds=tool_seconds,
-        train=planned(raw.tasks(POOL, seed), given.steps, given.tasks_per_step, seed),
+        train=planned(demo.tasks(POOL, seed), given.steps, given.tasks_per_step, seed),
     )
 
 
@@ -101,7 +104,7 @@ def make_environment() -> None:
         subprocess.run([uv, "venv", "--python", sys.executable, TRL], check=True)
     install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *torch]
     overrides = ["--overrides", str(HERE / "trl-overrides.txt")]
-    subprocess.run([*install, *overrides, "-r", HERE / "trl.txt", "-e", ".[openai]"], check=True, cwd=ROOT)
+    subprocess.run([*install, *overrides, "-r", HERE / "trl.txt", "-e", ".[openai,autogen]"], check=True, cwd=ROOT)
     ready.write_text(wanted)
 
 
@@ -132,17 +135,17 @@ def measure(name: str, setting: Setting, folder: Path, extra: Sequence[str]) -> 
     )
 
 
-def judge_all(out: Path, every: int, held_out: int) -> None:
+def judge_all(demo: Demo, out: Path, every: int, held_out: int) -> None:
     """Evaluate every run that was trained and not evaluated yet: every so many steps, the last one, and the untrained model."""
     waiting = [
         folder.parent for folder in sorted(out.glob(f"*/*/seed-*/{TRAINED}")) if not (folder.parent / DONE).is_file()
     ]
     if not waiting:
         return
-    raw, base = demo(), out / f"base-{held_out}.json"
-    with judging(raw, held_out, log=out / "evaluation.log") as judge:
+    base = out / f"base-{held_out}.json"
+    with judging(demo, held_out, log=out / "evaluation.log") as judge:
         if not base.is_file():
-            base.write_text(json.dumps(judge(raw.model / "model.safetensors")) + "\n")
+            base.write_text(json.dumps(judge(demo.model / "model.safetensors")) + "\n")
         for folder in waiting:
             run = Run.read(folder / TRAINED)
             tell(f"evaluating {run.arm}, seed {run.seed} ...")
@@ -158,7 +161,7 @@ def tell(text: str) -> None:
     sys.stdout.flush()
 
 
-def train_all(given: argparse.Namespace) -> list[str]:
+def train_all(demo: Demo, given: argparse.Namespace) -> list[str]:
     """Train what was not trained yet, one run at a time; what failed, in words."""
     failed = []
     for seed, tool_seconds, name in itertools.product(given.seeds, given.tool_seconds, given.arms):
@@ -169,7 +172,7 @@ def train_all(given: argparse.Namespace) -> list[str]:
         tell(f"training {what} ...")
         extra = [part for item in given.set for part in ("--set", item)] if name.startswith("lightning") else []
         try:
-            run = measure(name, setting_of(demo(), seed, tool_seconds, given), folder, extra)
+            run = measure(name, setting_of(demo, seed, tool_seconds, given), folder, extra)
         except RuntimeError as error:
             failed.append(f"{what}: {error}")
             continue
@@ -179,15 +182,17 @@ def train_all(given: argparse.Namespace) -> list[str]:
 
 def main(given: argparse.Namespace) -> int:
     """Run what is missing, then say what was seen."""
+    given.out = given.out or Path("bench") / ("compare" if given.demo == "tiny" else f"compare-{given.demo}")
     given.out.mkdir(parents=True, exist_ok=True)
+    demo = plugins().demo(given.demo)()
     if any(ARMS[name].requirements for name in given.arms):
         make_environment()
-    failed = train_all(given)
-    judge_all(given.out, given.eval_every, given.held_out)
+    failed = train_all(demo, given)
+    judge_all(demo, given.out, given.eval_every, given.held_out)
     runs = [Run.read(file) for file in sorted(given.out.glob(f"*/*/seed-*/{DONE}"))]
     tell(say(runs))
     if given.publish and runs:
-        publish(runs, ROOT / "docs")
+        publish(runs, ROOT / "docs", "comparison" if given.demo == "tiny" else f"comparison-{given.demo}")
     for text in failed:
         tell(f"failed: {text}")
     return bool(failed)
@@ -197,6 +202,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=["lightning", "trl"], metavar="ARM",
                         help=f"what to run: {', '.join(ARMS)}")  # fmt: skip
+    parser.add_argument("--demo", choices=["tiny", "calculator"], default="tiny", help="whose agent, tasks and model")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="what both sides compute in"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps")
     parser.add_argument("--tasks-per-step", type=int, default=16, help="tasks of a step, 8 rollouts each")
@@ -205,6 +214,6 @@ if __name__ == "__main__":
     parser.add_argument("--eval-every", type=int, default=1, help="evaluate the weights of every so many steps")
     parser.add_argument("--held-out", type=int, default=200, help="held-out tasks")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of lightning's")
-    parser.add_argument("--out", type=Path, default=Path("bench/compare"), help="where runs are kept")
+    parser.add_argument("--out", type=Path, help="where runs are kept; default: bench/compare, or bench/compare-DEMO")
     parser.add_argument("--publish", action="store_true", help="write docs/comparison.md and its picture")
     sys.exit(main(parser.parse_args()))

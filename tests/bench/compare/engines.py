@@ -2,7 +2,7 @@
 
     python tests/bench/compare/engines.py [--engines torch verl-1 verl-2] [--seeds 0 1 2] [--steps N]
 
-Every run is `lightning demo raw` in a process of its own, with its own vLLM and, for verl, its own Ray; nothing but the
+Every run is `lightning demo tiny` in a process of its own, with its own vLLM and, for verl, its own Ray; nothing but the
 engine differs. A finished run is one JSON file, so that the same command goes on where it was stopped; a broken one is told
 and tried again the next time, and runs with other settings are refused: they want another `--out`. `--publish` writes the
 table and the picture in `docs/multi-gpu.md`.
@@ -45,7 +45,7 @@ def command(engine: str, seed: int, folder: Path, given: argparse.Namespace) -> 
     if given.steps is not None:
         settings.append(f"trainer.steps={given.steps}")
     return [
-        sys.executable, "-m", "lightning", "demo", "raw", *ENGINES[engine], "--seed", str(seed), "--out", str(folder),
+        sys.executable, "-m", "lightning", "demo", "tiny", *ENGINES[engine], "--seed", str(seed), "--out", str(folder),
         "--held-out", str(given.held_out), *(part for item in settings for part in ("--set", item)),
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from lightning.trainer.plan import tasks_of_step
 from lightning.types import Task
 
 POOL = 4000
-"""Training tasks to draw from, as in `lightning demo raw`."""
+"""Training tasks to draw from, as in `lightning demo`."""
 
 
 def planned(pool: Sequence[Task], steps: int, count: int, seed: int) -> list[list[tuple[str, int]]]:

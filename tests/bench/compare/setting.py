@@ -14,9 +14,12 @@ from repeats import Kept
 class Setting(Kept):
     """Everything that decides what is sampled and trained. `train[step]` are the tasks of a step, each `(input, expected)`;
     `group_size` rollouts are sampled for each. Rates and betas are AdamW's, ratios are clipped to [1 - low, 1 + high], and
-    every tool takes `tool_seconds` longer than its own work."""
+    every tool takes `tool_seconds` longer than its own work. The agent, the tasks and the model are those of the demonstration
+    `demo`; both sides compute in `dtype`, with float32 weights."""
 
+    demo: str
     model: str
+    dtype: str
     seed: int
     steps: int
     group_size: int

@@ -49,7 +49,7 @@ def a_run(
     )
 
 
-def a_result(variant: str = BASE, seed: int = 0, after: float = 0.8, demo: str = "raw") -> Result:
+def a_result(variant: str = BASE, seed: int = 0, after: float = 0.8, demo: str = "tiny") -> Result:
     return Result(
         demo=demo,
         variant=variant,
@@ -157,7 +157,24 @@ class TestPage:
 
 class TestFiles:
     def test_setting_and_report_survive_their_files(self, tmp_path: Path):
-        setting = Setting("m", 1, 1, 8, 1e-3, 3, (0.9, 0.95), 1e-8, 0.0, 1.0, 0.2, 0.28, 0.05, [[("a", 1), ("b", 2)]])
+        setting = Setting(
+            "tiny",
+            "m",
+            "float32",
+            1,
+            1,
+            8,
+            1e-3,
+            3,
+            (0.9, 0.95),
+            1e-8,
+            0.0,
+            1.0,
+            0.2,
+            0.28,
+            0.05,
+            [[("a", 1), ("b", 2)]],
+        )
         setting.write(tmp_path / "setting.json")
         assert Setting.read(tmp_path / "setting.json") == setting
         assert setting.described()["tasks_per_step"] == 2
@@ -234,16 +251,26 @@ class TestTables:
 
     def test_every_suite_that_was_run_has_a_table_with_the_untrained_policy(self):
         text = tables([a_result(), a_result("rloo", after=0.7), a_result("bold", after=0.9)])
-        assert "### `raw`: low level" in text
-        assert "### `raw`: own" in text
-        assert "### `raw`: credit" not in text
+        assert "### `tiny`: low level" in text
+        assert "### `tiny`: own" in text
+        assert "### `tiny`: credit" not in text
         assert text.count("| untrained, 3 evaluations | | 0.300 ± 0.000 |") == 2
         assert "9 ok" in text
 
+    def test_how_far_trainer_and_sampler_were_apart_is_told_by_variant(self):
+        measured = [
+            replace(a_result(seed=seed), mismatch={"masked_share": 0.002, "ess": 0.9 + seed / 10}) for seed in (0, 1)
+        ]
+        text = tables([*measured, replace(a_result("uncorrected"), mismatch={"masked_share": 0.0})])
+        assert "### `tiny`: mismatch" in text
+        assert "- `grpo`: masked_share 0.00200 ± 0.00000, ess 0.95000 ± 0.07071" in text
+        assert "- `uncorrected`: masked_share 0.00000" in text
+        assert "masked_share" not in tables([a_result()])
+
     def test_a_result_survives_its_file(self, tmp_path: Path):
         result = replace(a_result(), evaluations=[[0, 0.3]])
-        result.write(tmp_path / "raw" / "seed-0.json")
-        assert Result.read(tmp_path / "raw" / "seed-0.json") == result
+        result.write(tmp_path / "tiny" / "seed-0.json")
+        assert Result.read(tmp_path / "tiny" / "seed-0.json") == result
 
 
 def by_engine(engine: str, seed: int, after: float, gap: float | None = 1e-5) -> engines_table.Result:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lightning.algorithms.protocol import Algorithm
 from lightning.demos import Demo
 from lightning.errors import ConfigError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.plugins import plugins
 
 BASE = "grpo"
@@ -53,8 +54,17 @@ LOW_LEVELS: Mapping[str, Variant] = {
     "ppo": Variant("ppo", _DEMO, "PPO"),
 }
 """How single calls are trained; credit is identical, but for PPO's critic."""
-SUITES: Mapping[str, Mapping[str, Variant]] = {"Credit": CREDITS, "Low level": LOW_LEVELS}
-VARIANTS: Mapping[str, Variant] = {**CREDITS, **LOW_LEVELS}
+MISMATCH: Mapping[str, Variant] = {
+    BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "masked and dual-clipped (the base)"),
+    "uncorrected": Variant("grpo", {**_DEMO, "correction": NO_CORRECTION}, "without a correction"),
+    "icepop": Variant("grpo", {**_DEMO, "correction": "icepop"}, "IcePop"),
+    "tis": Variant("grpo", {**_DEMO, "correction": "tis"}, "TIS"),
+}
+"""What is done about tokens on which trainer and sampler disagree: worth a run where they do (old weights, bfloat16)."""
+SUITES: Mapping[str, Mapping[str, Variant]] = {"Credit": CREDITS, "Low level": LOW_LEVELS, "Mismatch": MISMATCH}
+USUAL = (*CREDITS, *(name for name in LOW_LEVELS if name not in CREDITS))
+"""The variants that run where none are named."""
+VARIANTS: Mapping[str, Variant] = {**MISMATCH, **CREDITS, **LOW_LEVELS}
 
 
 def choose(names: Sequence[str], own: Sequence[str]) -> dict[str, Variant]:

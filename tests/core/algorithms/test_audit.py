@@ -12,14 +12,14 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.algorithms.sft import SFT
-from lightning.audit import audit, rebuild_algorithm
+from lightning.audit import audit
 from lightning.credit import Critic, GiGPO
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
 from lightning.trainer.collect import all_rollouts, load_groups, record_step
 from lightning.trainer.critic import fresh_values
 from lightning.trainer.plan import tasks_of_step, train_rollouts
-from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -59,7 +59,7 @@ async def trained(algorithm: Algorithm) -> MemoryStore:
         )
     batch = algorithm.batch(groups)
     assert batch.samples
-    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}))
+    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
     return store
 
 
@@ -94,10 +94,12 @@ class OnesOwn:
 def test_an_object_that_only_its_author_can_make_is_recorded_but_not_made_again(algorithm: LightningRL) -> None:
     described = describe_algorithm(algorithm)
     assert "OnesOwn" in str(described["arguments"])
-    assert rebuild_algorithm(Run("run", "run", {"algorithm": described})) is None
+    assert rebuild_algorithm({"algorithm": described}) is None
 
 
-def test_arguments_that_no_algorithm_takes_are_an_error_that_names_the_run() -> None:
+def test_arguments_that_no_algorithm_takes_are_an_error_that_names_them() -> None:
     described = describe_algorithm(LightningRL()) | {"arguments": {"credit": {"gamma": 0.9}}}
-    with pytest.raises(ConfigError, match=r"no longer takes the arguments of run 'run': credit=\{'gamma': 0.9\}"):
-        rebuild_algorithm(Run("run", "run", {"algorithm": described}))
+    with pytest.raises(
+        ConfigError, match=r"'lightning_rl' no longer takes the recorded arguments: credit=\{'gamma': 0.9\}"
+    ):
+        rebuild_algorithm({"algorithm": described})

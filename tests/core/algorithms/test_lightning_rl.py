@@ -17,6 +17,7 @@ from lightning.errors import ConfigError, DataError, PluginError
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
+from lightning.trainer.runs import describe_algorithm
 from lightning.types import StepReward, VersionRun, logprobs, token_ids
 
 TWO_CALLS = [((1, 2), (3,)), ((1, 2, 3, 4), (5, 6))]
@@ -257,8 +258,9 @@ def test_loss_has_the_algorithms_bounds() -> None:
 
 def test_it_is_made_again_from_its_name_and_fields() -> None:
     algorithm = LightningRL("rloo", group_size=4, credit="discounted", normalization="token-mean")
-    values = {item.name: getattr(algorithm, item.name) for item in dataclasses.fields(algorithm)}
-    assert plugins().algorithm(algorithm.name)(**json.loads(json.dumps(values))) == algorithm
+    described = json.loads(json.dumps(describe_algorithm(algorithm)))
+    assert {item.name for item in dataclasses.fields(algorithm)} == described["arguments"].keys()
+    assert plugins().algorithm(algorithm.name)(**described["arguments"]) == algorithm
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_it_is_made_again_from_its_name_and_fields() -> None:
         ({"normalization": "token_mean"}, "did you mean 'token-mean'"),
         ({"group_size": 1}, "group_size=1"),
         ({"low_level": "reinforce++", "group_size": 0}, "group_size=0"),
-        ({"tis_cap": 0.0}, "tis_cap=0"),
+        ({"correction": "iecpop"}, "did you mean 'icepop'"),
         ({"kl_estimator": "k4"}, "unknown kl_estimator 'k4'"),
         ({"kl_coefficient": float("nan")}, "kl_coefficient=nan"),
         ({"value_coefficient": -1.0}, "value_coefficient=-1"),

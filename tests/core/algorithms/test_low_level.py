@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, whiten
 from lightning.batch.trajectory import Trajectory
+from lightning.losses.correction import Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group, make_trajectory
@@ -66,9 +67,11 @@ def test_each_is_a_plugin_that_a_runs_record_makes_again(name: LowLevel) -> None
 @pytest.mark.parametrize("name", TABLE)
 def test_given_fields_win(name: LowLevel) -> None:
     given = {"clip_low": 0.0, "clip_high": 0.5, "normalization": "sequence-mean", "dynamic_sampling": name != "dapo"}
-    algorithm = LightningRL(name, **given, kl_coefficient=0.1, kl_estimator="k3", tis_cap=2.0, entropy_coefficient=0.5)
+    algorithm = LightningRL(
+        name, **given, kl_coefficient=0.1, kl_estimator="k3", correction="tis", entropy_coefficient=0.5
+    )
     assert {field: getattr(algorithm, field) for field in given} == given
-    loss = ClippedPolicyGradient(0.0, 0.5, 0.5, "cispo" if name == "cispo" else "clip", 0.1, "k3", 2.0)
+    loss = ClippedPolicyGradient(0.0, 0.5, 0.5, "cispo" if name == "cispo" else "clip", 0.1, "k3", Correction("tis"))
     assert algorithm.loss == loss
     assert loss.needs_reference
 

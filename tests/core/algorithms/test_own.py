@@ -47,7 +47,7 @@ GROUPS = [make_group([1.0, 0.0, 0.75], group="a"), make_group([0.0, 0.5], group=
 
 
 def test_a_loss_is_lightning_rl_with_that_loss() -> None:
-    algorithm = reinforce("rloo", group_size=4, kl_coefficient=0.1, tis_cap=3.0)
+    algorithm = reinforce("rloo", group_size=4, kl_coefficient=0.1, correction="tis")
     assert isinstance(algorithm, LightningRL)
     assert (algorithm.name, algorithm.low_level, algorithm.group_size) == ("reinforce", "rloo", 4)
     usual = LightningRL("rloo", group_size=4).batch(GROUPS)

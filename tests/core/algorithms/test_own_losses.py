@@ -18,6 +18,7 @@ from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
+from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.likelihood import NegativeLogLikelihood
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
@@ -103,7 +104,7 @@ def train(folder: Path) -> Iterator[Callable[[Algorithm], dict[str, float]]]:
     opened = []
 
     def step(algorithm: Algorithm) -> dict[str, float]:
-        engine = TorchEngine(device="cpu", dtype="float32")
+        engine = TorchEngine(device="cpu", dtype="float32", max_nonfinite_steps=0)
         opened.append(engine)
         engine.open(folder, OptimizerConfig(lr=1e-3), seed=0)
         batch = algorithm.batch([GROUP])
@@ -159,11 +160,11 @@ def test_a_loss_that_prepares_is_prepared(
         train(make(Prepared(float("nan"))))
 
 
-def test_with_tis_cap_a_loss_prepares_from_the_trainers_own_logprobs() -> None:
+def test_where_the_correction_is_decoupled_a_loss_prepares_from_the_trainers_own_logprobs() -> None:
     loss = Prepared()
     step = StepTokens(*(np.full(2, value) for value in (-1.0, -3.0, 1.0, 1.0, 0)), None, np.zeros(2, np.int64), ())  # type: ignore[arg-type]
-    for cap, old in ((None, -3.0), (2.0, -1.0)):
-        made = from_loss(loss)(tis_cap=cap).loss
+    for correction, old in (("mask", -3.0), ("tis", -1.0)):
+        made = from_loss(loss)(correction=correction).loss
         assert isinstance(made, StepLoss)
         made.prepare(step)
         assert loss.steps[-1].old_logprobs.tolist() == [old] * 2
@@ -189,7 +190,7 @@ def test_a_whole_loss_is_taken_as_it_is(train: Callable[[Algorithm], dict[str, f
 def test_a_function_of_each_token_is_weighted_wherever_it_is_given(
     train: Callable[[Algorithm], dict[str, float]],
 ) -> None:
-    expected = train(with_loss(ClippedPolicyGradient(surrogate=plain)))
+    expected = train(with_loss(ClippedPolicyGradient(surrogate=plain, correction=NO_CORRECTION)))
     for algorithm in (with_loss(plain), bringing(plain)):
         assert train(algorithm) == pytest.approx(expected)
     with pytest.raises(ConfigError, match=r"the loss <lambda> returned a tensor of shape \(\) for 6 tokens"):
@@ -213,6 +214,12 @@ def test_the_digest_of_a_batch_names_the_loss_that_was_given(loss: Loss) -> None
     assert (
         batch_digest(rows([GROUP], loss)) == batch_digest(dataclasses.replace(batch, loss=loss)) != batch_digest(batch)
     )
+
+
+def test_the_digest_of_a_batch_tells_one_correction_from_another() -> None:
+    losses = [ClippedPolicyGradient(correction=Correction(kind)) for kind in ("mask", "tis", "tis")]  # type: ignore[arg-type]
+    mask, tis, same = (batch_digest(rows([GROUP], loss)) for loss in losses)
+    assert mask != tis == same
 
 
 def test_clips_are_said_once_to_do_nothing(caplog: pytest.LogCaptureFixture) -> None:

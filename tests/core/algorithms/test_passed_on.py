@@ -42,7 +42,7 @@ def test_shaped_rewards_are_trained_with_the_loss_that_was_asked_for() -> None:
     assert algorithm.batch(GROUPS).loss_for(algorithm) == LightningRL("gspo", kl_coefficient=0.25).loss
 
 
-@pytest.mark.parametrize("inner", [LightningRL("cispo", tis_cap=2.0), SFT(), DPO(beta=0.3)])
+@pytest.mark.parametrize("inner", [LightningRL("cispo", correction="tis"), SFT(), DPO(beta=0.3)])
 def test_any_algorithm_can_be_passed_on(inner: LightningRL | SFT | DPO) -> None:
     @from_batch
     def outer(groups: Sequence[Group]) -> Batch:

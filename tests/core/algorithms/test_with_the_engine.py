@@ -29,7 +29,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dpo": DPO(beta=1.0),
     "sft": SFT(),
     "kl": LightningRL("grpo", kl_coefficient=0.01),
-    "tis": LightningRL("gspo", tis_cap=2.0),
+    "tis": LightningRL("gspo", correction="tis"),
 }
 
 
@@ -113,6 +113,6 @@ def test_a_few_steps_prefer_the_better_rollouts(name: str, folder: Path, engine:
         assert first["reference_kl"] == pytest.approx(0.0, abs=1e-6)
         assert result.metrics["reference_kl"] > 0.0
     if name == "tis":
-        assert first["tis_weight"] == pytest.approx(1.0, abs=1e-5)
+        assert first["correction_weight"] == pytest.approx(1.0, abs=1e-5)
     if name == "gspo":
         assert result.metrics["clip_fraction"] > 0.5  # on the same rollouts for the third time

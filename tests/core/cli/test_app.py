@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from lightning.cli import app
@@ -118,3 +120,33 @@ def test_help_imports_none_of_the_commands() -> None:
 def test_a_module_is_a_command_too() -> None:
     ran = subprocess.run([sys.executable, "-m", "lightning", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith("lightning 0.")
+
+
+def test_threads_that_wait_sleep_unless_the_environment_says_otherwise(
+    lightning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for given, expected in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        lightning("--version")
+        assert os.environ["OMP_WAIT_POLICY"] == expected
+
+
+def test_train_refuses_an_argument_that_the_algorithm_does_not_take(lightning, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text('{"input": "1 + 1"}\n')
+    options = (
+        "train",
+        "--model",
+        str(tmp_path),
+        "--tasks",
+        str(tmp_path / "tasks.jsonl"),
+        "--out",
+        str(tmp_path / "run"),
+    )
+    ran = lightning(*options, "--runner", "remote", "--algorithm", "grpo:grop_size=8")
+    assert ran.code == 2
+    assert "grpo has no argument 'grop_size'; did you mean 'group_size'? It takes: " in ran.err
+    assert "kl_coefficient (a number)" in ran.err
+    assert not (tmp_path / "run").exists()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from lightning.cli import adapters, doctor, installed
 from lightning.plugins import Plugins
+from lightning.testing.tiny_families import make_tiny_family
 
 
 @pytest.fixture
@@ -115,3 +117,26 @@ def test_extras_are_read_from_the_metadata(monkeypatch: pytest.MonkeyPatch) -> N
     a, b = installed.extras()
     assert (a.name, a.versions, a.missing) == ("a", {"one": "1.0"}, [])
     assert (b.name, b.versions, b.missing) == ("b", {"one": "1.0", "two": None}, ["two"])
+
+
+def test_doctor_says_whether_a_model_folder_can_be_trained(lightning, tmp_path: Path) -> None:
+    model = make_tiny_family(tmp_path / "model", "qwen3_next")
+    report = json.loads(lightning("doctor", "--model", str(model), "--json").out)
+    found = check(report, "model")
+    assert (found["status"], "mtp.fc.* (1), mtp.norm.* (1)" in found["detail"]) == ("ok", True)
+    assert check(report, "chat template")["status"] == "ok"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    for template, said in (
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", "does not show the tools"),
+        ("{% if tools %}{{ raise_exception('no tools here') }}{% endif %}", "not rendered: no tools here"),
+    ):
+        (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        told = check(json.loads(lightning("doctor", "--model", str(model), "--json").out), "chat template")
+        assert (told["status"], told["cure"] != "", said in told["detail"]) == ("low", True, True)
+        assert ("--chat-template" in told["cure"]) == ("show" in said)
+    (model / "model.safetensors").unlink()
+    ran = lightning("doctor", "--model", str(model), "--json")
+    found = check(json.loads(ran.out), "model")
+    assert (ran.code, found["status"]) == (1, "broken")
+    assert "it lacks weights (model.safetensors)" in found["detail"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from lightning.cli import runs as runs_module
 from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, keep_epochs, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.types import Rollout, Task
+from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, Task
 
 
 def test_list(lightning, runs: Path) -> None:
@@ -161,3 +162,62 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
         ran = lightning(*command)
         assert "hunter2" not in ran.out + ran.err, command
         assert (shown in ran.out + ran.err) is named, (command, ran)
+
+
+def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed(lightning, tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = plugins().store(sqlite_url(tmp_path / "lightning.db"))
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        ends = (Outcome(reward=0.5, rewards={"correct": 0.25}), Outcome(fault=Fault.AGENT, error="broken"))
+        for step, outcome in enumerate(ends):
+            await store.create_rollouts([Rollout(f"v{step}", "run", Task(1), "g", split="val", step=step)])
+            (lease,) = await store.lease("run", "worker", limit=1)
+            await store.complete(lease.rollout.id, lease.attempt, outcome)
+        await store.close()
+
+    asyncio.run(fill())
+    shown = lightning("runs", "show", "run", "--runs", str(tmp_path)).out
+    assert "held-out after 0 steps: 0.500, correct 0.250 over 1 tasks" in shown
+    assert "held-out after 1 steps: - over 1 tasks" in shown
+
+
+def test_what_changed_while_a_run_lived_is_listed(lightning, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "second"
+    folder.mkdir(parents=True)
+
+    async def fill() -> None:
+        store = plugins().store(sqlite_url(folder / "lightning.db"))
+        await store.open()
+        run = await store.put_run(Run("second", "second", {"seed": 1, "forked_from": "first@20"}))
+        epochs = [*await read_epochs(store, run), Epoch(1, 1, {**run.config, "seed": 2}, 5.0)]
+        await keep_epochs(store, run, epochs)
+        for step, threads in ((0, 1), (1, 1), (2, 4)):
+            context: dict[str, Json] = {"epoch": int(step > 0), "threads": threads}
+            await store.commit_step(StepRecord("second", step, step + 1, (), (), f"{step}", context=context))
+        await store.close()
+
+    asyncio.run(fill())
+    place = ("--runs", str(folder.parent))
+    shown = lightning("runs", "show", "second", *place).out
+    assert "forked from first@20" in shown
+    assert "config epoch 1, from step 1 on:\n  seed 1 → 2" in shown
+    found = json.loads(lightning("runs", "show", "second", "--json", *place).out)
+    assert [epoch["first"] for epoch in found["epochs"]] == [0, 1]
+    assert found["steps"][2]["context"] == {"epoch": 1, "threads": 4}
+    audited = lightning("audit", "second", *place).out
+    assert "warning from step 2 on sums are rounded otherwise than before: threads 1 → 4" in audited
+    assert "3 steps in 2 config epochs" in audited
+
+
+def test_train_forks_what_it_is_told_to(lightning, tmp_path: Path) -> None:
+    """As far as the message that there is no such run, which comes before anything is started."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
+    ran = lightning(
+        "train", "--model", str(tmp_path / "model"), "--tasks", str(tmp_path / "tasks.jsonl"), "--runner", "remote",
+        "--from", "nobody@3", "--out", str(tmp_path / "runs" / "fork"), "--set", "server.port=1",
+    )  # fmt: skip
+    assert ran.code == 2
+    assert "no run 'nobody'" in ran.err

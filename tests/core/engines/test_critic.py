@@ -15,6 +15,7 @@ from lightning.batch import Sample
 from lightning.config import LoraConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
-LOSS = ClippedPolicyGradient()
+LOSS = ClippedPolicyGradient(correction=NO_CORRECTION)
 
 
 def with_targets(row: Sample, targets: Sequence[float], weight: float) -> Sample:
@@ -165,7 +166,7 @@ def test_a_target_that_is_not_finite_is_refused(
 
 
 def test_a_value_loss_that_is_not_finite_takes_no_step(open_engine: Open, make_row: Make) -> None:
-    engine = open_engine(critic=True)
+    engine = open_engine(critic=True, max_nonfinite_steps=0)
     before = {name: value.detach().clone() for name, value in engine._learning().items()}
     row = with_targets(make_row(8, [(4, 8, 1.0, 0.1)], name="culprit"), [1e30], 1.0)
     with pytest.raises(EngineError, match=r"value loss is inf at step 0 in 1 rows .* the weights are as before"):
@@ -269,7 +270,7 @@ def test_states_that_calls_share_have_a_loss_for_each(open_engine: Open, make_ro
 @pytest.mark.parametrize("trunk", ["frozen", "shared"])
 async def test_a_replay_from_recorded_values_is_bit_for_bit(open_engine: Open, trunk: str) -> None:
     """PPO as the loop trains it, and again as a resume does, which asks no critic."""
-    ppo, store = LightningRL("ppo", group_size=2), MemoryStore()
+    ppo, store = LightningRL("ppo", group_size=2, correction="none"), MemoryStore()
     await store.open()
     calls = [([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7])]
     steps = [[make_group([float(step), 1.0], group=f"g{step}", calls=calls)] for step in range(3)]

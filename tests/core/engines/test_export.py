@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,15 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.config import LoraConfig
 from lightning.engines import export
+from lightning.engines.export import write_adapters
 from lightning.engines.torch.engine import TorchEngine
-from lightning.errors import EngineError
+from lightning.errors import EngineError, PolicyServerError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from safetensors.torch import load_file
+from lightning.policy_server.model_folder import check_weights
+from lightning.policy_server.worker import _tensors
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Open = Callable[..., TorchEngine]
@@ -26,7 +32,7 @@ Make = Callable[..., Sample]
 def trained(engine: TorchEngine, make_row: Make) -> Sample:
     row = make_row(16, [(4, 16, 1.0, 0.1)])
     for _ in range(3):
-        engine.step([row], ClippedPolicyGradient())
+        engine.step([row], ClippedPolicyGradient(correction=NO_CORRECTION))
     return row
 
 
@@ -74,6 +80,16 @@ def test_weights_have_the_names_shapes_and_dtype_of_the_source(
     assert [path.name for path in file.parent.iterdir()] == ["w.safetensors"]
 
 
+def test_chat_templates_that_have_a_name_are_carried_over(open_engine: Open, tmp_path: Path, model: Path) -> None:
+    source = shutil.copytree(model, tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    folder = open_engine(source).export(tmp_path / "model")
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert (folder / "additional_chat_templates").stat().st_mode & 0o100, "a folder that cannot be entered is no use"
+    assert "tool_use" in AutoTokenizer.from_pretrained(folder).chat_template
+
+
 def test_a_bfloat16_engine_exports_bfloat16(open_engine: Open, make_row: Make, tmp_path: Path) -> None:
     engine = open_engine(dtype="bfloat16")
     trained(engine, make_row)
@@ -95,6 +111,50 @@ def test_lora_trains_adapters_only_and_merges_without_touching_the_base(
     assert changed == {name for name in merged if name.endswith("_proj.weight")}
     after = engine._opened().model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in base.items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["model", "tied_model"])
+def test_adapters_alone_are_merged_to_the_very_weights(
+    open_engine: Open, make_row: Make, tmp_path: Path, request: pytest.FixtureRequest, which: str, dtype: str
+) -> None:
+    source: Path = request.getfixturevalue(which)
+    engine = open_engine(source, lora=LoraConfig(rank=4, alpha=8), dtype=dtype)
+    trained(engine, make_row)
+    file = engine.adapters(tmp_path / "a.safetensors")
+    assert file is not None
+    check_weights(file, source)
+    merged, whole = dict(_tensors([str(file)])), load_file(engine.weights(tmp_path / "w.safetensors"))
+    assert merged.keys() == whole.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(value.to(whole[name].dtype), whole[name], rtol=0, atol=0)
+    assert all(torch.equal(merged[name], value) for name, value in whole.items() if name.endswith("_proj.weight"))
+    assert file.stat().st_size < (tmp_path / "w.safetensors").stat().st_size
+
+
+def test_where_no_adapters_are_trained_or_their_matrices_are_stored_otherwise_whole_weights_are_needed(
+    open_engine: Open, tmp_path: Path, model: Path
+) -> None:
+    assert open_engine().adapters(tmp_path / "a.safetensors") is None
+    engine = open_engine(lora=LoraConfig(rank=4))
+    tensors = load_file(model / "model.safetensors")
+    tensors["renamed.weight"] = tensors.pop("model.layers.0.mlp.down_proj.weight")
+    (tmp_path / "other").mkdir()
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    lm = engine._opened()
+    assert write_adapters(tmp_path / "other", lm.model, lm.dtype, tmp_path / "a.safetensors") is None
+
+
+def test_adapters_of_another_model_are_refused(open_engine: Open, tmp_path: Path, model: Path) -> None:
+    file = open_engine(lora=LoraConfig(rank=4)).adapters(tmp_path / "a.safetensors")
+    assert file is not None
+    tensors = load_file(file)
+    tensors.pop(sorted(tensors)[0])
+    with safe_open(file, "pt") as handle:
+        metadata = handle.metadata()
+    save_file(tensors, file, metadata=metadata)
+    with pytest.raises(PolicyServerError, match=r"has an adapter for '.*' that the model does not fit"):
+        check_weights(file, model)
 
 
 def test_lora_under_bfloat16_has_float32_adapters(open_engine: Open, make_row: Make, tmp_path: Path) -> None:

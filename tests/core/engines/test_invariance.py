@@ -16,12 +16,13 @@ from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
 from lightning.engines.torch.engine import TorchEngine
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import logprobs
 
-LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
+LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
 TOLERANCE = 1e-12
 
 

@@ -14,6 +14,7 @@ from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError, MissingExtraError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from safetensors.torch import load_file, save_file
@@ -86,7 +87,7 @@ def test_methods_before_open_say_what_to_do(tmp_path: Path) -> None:
     for call in (
         lambda: engine.logprobs([]),
         lambda: engine.values([]),
-        lambda: engine.step([], ClippedPolicyGradient()),
+        lambda: engine.step([], ClippedPolicyGradient(correction=NO_CORRECTION)),
         lambda: engine.save(tmp_path / "x"),
         lambda: engine.weights(tmp_path / "x"),
     ):

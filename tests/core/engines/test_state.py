@@ -14,11 +14,12 @@ from lightning.engines import files
 from lightning.engines.torch import state
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
-LOSS = ClippedPolicyGradient(entropy_coefficient=0.01)
+LOSS = ClippedPolicyGradient(entropy_coefficient=0.01, correction=NO_CORRECTION)
 
 
 def train(engine: TorchEngine, make_row: Make, seeds: range) -> list[dict[str, float]]:

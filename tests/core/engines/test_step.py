@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 from lightning.batch import Sample, Span, build_samples, transition_digest
 from lightning.batch.build import MAX_ADVANTAGE
 from lightning.config import LoraConfig
-from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import DataError, EngineError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.testing.trajectories import make_call, make_trajectory
@@ -24,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 Open = Callable[..., TorchEngine]
 Make = Callable[..., Sample]
-LOSS = ClippedPolicyGradient()
+LOSS = ClippedPolicyGradient(correction=NO_CORRECTION)
 
 
 def snapshot(engine: TorchEngine) -> dict[str, torch.Tensor]:
@@ -132,17 +135,28 @@ def test_weight_decay_spares_norms(model: Path, make_row: Make) -> None:
     engine.close()
 
 
-def test_a_loss_that_is_not_finite_leaves_the_weights_alone(open_engine: Open, make_row: Make) -> None:
-    engine = open_engine(tokens_per_microbatch=8)
+def assert_skipped(result: StepResult) -> None:
+    assert (result.metrics["skipped_nonfinite"], result.metrics["stepped"]) == (1.0, 0.0)
+    assert all(map(math.isfinite, result.metrics.values()))
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights_alone(
+    open_engine: Open, make_row: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(tokens_per_microbatch=8, step="linear")
     before = snapshot(engine)
 
     def broken(batch: TokenBatch) -> LossOutput:
         return LossOutput(batch.logprobs.sum() * (float("nan") if batch.advantages[0] > 1 else 1.0))
 
     rows = [make_row(8, [(4, 8, 1.0, 0.1)], name="fine"), make_row(8, [(4, 8, 2.0, 0.1)], name="culprit")]
-    with pytest.raises(EngineError, match=r"loss is nan at step 0 in 1 rows of up to 8 tokens \(rollout culprit"):
-        engine.step(rows, broken)
+    assert_skipped(engine.step(rows, broken))
+    assert re.search(
+        r"loss is nan at step 0 in 1 rows of up to 8 tokens \(rollout culprit.*: the step is skipped", caplog.text
+    )
+    assert "(1 in a row; engine.max_nonfinite_steps = 3). If it happens again: lower engine.lr" in caplog.text
     assert_unchanged(engine, before)
+    assert all(parameter.grad is None for parameter in engine._parameters.values()), "of the row that came first"
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(open_engine: Open, make_row: Make) -> None:
@@ -152,19 +166,67 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(open_engine: Ope
     def steep(batch: TokenBatch) -> LossOutput:
         return LossOutput((batch.logprobs - batch.logprobs.detach()).sum().sqrt())  # 0, with an infinite slope
 
-    with pytest.raises(EngineError, match="gradient is not finite at step 0"):
-        engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], steep)
+    assert_skipped(engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], steep))
     assert_unchanged(engine, before)
-    assert engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], LOSS).metrics["stepped"] == 1.0
+    taken = engine.step([make_row(8, [(4, 8, 1.0, 0.1)])], LOSS).metrics
+    assert (taken["stepped"], taken["skipped_nonfinite"]) == (1.0, 0.0)
 
 
-def test_the_largest_advantage_has_a_finite_gradient_and_one_beyond_is_named(open_engine: Open, make_row: Make) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_so_many_steps_in_a_row_may_be_skipped_and_one_that_is_taken_begins_anew(
+    open_engine: Open, make_row: Make, value: float
+) -> None:
+    engine, rows = open_engine(max_nonfinite_steps=2), [make_row(8, [(4, 8, 1.0, 0.1)])]
+    before = snapshot(engine)
+
+    def broken(batch: TokenBatch) -> LossOutput:
+        return LossOutput((batch.logprobs * value).sum())
+
+    for _ in range(2):
+        assert_skipped(engine.step(rows, broken))
+    assert_unchanged(engine, before)
+    assert engine.step(rows, LOSS).metrics["stepped"] == 1.0
+    for _ in range(2):
+        assert_skipped(engine.step(rows, broken))
+    with pytest.raises(EngineError, match=r"3rd in a row, more than engine\.max_nonfinite_steps = 2"):
+        engine.step(rows, broken)
+
+
+def test_a_skipped_step_leaves_moments_and_warm_up_alone(model: Path, make_row: Make) -> None:
+    """The step after it is bit for bit the one that would have been taken in its place."""
+    rows, engines = [make_row(8, [(4, 8, 1.0, 0.1)])], []
+    for skipping in (False, True):
+        engine = TorchEngine(device="cpu")
+        engine.open(model, OptimizerConfig(lr=1e-2, warmup_steps=3), seed=0)
+        engine.step(rows, LOSS)
+        if skipping:
+            assert_skipped(engine.step(rows, lambda batch: LossOutput(batch.logprobs.sum() * math.nan)))
+        engine.step(rows, LOSS)
+        engines.append(snapshot(engine))
+        engine.close()
+    for name, value in engines[0].items():
+        assert torch.equal(value, engines[1][name]), name
+
+
+def test_weights_that_a_huge_rate_made_infinite_end_the_run_with_the_cure(model: Path, make_row: Make) -> None:
+    engine, rows = TorchEngine(device="cpu", max_nonfinite_steps=1), [make_row(8, [(4, 8, 1.0, 0.1)])]
+    engine.open(model, OptimizerConfig(lr=1e38), seed=0)
+    assert engine.step(rows, LOSS).metrics["stepped"] == 1.0
+    assert_skipped(engine.step(rows, LOSS))
+    with pytest.raises(EngineError, match=r"2nd in a row.* \(lower engine\.lr .* from an earlier checkpoint"):
+        engine.step(rows, LOSS)
+    engine.close()
+
+
+def test_the_largest_advantage_has_a_finite_gradient_and_one_beyond_is_named(
+    open_engine: Open, make_row: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = open_engine()
     assert engine.step([make_row(8, [(4, 8, MAX_ADVANTAGE, 1.0)])], LOSS).metrics["stepped"] == 1.0
     before = snapshot(engine)
     rows = [make_row(8, [(4, 8, 1.0, 0.1)], name="fine"), make_row(8, [(4, 8, -1e30, 0.1)], name="culprit")]
-    with pytest.raises(EngineError, match=r"gradient is not finite .* \(the largest is 1e\+30, in rollout culprit"):
-        engine.step(rows, LOSS)
+    assert_skipped(engine.step(rows, LOSS))
+    assert re.search(r"gradient is not finite .* \(the largest advantage is 1e\+30, in rollout culprit", caplog.text)
     assert_unchanged(engine, before)
 
 

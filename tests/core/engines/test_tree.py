@@ -21,21 +21,29 @@ from lightning.batch.radix import Node, build_tree
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
 from lightning.engines import rows
-from lightning.engines.torch import passes, tree
+from lightning.engines.torch import forest, passes, tree
 from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.flex import FlexAttention
 from lightning.engines.torch.forest import Forest
-from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.path_attention import Attending
 from lightning.engines.torch.tree import TreeWalk
 from lightning.errors import EngineError
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import logprobs
-from transformers import GemmaConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    FalconConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
-LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
+LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
 TOLERANCE = 1e-12
 VOCAB = 320
 
@@ -47,6 +55,7 @@ def gradient(engine: TorchEngine, samples: Sequence[Sample], kind: str, budget: 
     engine._budget, engine._kind = budget, kind  # type: ignore[assignment]
     chosen = [row for sample in samples for row in rows.by_call(sample)] if kind == "per-call" else list(samples)
     tally = engine._accumulate(chosen, LOSS)
+    assert tally.metrics()["tree"] == (kind == "tree")
     grads = [parameter.grad.flatten() for parameter in engine._parameters.values() if parameter.grad is not None]
     return torch.cat([torch.tensor([tally.metrics()["loss"]], dtype=torch.float64), *(grad.double() for grad in grads)])
 
@@ -127,9 +136,10 @@ def test_a_tree_computes_each_shared_token_once_and_sees_every_call(exact_norm: 
         metrics[kind], seen[kind] = result.metrics, result.seen
     assert seen["tree"] == seen["linear"]
     assert len(seen["tree"]) == 12
-    forest = engine._step_layout(samples)
-    assert isinstance(forest, Forest)
-    assert metrics["tree"]["tokens_forward"] == len(forest.tree.ids) < metrics["linear"]["tokens_forward"]
+    layout = engine._step_layout(samples)
+    assert isinstance(layout, Forest)
+    assert metrics["tree"]["tokens_forward"] == len(layout.tree.ids) < metrics["linear"]["tokens_forward"]
+    assert (metrics["tree"]["tree"], metrics["linear"]["tree"]) == (1.0, 0.0)
     for name in ("loss", "grad_norm", "tokens", "entropy", "clip_fraction", "max_logprob_gap", "tokens_compared"):
         assert metrics["tree"][name] == pytest.approx(metrics["linear"][name], rel=1e-9), name
 
@@ -191,6 +201,25 @@ def test_a_shortage_of_memory_leads_to_pieces_of_rows(
         engine.step([sample], LOSS)
 
 
+def test_on_a_cpu_activations_bound_a_pass_too(
+    exact_norm: None, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sizes = open_engine(dtype="float64"), []
+    want = gradient(engine, group(16), "tree")
+    original = CausalLM.hidden_attending
+
+    def noting(self: CausalLM, ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sizes.append(ids.shape[1])
+        return original(self, ids, *arguments)
+
+    monkeypatch.setattr(CausalLM, "hidden_attending", noting)
+    config = engine._opened().model.config
+    each = 4 * config.num_hidden_layers * (10 * config.hidden_size + 4 * config.intermediate_size)
+    monkeypatch.setattr(forest, "CPU_BYTES", 100 * each)
+    assert_same(want, gradient(engine, group(16), "tree"))
+    assert 20 < max(sizes) <= 50  # a tree larger than the budget is cut into halves of it
+
+
 def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_engine: OpenEngine) -> None:
     """One path of six packs: those that half the budget has room for keep their graphs, the others are computed again."""
     (sample,) = group(1, turns=30)
@@ -240,25 +269,31 @@ def test_without_gradients_the_keys_and_values_of_one_path_are_held(
     assert not any(keys() is not None for _, keys in kept)
 
 
-def test_a_bfloat16_tree_computes_in_bfloat16_as_the_linear_step_does(open_engine: OpenEngine) -> None:
-    kinds: dict[str, set[torch.dtype]] = {"linear": set(), "tree": set()}
-    for kind, seen in kinds.items():
-        engine = open_engine(dtype="bfloat16", step=kind)
-        layer = next(module for module in engine._opened().model.modules() if isinstance(module, torch.nn.Linear))
-        layer.register_forward_hook(lambda _, __, output, seen=seen: seen.add(output.dtype))
-        engine.step(group(), LOSS)
-    assert kinds == {"linear": {torch.bfloat16}, "tree": {torch.bfloat16}}
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["linear", "tree", "auto"])
+def test_a_bfloat16_tree_computes_in_bfloat16_as_the_linear_step_does(
+    open_engine: OpenEngine, kind: str, lora: LoraConfig | None
+) -> None:
+    engine = open_engine(dtype="bfloat16", step=kind, lora=lora)
+    layer = next(module for module in engine._opened().model.modules() if isinstance(module, torch.nn.Linear))
+    seen: set[torch.dtype] = set()
+    layer.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    assert engine.step(group(16), LOSS).metrics["tree"] == (kind != "linear"), engine._no_tree
+    assert seen == {torch.bfloat16}
 
 
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
 
-def folder(path: Path, config: PretrainedConfig) -> Path:
+def folder(path: Path, config: PretrainedConfig, change: Callable[[Any], object] = lambda model: None) -> Path:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(path)
     return path
 
 
@@ -279,23 +314,64 @@ def test_other_families(config: PretrainedConfig, tmp_path: Path, open_engine: O
     assert engine._no_tree == "", engine._no_tree
 
 
-def test_a_model_with_a_window_is_computed_row_by_row(
-    tmp_path: Path, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_may_be_as_large_as_those_of_a_trained_model(
+    tmp_path: Path, open_engine: OpenEngine, dtype: str
 ) -> None:
-    engine = open_engine(folder(tmp_path / "model", MistralConfig(**SMALL, **HEADS, sliding_window=8)), step="tree")
+    """Training makes the last norm's weights large: a difference counts relative to the states."""
+    path = folder(
+        tmp_path / "model", LlamaConfig(**SMALL, **HEADS), lambda model: model.model.norm.weight.fill_(1000.0)
+    )
+    engine = open_engine(path, dtype=dtype, step="tree")
+    assert tree.why_no_tree(engine._opened()) == ""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_whose_tokens_hear_of_their_neighbours_otherwise_has_no_tree(
+    open_engine: OpenEngine, dtype: str
+) -> None:
+    """A little of the token that stands before each, as in models that shift or convolve tokens."""
+    engine = open_engine(dtype=dtype, step="tree")
+    layer = engine._opened().model.get_input_embeddings()
+    layer.register_forward_hook(lambda _, __, states: states + 0.3 * states.roll(1, dims=1) * (states.shape[1] > 1))
+    assert tree.why_no_tree(engine._opened()).startswith("its hidden states depend on more than the keys and values")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_biases_its_attention_by_distance_has_no_tree(
+    tmp_path: Path, open_engine: OpenEngine, dtype: str
+) -> None:
+    alibi = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True)
+    engine = open_engine(folder(tmp_path / "model", alibi), dtype=dtype, step="tree")
+    assert engine.step(group(), LOSS).metrics["tree"] == 0.0
+    assert engine._no_tree.startswith("its hidden states depend on more")
+
+
+@pytest.mark.parametrize(("kind", "level"), [("tree", logging.WARNING), ("auto", logging.INFO)])
+def test_a_model_with_a_window_is_computed_row_by_row(
+    tmp_path: Path, open_engine: OpenEngine, caplog: pytest.LogCaptureFixture, kind: str, level: int
+) -> None:
+    """What was asked for by name and is not had is a warning; what `auto` chose is not."""
+    path = folder(tmp_path / "model", MistralConfig(**SMALL, **HEADS, sliding_window=8))
+    engine, samples = open_engine(path, step=kind), group(16)
     with caplog.at_level(logging.INFO, logger="lightning"):
-        first = engine.step(group(), LOSS)
-        engine.step(group(), LOSS)
-    assert first.metrics["tokens_forward"] == sum(map(rows.trained_length, group()))
-    assert [record.getMessage() for record in caplog.records] == [
-        "rows are computed one by one, not as a tree: it attends to a window of 8 tokens"
-    ]
+        first = engine.step(samples, LOSS)
+        engine.step(samples, LOSS)
+    count, unique = sum(map(rows.trained_length, samples)), len(build_tree([row.ids for row in samples]).ids)
+    assert (first.metrics["tree"], first.metrics["tokens_forward"]) == (0.0, count)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage() == (
+        f"MistralForCausalLM ({path}) is computed row by row, not as a tree: it attends to a window of 8 tokens. It costs "
+        f"{count / unique:.1f} times the tokens: {count}, of which {unique} are unique, in the first step. To accept that, "
+        'set engine.step = "linear"; else train a model that attends to all earlier tokens in every layer'
+    )
 
 
 def test_auto_takes_the_tree_when_it_pays(open_engine: OpenEngine) -> None:
-    engine = open_engine(step="auto")
-    assert isinstance(engine._step_layout(group(1)), Linear)
-    assert isinstance(engine._step_layout(group(16)), Forest)
+    engine = open_engine()
+    assert engine.step(group(1), LOSS).metrics["tree"] == 0.0
+    assert engine.step(group(16), LOSS).metrics["tree"] == 1.0
 
 
 @pytest.mark.slow

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from array import array
 
 import httpx
 import openai
 import pytest
+from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.runner.report import judge
 from lightning.testing.fake_vllm import Reply, ToolCall
-from lightning.types import Caller, CallStatus, VersionRun
+from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Outcome, VersionRun
 
 HI = [{"role": "user", "content": "hi there"}]
 
@@ -100,7 +104,7 @@ async def test_credentials_and_our_headers_stop_at_the_gateway(house):
     assert sent["x-request-id"] != "chosen-by-the-agent"
     assert llm.api_key not in json.dumps(dict(sent))
     assert not {"authorization", "cookie"} & set(sent)
-    assert not [name for name in sent if name.startswith("x-lightning")]
+    assert [name for name in sent if name.startswith("x-lightning")] == ["x-lightning-logprobs"], "ours, to vLLM"
 
 
 async def test_tool_calls_come_back(house):
@@ -158,12 +162,47 @@ async def test_several_prompts_are_several_transitions_with_their_own_prompt(hou
     assert [step.choice for step in steps] == [0, 1, 2, 3]
 
 
-async def test_echo_is_not_touched(house):
-    client = await house.client()
-    await client.completions.create(model="policy", prompt="once", echo=True)
-    assert "return_token_ids" not in house.fake.requests[0].body
+ECHOES = [
+    {"prompt": "once upon"},
+    {"prompt": "once upon", "logprobs": 1},
+    {"prompt": ["once upon", "a time"], "n": 2},
+    {"prompt": "once upon", "return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ECHOES)
+async def test_an_echo_is_what_vllm_says_and_is_recorded(house, asked, stream):
+    http = await house.http()
+    asked = {"max_tokens": 5, "echo": True, "stream": stream, **asked}
+    through = await http.post("/completions", json={"model": "policy", **asked})
+    plain = await http.post(f"{house.fake.url}/v1/completions", json={"model": house.fake.model, **asked})
+    assert contents(through) == contents(plain)
+    assert "once upon" in through.text or asked.get("return_token_ids")
+    steps = await house.transitions()
+    assert len(steps) == (4 if "n" in asked else 1)
+    assert all(len(step.response_ids) == len(step.logprobs) == 6 for step in steps)
+    assert [len(step.prompt_ids) for step in steps] == [2] * len(steps)
+
+
+@pytest.mark.parametrize("asked", [{"prompt": [5, 6]}, {"prompt": "once upon", "truncate_prompt_tokens": 1}])
+async def test_an_echo_whose_text_is_not_known_passes_through_and_is_said(house, asked, warnings_of):
+    http = await house.http()
+    asked = {"max_tokens": 5, "echo": True, **asked}
+    through = await http.post("/completions", json={"model": "policy", **asked})
+    plain = await http.post(f"{house.fake.url}/v1/completions", json={"model": house.fake.model, **asked})
+    assert contents(through) == contents(plain)
     (step,) = await house.transitions()
     assert not step.response_ids
+    (said,) = warnings_of()
+    assert "leave 'echo' out" in said
+
+
+def contents(answer: httpx.Response) -> list[dict]:
+    """An answer, or a stream's chunks, without what differs between two calls."""
+    events = answer.text.split("\n\n") if answer.text.startswith("data:") else [f"data: {answer.text}"]
+    found = [json.loads(event[6:]) for event in events if event and "[DONE]" not in event]
+    return [{name: value for name, value in item.items() if name not in {"id", "created"}} for item in found]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +285,7 @@ async def test_models_lists_the_policy(house):
     client = await house.client()
     (card,) = (await client.models.list()).data
     assert card.id == "policy"
-    assert card.max_model_len == 2048
+    assert card.max_model_len == 131_072
 
 
 async def test_health_needs_no_token_and_tells_the_version(build):
@@ -297,7 +336,7 @@ async def test_a_call_without_ids_is_answered_and_said_once(house, caplog):
     message = {"role": "assistant", "content": "four"}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": None, "logprobs": None}
     client = await house.client()
-    await client.completions.create(model="policy", prompt="once", echo=True)
+    await client.completions.create(model="policy", prompt="once", echo=True, max_tokens=0)
     await client.chat.completions.create(model="policy", messages=HI)
     assert not caplog.records, "ids that were not asked for, or that came, are not missing"
     house.fake.default = Reply(raw=json.dumps({"id": "x", "choices": [choice], "prompt_token_ids": [1, 2]}).encode())
@@ -306,3 +345,115 @@ async def test_a_call_without_ids_is_answered_and_said_once(house, caplog):
         assert answer.choices[0].message.content == "four"
     (said,) = [record.message for record in caplog.records]
     assert "x is not trained on: the policy server gave no token ids" in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_packed_logprobs_are_those_of_json_and_the_agent_sees_neither(house, path, stream, caplog):
+    """A vLLM without the middleware is understood, and said once."""
+    caplog.set_level(logging.INFO, "lightning.gateway.calls")
+    http = await house.http()
+    asked = {"model": "policy", "messages": HI, "prompt": "once", "n": 2, "stream": stream}
+    shown = []
+    for house.fake.packs in (True, False, False):
+        house.fake.queue(Reply("a b", logprobs=[-0.1, -1e5, -7.25]), Reply("c", logprobs=[-3.3, 0.0]))
+        answer = await http.post(f"/{path}", json=asked)
+        assert "packed" not in answer.text
+        shown.append(contents(answer))
+    assert shown[0] == shown[1]
+    steps = await house.transitions()
+    packed, plain = ([list(step.logprobs) for step in steps[start : start + 2]] for start in (0, 2))
+    assert packed == plain == [list(array("f", [-0.1, -9999.0, -7.25])), list(array("f", [-3.3, 0.0]))]
+    assert len([line for line in caplog.messages if "PackedLogprobs" in line]) == 1
+
+
+async def test_logprobs_that_the_agent_asked_for_are_not_packed(house):
+    client = await house.client()
+    answer = await client.chat.completions.create(model="policy", messages=HI, logprobs=True)
+    assert len(answer.choices[0].logprobs.content) == 6
+    assert "x-lightning-logprobs" not in house.fake.requests[0].headers
+    (step,) = await house.transitions()
+    assert len(step.logprobs) == 6
+
+
+@pytest.mark.parametrize("packed", ["!", "AAAA", 4])
+async def test_packed_logprobs_that_are_none_are_a_502(house, packed):
+    choice = {"index": 0, "message": {"content": "x"}, "token_ids": [1], "logprobs": {"packed": packed}}
+    house.fake.queue(Reply(raw=json.dumps({"id": "x", "choices": [choice], "prompt_token_ids": [1]}).encode()))
+    client = await house.client()
+    with pytest.raises(openai.InternalServerError, match="not shaped like vLLM"):
+        await client.chat.completions.create(model="policy", messages=HI)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.parametrize("shows", [False, True])
+async def test_tools_that_the_chat_template_hides_are_said_once_and_counted(house, shows, warnings_of):
+    house.fake.shows_tools = shows
+    client = await house.client()
+    await client.chat.completions.create(model="policy", messages=HI)
+    assert await house.gateway.hidden_tools() == 0
+    for _ in range(3):
+        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
+    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, tool_choice="none")
+    assert await house.gateway.hidden_tools() == (0 if shows else 3)
+    said = warnings_of()
+    assert len(said) == (0 if shows else 1)
+    assert all("chat template does not show the tools" in line and "--chat-template" in line for line in said)
+
+
+async def test_a_policy_server_that_cannot_say_is_asked_a_few_times_and_nothing_is_claimed(house, warnings_of):
+    house.fake.tokenizes = False
+    client = await house.client()
+    for _ in range(5):
+        await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS)
+        assert await house.gateway.hidden_tools() == 0
+    assert not warnings_of()
+
+
+LONG = [
+    ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}]}, "at least 61"),
+    ("chat/completions", {"messages": HI, "max_tokens": 60, "stream": True}, "60 output tokens"),
+    ("chat/completions", {"messages": HI, "max_tokens": 1000}, "max_tokens=1000"),
+    ("completions", {"prompt": [5] * 70, "max_tokens": 4}, "74 tokens"),
+    ("responses", {"input": "word " * 90}, "input tokens"),
+    ("messages", {"messages": HI, "max_tokens": 1000}, "max_tokens=1000"),
+]
+
+
+@pytest.mark.parametrize(("path", "asked", "number"), LONG)
+async def test_a_call_that_does_not_fit_is_told_why_and_noted(house, path, asked, number):
+    """Both numbers are vLLM's; the cure is ours; the attempt keeps that it happened, and it is no infrastructure's failure."""
+    house.fake.max_model_len = 60
+    http = await house.http()
+    answer = await http.post(f"/{path}", json={"model": "policy", **asked})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert number in error["message"]
+    assert "60" in error["message"]
+    assert "policy_server.max_model_len" in error["message"]
+    if path != "messages":
+        assert error["code"] == "context_length_exceeded"
+    (step,) = await house.transitions()
+    assert (step.status, step.finish_reason, len(step.response_ids)) == (CallStatus.ERROR, TOO_LONG, 0)
+    outcome = judge(Outcome(error="the prompt was refused", fault=Fault.AGENT), [step])
+    assert outcome.fault is Fault.AGENT
+
+
+async def test_what_a_client_raises_for_a_call_that_does_not_fit_has_the_cure(house):
+    """It is looked for in the errors of failed rollouts."""
+    house.fake.max_model_len = 60
+    client = await house.client()
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.chat.completions.create(model="policy", messages=HI, max_tokens=60)
+    assert raised.value.code == "context_length_exceeded"
+    assert CURE_OF_LENGTH in str(raised.value)
+
+
+async def test_other_refusals_of_vllm_stay_as_they_are(house):
+    house.fake.queue(Reply(status=400, message="no such thing"))
+    http = await house.http()
+    answer = await http.post("/chat/completions", json={"messages": HI})
+    assert answer.json()["error"]["message"] == "no such thing"
+    assert not await house.transitions()

@@ -273,3 +273,65 @@ async def test_an_answer_without_a_choice_is_the_policy_servers_fault(build):
         assert step.status is CallStatus.ERROR
     finally:
         await runner.cleanup()
+
+
+PNG = "data:image/png;base64,iVBORw0KGgo="
+HEARD = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": [ANTHROPIC]}
+MEDIA = [
+    ("chat/completions", "messages", {"type": "image_url", "image_url": {"url": PNG}}),
+    ("chat/completions", "messages", {"image_url": PNG}),
+    ("chat/completions", "messages", HEARD),
+    ("chat/completions", "messages", {"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}),
+    ("chat/completions", "messages", {"type": "file", "file": {"file_id": "file-1"}}),
+    ("responses", "input", {"type": "input_image", "image_url": PNG}),
+    ("responses", "input", HEARD),
+    ("messages", "messages", ANTHROPIC),
+    ("messages", "messages", RESULT),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "part"), MEDIA)
+async def test_a_call_with_media_is_answered_and_recorded_as_such(house, path, field, part):
+    """Its prompt's ids are placeholders: law 1 does not hold for it, so it is never trained."""
+    http = await house.http()
+    asked = {**BODIES[path], "model": "policy", field: [{"role": "user", "content": [part]}]}
+    assert (await http.post(f"/{path}", json=asked)).status_code == 200
+    (step,) = await house.transitions()
+    assert (step.status, step.status.answered, len(step.response_ids)) == (CallStatus.MEDIA, True, 6)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("chat/completions", "text"),
+        ("chat/completions", "input_text"),
+        ("chat/completions", "output_text"),
+        ("responses", "input_text"),
+        ("messages", "text"),
+    ],
+)
+async def test_text_in_parts_is_no_media(house, path, kind):
+    http = await house.http()
+    field = "input" if path == "responses" else "messages"
+    part = {"type": kind, "text": "hi there"}
+    asked = {**BODIES[path], "model": "policy", field: [{"role": "user", "content": [part]}]}
+    assert (await http.post(f"/{path}", json=asked)).status_code == 200
+    (step,) = await house.transitions()
+    assert step.status is CallStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "part"),
+    [
+        ("responses", "input", {"type": "input_file", "file_id": "file-1"}),
+        ("messages", "messages", {"type": "document", "source": {"type": "text", "data": "hi"}}),
+    ],
+)
+async def test_files_that_lie_elsewhere_and_documents_are_refused(house, path, field, part):
+    http = await house.http()
+    asked = {**BODIES[path], "model": "policy", field: [{"role": "user", "content": [part]}]}
+    answer = await http.post(f"/{path}", json=asked)
+    assert answer.status_code == 422
+    assert "send its text" in answer.text

@@ -156,9 +156,9 @@ async def test_a_server_that_dies_in_a_stream_is_an_error_event(house):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_silent_server_is_a_502(build, stream):
-    house = await build(upstream_timeout=0.3)
-    house.fake.queue(Reply("a b", delay=30))
+async def test_a_server_whose_engine_stands_still_is_a_502(build, stream):
+    house = await build(upstream_timeout=0.1)
+    house.fake.hang()
     client = await house.client()
 
     async def ask() -> None:
@@ -169,6 +169,43 @@ async def test_a_silent_server_is_a_502(build, stream):
         await ask()
     (step,) = await house.recorded()
     assert step.status is CallStatus.ERROR
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_takes_longer_than_the_timeout_is_answered(build, stream):
+    """No byte comes before the last token of a whole answer, nor of a stream whose call waits for its turn."""
+    house = await build(upstream_timeout=0.05)
+    house.fake.queue(Reply("a b", delay=0.4))
+    http = await house.http()
+    asked = {"model": "policy", "messages": HI, "stream": stream}
+    answer = await http.post("/chat/completions", json=asked)
+    assert answer.status_code == 200
+    assert ("a" in answer.text, "broke off" in answer.text) == (True, False)
+    (step,) = await house.recorded()
+    assert (step.status, len(step.response_ids)) == (CallStatus.OK, 3)
+
+
+async def test_a_silent_call_of_a_server_that_was_replaced_ends(build):
+    """The one in its place, at whichever address, says nothing about it."""
+    house = await build(upstream_timeout=0.1)
+    house.fake.queue(Reply("a b", delay=30))
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: house.fake.requests)
+    house.gateway.replace_upstream(Upstream(house.fake.url, "tiny"), Upstream(house.fake.url, "tiny"))
+    with pytest.raises(openai.APIError, match=r"gateway\.upstream_timeout"):
+        await asking
+    (step,) = await house.recorded()
+    assert (step.status, step.finish_reason) == (CallStatus.ERROR, UNSERVED)
+
+
+async def test_a_silent_call_of_a_dead_engine_ends(build):
+    house = await build(upstream_timeout=0.1)
+    house.fake.queue(Reply("a b", delay=30))
+    house.fake.healthy = False
+    client = await house.client()
+    with pytest.raises(openai.APIError, match=r"gateway\.upstream_timeout"):
+        await client.chat.completions.create(model="policy", messages=HI)
 
 
 @pytest.mark.parametrize("raw", [b"<html>", b"[]", b'{"choices": 4}', b'{"choices": [{"token_ids": ["x"]}]}'])

@@ -10,11 +10,17 @@ import openai
 import pytest
 from lightning.config.models import GatewayConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.dialects.base import Capture
+from lightning.gateway.dialects.chat import Chat
+from lightning.gateway.dialects.completions import Completions
 from lightning.gateway.sse import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
+from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import CallStatus, Rollout, Run, Task, VersionRun
+
+from tests.core.gateway.test_calls import ECHOES, contents
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +56,62 @@ def chunks_of(payload: bytes) -> list[dict]:
             del chunk["id"], chunk["created"]
             found.append(chunk)
     return found
+
+
+def told(chunks: list[dict]) -> dict[int, tuple[str, list[int], list[list[int]]]]:
+    """Each choice's text, offsets and prompt, however tokens were put together to chunks."""
+    found: dict[int, tuple[str, list[int], list[list[int]]]] = {}
+    for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
+        text, offsets, prompts = found.get(choice["index"], ("", [], []))
+        prompt = [choice["prompt_token_ids"]] if choice["prompt_token_ids"] else []
+        logprobs = choice["logprobs"] or {"text_offset": []}
+        found[choice["index"]] = (text + choice["text"], offsets + logprobs["text_offset"], prompts + prompt)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", ECHOES)
+async def test_an_echo_is_vllms_own_and_is_recorded(real, vllm, asked, stream):
+    http = await real.http()
+    asked = {"max_tokens": 5, "top_k": 1, "echo": True, "stream": stream, **asked}
+    through = await http.post("/completions", json={"model": "policy", **asked})
+    plain = await http.post(f"{vllm.url}/v1/completions", json={"model": vllm.model, **asked})
+    assert told(contents(through)) == told(contents(plain))
+    if not stream and "logprobs" not in asked:  # the last bits of a logprob are anybody's
+        assert contents(through) == contents(plain)
+    steps = await real.transitions()
+    assert all(0 < len(step.response_ids) == len(step.logprobs) and step.prompt_ids for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", lambda length: {"prompt": [5] * (length - 3), "max_tokens": 10}),
+        ("completions", lambda length: {"prompt": [5] * (length + 20)}),
+        ("completions", lambda length: {"prompt": "a b c d " * length, "max_tokens": 2}),
+        ("completions", lambda length: {"prompt": "a", "max_tokens": length + 1}),
+        ("chat/completions", lambda length: {"messages": HI, "max_tokens": length + 1}),
+        ("chat/completions", lambda length: {"messages": HI, "max_completion_tokens": length + 1}),
+    ],
+)
+async def test_the_fake_refuses_what_does_not_fit_as_vllm_does(real, vllm, path, asked):
+    http = await real.http()
+    (card, *_) = (await http.get(f"{vllm.url}/v1/models")).json()["data"]
+    real.fake.max_model_len = length = card["max_model_len"]
+    said = await http.post(f"{vllm.url}/v1/{path}", json={"model": vllm.model, **asked(length)})
+    fakes = await http.post(f"{real.fake.url}/v1/{path}", json={"model": real.fake.model, **asked(length)})
+    assert (said.status_code, said.json()["error"]) == (400, fakes.json()["error"])
+    through = await http.post(f"/{path}", json=asked(length))
+    assert through.json()["error"]["message"].startswith(said.json()["error"]["message"])
+    assert through.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_whether_the_template_shows_tools_is_found_out(real, vllm):
+    """The tiny model's template knows them."""
+    client = await real.client()
+    await client.chat.completions.create(model="policy", messages=HI, tools=TOOLS, **FEW)
+    assert await real.gateway.hidden_tools() == 0
+    assert real.gateway._own.tools._shown is True
 
 
 async def test_streamed_ids_are_the_plain_ones_and_vllms(real, vllm):
@@ -110,6 +172,7 @@ async def test_the_agent_sees_the_stream_vllm_would_have_sent(real, vllm, asked)
     def told(chunks: list[dict]) -> list[object]:
         said: dict[int, list] = {0: ["", []], 1: ["", []]}
         for chunk in chunks:
+            (chunk.get("usage") or {}).pop("prompt_tokens_details", None)  # the second's prompt is cached
             for choice in chunk["choices"]:
                 said[choice["index"]][0] += choice["delta"].pop("content", None) or ""
                 rest = {**choice, "frame": {key: value for key, value in chunk.items() if key != "choices"}}
@@ -284,3 +347,34 @@ async def test_the_fake_has_vllms_shapes(vllm, path, ids):
             answers.append((same(shape(whole), set()), first, last))
         real, ours = answers
         assert ours == real
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_packed_logprobs_are_vllms_own(real, vllm, path, stream):
+    """The same tokens, asked for packed and as JSON: numbers bit for bit, and no other difference in the answer."""
+    asked = {
+        "model": vllm.model,
+        "messages": HI,
+        "prompt": "once",
+        "return_token_ids": True,
+        "n": 2,
+        "stream": stream,
+        **FEW,
+    }
+    asked["logprobs"] = 0 if path == "completions" else True
+    http = await real.http()
+    found = []
+    for headers in ({HEADER: WANTED}, {}):
+        answer = await http.post(f"{vllm.url}/v1/{path}", json=asked, headers=headers)
+        dialect, capture = Chat() if path != "completions" else Completions(), Capture("x")
+        for chunk in contents(answer):
+            dialect.read_chunk(chunk, capture)
+        found.append(capture.choices)
+    packed, plain = found
+    assert len(packed) == 2
+    for index, choice in packed.items():
+        other = plain[index]
+        assert (choice.packed, choice.aligned, other.packed, other.aligned) == (True, True, False, True)
+        assert list(choice.response_ids) == list(other.response_ids)
+        assert list(choice.logprobs) == list(other.logprobs)

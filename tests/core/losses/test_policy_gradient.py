@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError
+from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TokenBatch
 
@@ -16,8 +17,12 @@ number = st.floats(-3, 3, allow_nan=False)
 token = st.tuples(
     st.floats(-6, -0.01), st.floats(-6, -0.01), number, st.floats(0.01, 1), st.floats(0, 3), st.booleans()
 )
-LOSS = ClippedPolicyGradient(0.2, 0.28, 0.01)
+LOSS = ClippedPolicyGradient(0.2, 0.28, 0.01, correction=NO_CORRECTION)
 EVERYTHING = {"entropy_coefficient": 0.01, "kl_coefficient": 0.3}
+
+
+def tis(cap: float | None) -> Correction:
+    return NO_CORRECTION if cap is None else Correction("tis", high=cap)
 
 
 def own(tokens: TokenBatch) -> torch.Tensor:
@@ -66,7 +71,9 @@ def test_against_a_slow_and_obvious_one(tokens: list[tuple[float, float, float, 
 )
 def test_every_composition_against_a_slow_and_obvious_one(tokens, surrogate, estimator, cap) -> None:
     """Value and gradient, token by token, in plain Python."""
-    loss = ClippedPolicyGradient(0.2, 0.28, surrogate=surrogate, kl_estimator=estimator, tis_cap=cap, **EVERYTHING)
+    loss = ClippedPolicyGradient(
+        0.2, 0.28, surrogate=surrogate, kl_estimator=estimator, correction=tis(cap), **EVERYTHING
+    )
     batch = batch_of(tokens)
     value, gradient = 0.0, []
     for logprob, old, advantage, weight, entropy, has_old in tokens:
@@ -93,13 +100,13 @@ def test_every_composition_against_a_slow_and_obvious_one(tokens, surrogate, est
 
 @given(st.lists(token, min_size=1, max_size=8), st.floats(0.2, 3))
 def test_what_a_truncated_correction_reports(tokens, cap: float) -> None:
-    output = ClippedPolicyGradient(tis_cap=cap, kl_coefficient=0.1, kl_estimator="k3")(batch_of(tokens))
+    output = ClippedPolicyGradient(correction=tis(cap), kl_coefficient=0.1, kl_estimator="k3")(batch_of(tokens))
     weights = [values[3] for values in tokens]
     sampled = [math.exp(lp - old) if has_old else 1.0 for lp, old, _, _, _, has_old in tokens]
-    tis = sum(weight * min(ratio, cap) for weight, ratio in zip(weights, sampled, strict=True))
-    assert output.metrics["tis_weight"] == pytest.approx(tis)
+    mean = sum(weight * min(ratio, cap) for weight, ratio in zip(weights, sampled, strict=True))
+    assert output.metrics["correction_weight"] == pytest.approx(mean)
     over = sum(weight * (ratio > cap) for weight, ratio in zip(weights, sampled, strict=True))
-    assert output.metrics["tis_clipped"] == pytest.approx(over)
+    assert output.metrics["truncated_share"] == pytest.approx(over)
     assert (output.metrics["clip_fraction"], output.metrics["ratio_max"]) == (0.0, 1.0)
     assert output.metrics["approx_kl"] >= 0.0
     differences = [lp - entropy + 4.0 for lp, _, _, _, entropy, _ in tokens]
@@ -116,7 +123,7 @@ def test_what_a_truncated_correction_reports(tokens, cap: float) -> None:
 def test_it_is_a_sum_over_tokens(tokens, cut: int, surrogate, cap: float | None) -> None:
     cut = min(cut, len(tokens) - 1)
     batch = batch_of(tokens)
-    loss = ClippedPolicyGradient(0.2, 0.28, surrogate=surrogate, tis_cap=cap, **EVERYTHING)
+    loss = ClippedPolicyGradient(0.2, 0.28, surrogate=surrogate, correction=tis(cap), **EVERYTHING)
     whole = loss(batch)
     first, second = loss(part(batch, torch.arange(cut))), loss(part(batch, torch.arange(cut, len(tokens))))
     assert (first.loss + second.loss).item() == pytest.approx(whole.loss.item(), rel=1e-9, abs=1e-12)
@@ -165,7 +172,7 @@ def test_values_of_trl_and_verl(tokens: list[tuple[float, float, float, float, f
     # verl, compute_policy_loss: maximum of the two negated surrogates, log ratio clamped to 20
     ratio = torch.exp(torch.clamp(lp - old, min=-20.0, max=20.0))
     verl = torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - 0.2, 1 + 0.28))
-    ours = ClippedPolicyGradient(0.2, 0.28)(batch).loss.item()
+    ours = ClippedPolicyGradient(0.2, 0.28, correction=NO_CORRECTION)(batch).loss.item()
     assert ours == pytest.approx((trl * weights).sum().item(), rel=1e-9, abs=1e-12)
     assert ours == pytest.approx((verl * weights).sum().item(), rel=1e-9, abs=1e-12)
 
@@ -187,7 +194,9 @@ def test_on_policy_gradient_is_reinforce() -> None:
 @pytest.mark.parametrize(("logprob", "old"), [(-0.1, -900.0), (-900.0, -0.1)])
 def test_absurd_ratios_stay_finite(logprob: float, old: float, surrogate: str, cap: float | None) -> None:
     batch = batch_of([(logprob, old, -1.0, 1.0, 0.0, True)])
-    output = ClippedPolicyGradient(surrogate=surrogate, tis_cap=cap, kl_coefficient=0.1, kl_estimator="k3")(batch)
+    output = ClippedPolicyGradient(surrogate=surrogate, correction=tis(cap), kl_coefficient=0.1, kl_estimator="k3")(
+        batch
+    )
     assert math.isfinite(output.loss.item())
     assert math.isfinite(torch.autograd.grad(output.loss, batch.logprobs)[0].item())
     assert all(map(math.isfinite, output.metrics.values()))
@@ -199,7 +208,7 @@ def test_whoever_composes_it_only_loses_its_correction_without_a_logprob(surroga
     """Also for a call that was sampled under a grammar, whose logprobs count as missing."""
     known = [(-1.0, -2.0, 1.0, 0.5, 0.0, True), (-1.5, -1.5, 2.0, 0.5, 0.0, True)]
     missing = [known[0], (*known[1][:5], False)]
-    loss = ClippedPolicyGradient(surrogate=surrogate, tis_cap=cap)
+    loss = ClippedPolicyGradient(surrogate=surrogate, correction=tis(cap))
     outputs = []
     for tokens in (known, missing):
         batch = batch_of(tokens)
@@ -228,8 +237,6 @@ def test_impossible_bounds_are_refused() -> None:
         ClippedPolicyGradient(clip_low=2.0)
     with pytest.raises(ConfigError, match="clip_high=-1"):
         ClippedPolicyGradient(clip_high=-1.0)
-    with pytest.raises(ConfigError, match="tis_cap=0"):
-        ClippedPolicyGradient(tis_cap=0.0)
     with pytest.raises(ConfigError, match="kl_coefficient=nan"):
         ClippedPolicyGradient(kl_coefficient=math.nan)
     with pytest.raises(ConfigError, match="kl_coefficient=-1"):

@@ -99,7 +99,7 @@ def test_each_token_may_have_an_advantage_of_its_own() -> None:
 
 def test_only_it_is_prepared_and_not_where_the_correction_is_decoupled() -> None:
     assert isinstance(LightningRL("gspo").loss, StepLoss)
-    for algorithm in (LightningRL("grpo"), LightningRL("cispo"), LightningRL("gspo", tis_cap=2.0)):
+    for algorithm in (LightningRL("grpo"), LightningRL("cispo"), LightningRL("gspo", correction="tis")):
         assert not isinstance(algorithm.loss, StepLoss)
 
 

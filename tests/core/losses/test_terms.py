@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.losses.correction import Correction
 from lightning.losses.protocol import KlEstimator
 from lightning.losses.terms import (
     cispo_surrogate,
     clip_surrogate,
+    importance_weight,
     reference_kl,
     sampler_kl,
-    truncated_weight,
 )
 
 logprob = st.floats(-9, -0.01)
@@ -61,12 +62,14 @@ def test_a_token_that_the_policy_has_given_up_does_not_overflow() -> None:
     term = reference_kl(current, torch.tensor([0.0]), "k3")
     assert math.isfinite(term.item())
     assert math.isfinite(sampler_kl(torch.tensor([-300.0])).item())
-    assert math.isfinite(truncated_weight(torch.tensor([300.0]), math.inf).item())
+    assert math.isfinite(importance_weight(torch.tensor([300.0]), Correction("tis", high=math.inf)).item())
 
 
 @given(st.floats(-15, 15), st.floats(0.1, 10))
 def test_importance_weights_are_ratios_below_their_cap(log_ratio: float, cap: float) -> None:
-    weight = truncated_weight(torch.tensor([log_ratio], requires_grad=True, dtype=torch.float64), cap)
+    weight = importance_weight(
+        torch.tensor([log_ratio], requires_grad=True, dtype=torch.float64), Correction("tis", high=cap)
+    )
     assert weight.item() == pytest.approx(min(math.exp(log_ratio), cap), rel=1e-9)
     assert not weight.requires_grad
 

@@ -17,6 +17,7 @@ from lightning.config import Config, with_settings
 from lightning.credit import per_agent
 from lightning.credit.critic import Critic
 from lightning.errors import DataError
+from lightning.losses.correction import Correction
 from lightning.losses.protocol import StepLoss, needs_reference
 from lightning.planning.calibration import calibrate
 from lightning.planning.cluster import GPUS, Cluster
@@ -164,7 +165,8 @@ def recorded_with(**config: object) -> Recorded:
         (LightningRL(kl_coefficient=0.01), 1),
         (LightningRL("gspo"), 1),
         (LightningRL("gspo", kl_coefficient=0.01), 2),
-        (LightningRL("gspo", tis_cap=2.0), 0),
+        (LightningRL("gspo", correction="tis"), 0),
+        (LightningRL("grpo", correction=Correction(level="geometric")), 1),
         (LightningRL("ppo", kl_coefficient=0.01), 2),
         (LightningRL("ppo", credit=Critic(lam=0.5)), 1),
         (DPO(), 2),

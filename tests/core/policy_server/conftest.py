@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 from lightning.testing.tiny_models import make_tiny_model
+
+SERVER_INFO = """{
+  "vllm_config": {
+    "model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "override_generation_config": {},
+      "dtype": "torch.float32"},
+    "parallel_config": {"distributed_executor_backend": "uni",
+      "worker_extension_cls": "lightning.policy_server.worker.WorkerExtension"},
+    "scheduler_config": {"async_scheduling": false},
+    "device_config": {"device": "cpu"}
+  },
+  "vllm_env": {"VLLM_SERVER_DEV_MODE": true},
+  "system_env": {}
+}"""
 
 
 @dataclass
@@ -28,6 +43,9 @@ class FakeVLLM:
     routes: bool = True
     engines: int = 1
     """Data parallel, of two workers each."""
+    tool_parser: bool = True
+    info: dict[str, Any] = field(default_factory=lambda: json.loads(SERVER_INFO))
+    """What /server_info?config_format=json says: the parts of vLLM 0.31's answer that are read."""
     answers: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = field(default_factory=dict)
     """Routes that a test answers itself."""
 
@@ -40,6 +58,9 @@ class FakeVLLM:
         path = request.path
         if path == "/health":
             return web.Response(status=self.health)
+        if path == "/v1/chat/completions":
+            refusal = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            return web.json_response({"error": {"message": refusal}}, status=200 if self.tool_parser else 400)
         if path == "/v1/models":
             return web.json_response({"data": [{"id": "someone's"}]})
         if path == "/v1/completions":
@@ -51,6 +72,9 @@ class FakeVLLM:
             return web.json_response({"choices": [{"prompt_logprobs": [None, *rows[1:]]}]})
         if not self.routes:
             return web.Response(status=404)
+        if path == "/server_info" and path not in self.answers:
+            assert request.query["config_format"] == "json"
+            return web.json_response(self.info)
         if path == "/is_paused":
             return web.json_response({"is_paused": self.paused})
         if path == "/collective_rpc":

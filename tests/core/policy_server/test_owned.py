@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.config.models import PolicyServerConfig
-from lightning.errors import PolicyServerError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
 
 
@@ -192,3 +193,30 @@ print(sorted({"torch", "vllm", "aiohttp", "pydantic"} & set(sys.modules)))
 def test_the_launcher_is_cheap_and_gives_the_cpu_wheel_its_name() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCH], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+async def test_what_was_chosen_is_what_it_is_started_with_and_is_told(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning.policy_server")
+    vllm = server(model, tmp_path, tool_call_parser="auto", kv_cache_bytes=300_000_000)
+    await vllm.start()
+    args = processes[0].args
+    settings = ("--dtype", "--block-size", "--kv-cache-memory-bytes", "--max-model-len", "--tool-call-parser")
+    assert [args[args.index(name) + 1] for name in settings] == ["float32", "32", "300000000", "-1", "hermes"]
+    (told,) = [record.getMessage() for record in caplog.records if "vLLM for" in record.getMessage()]
+    assert "dtype float32 (fewer than 50 M parameters)" in told
+    assert "KV cache 0.28 GiB = 585,937 tokens (set)" in told
+    await vllm.close()
+
+
+async def test_arguments_of_the_users_are_judged_as_those_of_an_attached_one(
+    processes: list[StubProcess], fake: Any, model: Path, tmp_path: Path
+) -> None:
+    fake.info["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(PolicyServerError, match=r"raw_logprobs.*take what changes this out of policy_server\.args"):
+        await server(model, tmp_path, args=("--logprobs-mode", "raw_logprobs")).start()
+    assert processes[0].returncode == -9
+    with pytest.raises(ConfigError, match=r"--distributed-executor-backend ray"):
+        await server(model, tmp_path, args=("--distributed-executor-backend=ray",)).start()
+    assert len(processes) == 1, "it was not even started"

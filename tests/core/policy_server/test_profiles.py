@@ -5,13 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
-from lightning.config.models import PolicyServerConfig
+from lightning.config.models import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.policy_server.profiles import check_host, pick_device, require_vllm, server_args, server_env
+from lightning.policy_server.auto_settings import Chosen
+from lightning.policy_server.profiles import (
+    check_args,
+    check_host,
+    pick_device,
+    require_vllm,
+    server_args,
+    server_env,
+    shares_gpu,
+)
+
+CHOSEN = Chosen("float32", 300.0, block_size=32, threads=2, kv_cache_bytes=4096, tool_call_parser="hermes")
 
 
 def value(args: list[str], flag: str) -> str:
@@ -19,14 +31,15 @@ def value(args: list[str], flag: str) -> str:
 
 
 def test_cpu_arguments() -> None:
-    config = PolicyServerConfig(max_model_len=777, kv_cache_bytes=4096)
-    args = server_args(Path("/m"), config, device="cpu", names=["policy", "policy-1"], port=8123)
+    chosen = replace(CHOSEN, max_model_len=777, reasoning_parser="qwen3")
+    args = server_args(Path("/m"), PolicyServerConfig(), chosen, device="cpu", names=["policy", "policy-1"], port=8123)
     assert args[:2] == ["serve", "/m"]
     first = args.index("--served-model-name") + 1
     assert args[first : first + 3] == ["policy", "policy-1", "--host"]
     assert (value(args, "--host"), value(args, "--port")) == ("127.0.0.1", "8123")
     assert (value(args, "--max-model-len"), value(args, "--kv-cache-memory-bytes")) == ("777", "4096")
-    assert (value(args, "--dtype"), value(args, "--tool-call-parser")) == ("float32", "hermes")
+    assert (value(args, "--dtype"), value(args, "--block-size")) == ("float32", "32")
+    assert (value(args, "--tool-call-parser"), value(args, "--reasoning-parser")) == ("hermes", "qwen3")
     assert value(args, "--logprobs-mode") == "processed_logprobs"
     assert value(args, "--generation-config") == "vllm"
     assert "--enforce-eager" in args
@@ -34,33 +47,53 @@ def test_cpu_arguments() -> None:
 
 
 def test_cuda_arguments() -> None:
-    args = server_args(Path("/m"), PolicyServerConfig(), device="cuda", names=["policy", "policy-1"], port=1)
+    chosen = Chosen("bfloat16", 1800.0)
+    args = server_args(Path("/m"), PolicyServerConfig(), chosen, device="cuda", names=["policy", "policy-1"], port=1)
     assert value(args, "--gpu-memory-utilization") == "0.4"
-    assert value(args, "--dtype") == "auto"
-    assert not {"--kv-cache-memory-bytes", "--enforce-eager"} & set(args)
+    assert (value(args, "--dtype"), value(args, "--max-model-len")) == ("bfloat16", "-1")
+    assert "--no-async-scheduling" in args
+    absent = {"--kv-cache-memory-bytes", "--block-size", "--enforce-eager", "--enable-sleep-mode", "--reasoning-parser"}
+    assert not absent & set(args)
+    on_our_gpu = replace(chosen, sleeps=True)
+    assert "--enable-sleep-mode" in server_args(
+        Path("/m"), PolicyServerConfig(), on_our_gpu, device="cuda", names=["p"], port=1
+    )
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--distributed-executor-backend", "ray"),
+        ("--distributed-executor-backend=mp", "--distributed_executor_backend=ray"),
+        ("--data-parallel-backend", "ray"),
+    ],
+)
+def test_vllms_ray_executor_is_refused(args: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"policy_server\.args has --d.* ray: .*Leave it out .*--nnodes"):
+        check_args(PolicyServerConfig(args=args))
+    check_args(PolicyServerConfig(args=("--distributed-executor-backend", "mp", "--served-model-name", "ray")))
 
 
 def test_the_extension_that_is_named_exists() -> None:
-    args = server_args(Path("/m"), PolicyServerConfig(), device="cpu", names=["policy", "policy-1"], port=1)
+    args = server_args(Path("/m"), PolicyServerConfig(), CHOSEN, device="cpu", names=["policy", "policy-1"], port=1)
     module, _, name = value(args, "--worker-extension-cls").rpartition(".")
     assert hasattr(importlib.import_module(module), name)
 
 
 def test_the_users_arguments_come_last_and_an_empty_parser_leaves_tools_off() -> None:
-    config = PolicyServerConfig(tool_call_parser="", dtype="bfloat16", args=("--max-num-seqs", "4"))
-    args = server_args(Path("/m"), config, device="cpu", names=["policy", "policy-1"], port=1)
+    config, chosen = PolicyServerConfig(args=("--max-num-seqs", "4")), replace(CHOSEN, tool_call_parser="")
+    args = server_args(Path("/m"), config, chosen, device="cpu", names=["policy", "policy-1"], port=1)
     assert args[-2:] == ["--max-num-seqs", "4"]
-    assert value(args, "--dtype") == "bfloat16"
     assert not {"--enable-auto-tool-choice", "--tool-call-parser"} & set(args)
 
 
 @pytest.mark.parametrize(("way", "backend"), [("gloo", "lightning_gloo"), ("nccl", "nccl")])
 def test_how_weights_come_over_the_network(way: Literal["gloo", "nccl"], backend: str) -> None:
     config = PolicyServerConfig(weight_transfer=way)
-    args = server_args(Path("/m"), config, device="cuda", names=["policy", "policy-1"], port=1)
+    args = server_args(Path("/m"), config, CHOSEN, device="cuda", names=["policy", "policy-1"], port=1)
     assert json.loads(value(args, "--weight-transfer-config")) == {"backend": backend}
     assert "--weight-transfer-config" not in server_args(
-        Path("/m"), PolicyServerConfig(), device="cpu", names=["p"], port=1
+        Path("/m"), PolicyServerConfig(), CHOSEN, device="cpu", names=["p"], port=1
     )
 
 
@@ -72,9 +105,27 @@ def test_environment() -> None:
         assert env["VLLM_SERVER_DEV_MODE"] == env["HF_HUB_OFFLINE"] == env["VLLM_NO_USAGE_STATS"] == "1"
         assert env["LIGHTNING_OWNED_SERVER"] == str(os.getpid())
         assert not {"PYTHONDONTWRITEBYTECODE", "VLLM_API_KEY"} & set(env)
-    assert (cpu["OMP_NUM_THREADS"], cuda["OMP_NUM_THREADS"]) == ("1", "64")
+    assert cpu["OMP_NUM_THREADS"] == cuda["OMP_NUM_THREADS"] == "64"
+    three = server_env({}, device="cpu", threads=3)
+    assert (three["OMP_NUM_THREADS"], three["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
+    assert server_env({"OMP_WAIT_POLICY": "ACTIVE"}, device="cpu", threads=3)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert (cpu["OMP_WAIT_POLICY"], cuda.get("OMP_WAIT_POLICY")) == ("PASSIVE", None)
+    assert server_env({"OMP_WAIT_POLICY": "ACTIVE"}, device="cpu")["OMP_WAIT_POLICY"] == "ACTIVE"
     assert (cpu["VLLM_ENABLE_V1_MULTIPROCESSING"], cpu["TORCHDYNAMO_DISABLE"]) == ("0", "1")
     assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"} & set(cuda)
+    bound = server_env({"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, device="cpu")  # which only a worker process heeds
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
+
+
+def test_who_shares_a_gpu() -> None:
+    def shared(engine: str, **server: Any) -> bool:
+        return shares_gpu(Config(engine=EngineConfig(device=engine), policy_server=PolicyServerConfig(**server)))
+
+    assert shared("auto", device="cuda")
+    assert shared("cuda:0", device="cuda")
+    assert not shared("cuda:1", device="cuda")
+    assert not shared("auto", device="cpu")
+    assert not shared("auto", device="cuda", attach="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "example.com", ""])

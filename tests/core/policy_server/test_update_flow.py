@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
@@ -43,6 +44,20 @@ async def test_attach_takes_over_name_and_version(fake: Any, model: Path) -> Non
     assert await server.healthy()
     await server.close()
     assert await server.healthy()
+
+
+async def test_it_sleeps_and_wakes_by_vllms_own_routes(fake: Any, model: Path) -> None:
+    asked: list[str] = []
+
+    async def empty(request: web.Request) -> web.Response:
+        asked.append(request.path_qs)
+        return web.Response()  # as vLLM answers these two
+
+    fake.answers |= {"/sleep": empty, "/wake_up": empty}
+    server = await attached(fake, model)
+    await server.sleep()
+    await server.wake()
+    assert asked == ["/sleep?level=1&mode=wait", "/wake_up"]
 
 
 async def test_attach_resumes_what_was_left_paused(fake: Any, model: Path) -> None:
@@ -494,3 +509,16 @@ def test_make_policy_server_chooses(model: Path, tmp_path: Path) -> None:
     theirs = make_policy_server(model, PolicyServerConfig(attach="http://127.0.0.1:1"), log=log)
     assert isinstance(theirs, AttachedVLLM)
     assert vllm_server.REFUSALS > 1
+
+
+async def test_the_weights_that_are_there_get_another_version(fake: Any, model: Path) -> None:
+    """Nothing is loaded, and what agents have in the prefix cache stays there."""
+    server = await attached(fake, model)
+    fake.counts = {"chatcmpl-a-00000000": 5}
+    update = await server.update(None, 1)
+    assert fake.calls == ["attach", "attach", "pause", "in_flight", "set_version", "resume"]
+    assert (update.version, update.in_flight, server.version, fake.version) == (1, {"a": 5}, 1, 1)
+    fake.fail["lightning_set_version"] = 1
+    with pytest.raises(PolicyServerError, match="the name of version 2 was not taken, version 1 goes on"):
+        await server.update(None, 2)
+    assert (server.version, fake.version, fake.paused) == (1, 1, False)

@@ -18,11 +18,14 @@ import aiohttp
 import psutil
 import pytest
 import torch
+from lightning.config import LoraConfig
 from lightning.config.models import PolicyServerConfig
+from lightning.engines.protocol import OptimizerConfig
+from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
 from lightning.gateway.upstreams import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
-from lightning.policy_server.control import NotOursError
+from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.testing.tiny_models import make_tiny_model
@@ -36,6 +39,8 @@ OTHER = 0.5
 """Smallest difference somewhere in a text that two seeds of the tiny model show."""
 CHAT = [{"role": "user", "content": "Write a very long story about the number 42."}]
 PROMPT = [(7 * i + 3) % 320 for i in range(600)]
+OTHER_PROMPT = [(11 * i + 5) % 320 for i in range(64)]
+"""A probe with it leaves nothing of `PROMPT` in the prefix cache."""
 
 
 def forward(folder: Path, ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
@@ -45,6 +50,12 @@ def forward(folder: Path, ids: Sequence[int], *, temperature: float = 1.0) -> li
         logits = model(torch.tensor([list(ids)])).logits[0, :-1]
     logprobs = (logits / temperature).log_softmax(-1)
     return [0.0, *logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+
+async def gap_of(server: OwnedVLLM | AttachedVLLM, folder: Path) -> float:
+    """The largest difference to a folder's model."""
+    asked = probe(folder)
+    return max(asked.gaps(await server._running().served_logprobs(server.model, asked.ids)))
 
 
 def probe(folder: Path, ids: Sequence[int] = PROMPT[:64]) -> Probe:
@@ -101,6 +112,29 @@ async def test_it_serves(served: Any) -> None:
         await served.vllm.start()
 
 
+def adapters_of(folder: Path, place: Path) -> tuple[Path, Path]:
+    """A file with adapters of a folder's model alone, and a folder with the model that they make."""
+    engine = TorchEngine(lora=LoraConfig(rank=4), dtype="float32")
+    engine.open(folder, OptimizerConfig(), seed=1)
+    with torch.no_grad():
+        for parameter in engine._parameters.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    file = engine.adapters(place / "adapters.safetensors")
+    assert file is not None
+    return file, engine.export(place / "merged")
+
+
+async def test_adapters_alone_are_merged_in_the_worker(served: Any, tmp_path: Path) -> None:
+    """vLLM computes with the trainer's merged model, and with whole weights after that."""
+    file, merged = adapters_of(served.first, tmp_path)
+    update = await served.vllm.update(file, served.vllm.version + 1, probe(merged))
+    assert update.probe_gap is not None
+    assert update.probe_gap <= GAP
+    assert max(probe(served.first).gaps(update.served)) > OTHER
+    await served.use(served.second)
+    assert await gap_of(served.vllm, served.second) <= GAP
+
+
 async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(served: Any) -> None:
     told = await call(served.vllm, "completions", model=served.vllm.alias, prompt=[1, 2, 3], max_tokens=1)
     assert told["model"] == "policy"
@@ -113,6 +147,42 @@ async def test_it_serves_a_name_of_this_start_alone_and_answers_under_the_other(
         for named, found in ((upstream, Found.WELL), (another, Found.OUT)):
             pool = Pool([named])
             assert await pool.check(pool.slots[0], session) is found
+
+
+async def test_an_attached_one_with_logprobs_of_another_distribution_is_refused(
+    model: Path, tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    args = ("--logprobs-mode", "raw_logprobs")
+    with pytest.raises(PolicyServerError, match=r"logprobs are raw_logprobs.*--logprobs-mode processed_logprobs"):
+        await OwnedVLLM(model, PolicyServerConfig(device="cpu", args=args), log=tmp_path / "owned.log").start()
+    started = OwnedVLLM(
+        model,
+        PolicyServerConfig(device="cpu", args=("--generation-config", "auto", *args), tool_call_parser=""),
+        log=tmp_path / "vllm.log",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMControl, "check_settings", lambda *_, **__: asyncio.sleep(0))  # somebody who does not know
+        await started.start()
+    try:
+        attached = AttachedVLLM(model, PolicyServerConfig(attach=started.url))
+        with pytest.raises(PolicyServerError, match=r"raw_logprobs.*; .*generation_config 'auto'"):
+            await attached.start()
+        assert await started._running().claimed() == "", "it was not even claimed"
+        assert not await started._running().parses_tools("policy")
+    finally:
+        await started.close()
+
+
+async def test_what_requests_need_is_counted(served: Any) -> None:
+    before = await served.vllm.usage()
+    for _ in range(2):
+        await call(served.vllm, "completions", prompt=PROMPT, max_tokens=1)
+    requests, tokens, cached, preemptions = (
+        now - then for now, then in zip(await served.vllm.usage(), before, strict=True)
+    )
+    assert (requests, tokens, preemptions) == (2, 2 * len(PROMPT), 0)
+    assert cached == len(PROMPT) // 32 * 32, "the second finds all whole blocks of the first"
+    assert await served.vllm._running().parses_tools("policy")
 
 
 async def test_an_attached_one_is_the_trainers_that_attached_last(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +244,7 @@ async def test_new_weights_serve_and_the_prefix_cache_is_not_stale(served: Any) 
     assert cached > 0
     assert first <= GAP
     update = await served.vllm.update(
-        served.second / "model.safetensors", served.vllm.version + 1, probe(served.second)
+        served.second / "model.safetensors", served.vllm.version + 1, probe(served.second, OTHER_PROMPT)
     )
     assert update.probe_gap is not None
     assert update.probe_gap <= GAP
@@ -246,7 +316,7 @@ async def test_weights_that_do_not_fit_leave_the_server_as_it_was(
         with pytest.raises(PolicyServerError, match=weights.name):
             await served.vllm.update(weights, version + 1)
     assert served.vllm.version == version
-    assert await served.vllm._running().probe_gap("policy", probe(served.first)) <= GAP  # type: ignore[operator]
+    assert await gap_of(served.vllm, served.first) <= GAP
 
 
 async def test_a_load_that_fails_half_way_is_undone(
@@ -259,9 +329,9 @@ async def test_a_load_that_fails_half_way_is_undone(
     half = alter(served.second, lambda t: t.pop("model.layers.1.mlp.down_proj.weight"))
     with pytest.raises(PolicyServerError, match=rf"version {version} goes on.*no weights for .*down_proj"):
         await served.vllm.update(half, version + 1)
-    assert await served.vllm._running().probe_gap("policy", probe(served.first)) <= GAP  # type: ignore[operator]
+    assert await gap_of(served.vllm, served.first) <= GAP
     await served.use(served.second)
-    assert await served.vllm._running().probe_gap("policy", probe(served.second)) <= GAP  # type: ignore[operator]
+    assert await gap_of(served.vllm, served.second) <= GAP
 
 
 async def test_another_process_can_attach_and_finds_the_version(served: Any) -> None:
@@ -296,7 +366,7 @@ async def test_a_killed_server_is_noticed_leaves_nothing_and_comes_back_with_giv
     await served.vllm.restart(served.second / "model.safetensors", version)
     assert all(gone(engine.pid) for engine in engines)
     assert (served.vllm.url, served.vllm.version) == (url, version)
-    assert await served.vllm._running().probe_gap("policy", probe(served.second)) <= GAP  # type: ignore[operator]
+    assert await gap_of(served.vllm, served.second) <= GAP
     assert await served.vllm._running().attach() == version
 
 
@@ -363,12 +433,13 @@ def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
 
 
 @pytest.mark.parametrize("way", ["file", "gloo"])
-async def test_a_tied_head_is_not_stale(owner: Owner, way: Literal["file", "gloo"]) -> None:
+async def test_a_tied_head_is_not_stale(owner: Owner, way: Literal["file", "gloo"], tmp_path: Path) -> None:
     first, second = owner.folders
     server = AttachedVLLM(first, PolicyServerConfig(attach=owner.url, weight_transfer=way))
     await server.start()
-    for folder in (second, first, second):
-        update = await server.update(folder / "model.safetensors", server.version + 1, probe(folder))
+    steps = [(folder / "model.safetensors", folder) for folder in (second, first, second)]
+    for weights, folder in [*steps, *([adapters_of(first, tmp_path)] if way == "file" else [])]:
+        update = await server.update(weights, server.version + 1, probe(folder))
         assert update.probe_gap is not None
         assert update.probe_gap <= GAP
         answer = await call(server, "completions", prompt=PROMPT, max_tokens=16, ignore_eos=True)
@@ -394,7 +465,7 @@ async def test_a_transfer_that_breaks_off_is_undone(
     odd = alter(first, lambda t: t.update({"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 4)}))
     with pytest.raises(PolicyServerError, match="version 20 goes on"):
         await server.update(odd, 21)
-    assert await server._running().probe_gap(server.model, probe(second)) <= GAP  # type: ignore[operator]
+    assert await gap_of(server, second) <= GAP
     sender.leave()  # as when its process was started again
     update = await server.update(first / "model.safetensors", 21, probe(first))
     assert update.probe_gap is not None
@@ -427,3 +498,23 @@ def test_no_process_outlives_an_owner_that_was_killed(owner: Owner) -> None:
     assert not any(gone(pid) for pid in owner.pids)
     owner.process.kill()
     wait_for(lambda: all(gone(pid) for pid in owner.pids))
+
+
+async def test_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> None:
+    """Its family's parser is switched on by itself; without one vLLM refuses the budget that Anthropic's `thinking` becomes."""
+    folder = make_tiny_model(tmp_path / "reasons", vocab=512)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    for spare, token in (("<|spare_0|>", "<think>"), ("<|spare_1|>", "</think>")):
+        assert spare in tokenizer
+        tokenizer = tokenizer.replace(spare, token)
+    (folder / "tokenizer.json").write_text(tokenizer)
+    with (folder / "chat_template.jinja").open("a") as template:
+        template.write("{{- '<think>\\n' if add_generation_prompt -}}")
+    server = OwnedVLLM(folder, PolicyServerConfig(device="cpu"), log=tmp_path / "vllm.log")
+    await server.start()
+    try:
+        asked = {"messages": CHAT, "max_tokens": 8, "thinking_token_budget": 2, "reasoning_effort": "low"}
+        (choice,) = (await call(server, "chat/completions", **asked))["choices"]
+        assert choice["message"]["reasoning"]
+    finally:
+        await server.close()

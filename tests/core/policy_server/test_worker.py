@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning.policy_server.worker import WorkerExtension
+import torch
+from lightning.policy_server.worker import WorkerExtension, replace_weights
 
 
 class Worker:
@@ -91,6 +93,16 @@ def test_a_preempted_request_that_goes_on_counts_what_it_has_now() -> None:
     assert worker.lightning_in_flight()["counts"] == {"a": 4}
 
 
+def test_what_requests_need_is_counted() -> None:
+    worker = Extended(v1(a=3))
+    names = ("requests", "prompt_tokens", "cached_tokens", "preemptions")
+    assert [worker.lightning_attach()[name] for name in names] == [0, 0, 0, 0]
+    begun = [SimpleNamespace(prompt_token_ids=[1] * 70, num_computed_tokens=cached) for cached in (0, 64)]
+    worker.execute_model(SimpleNamespace(scheduled_new_reqs=begun, finished_req_ids=set(), preempted_req_ids=None))
+    worker.execute_model(step(preempted={"a"}))
+    assert [worker.lightning_attach()[name] for name in names] == [2, 140, 64, 1]
+
+
 def test_only_the_last_departures_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerExtension, "_LIGHTNING_REMEMBERED", 2)
     worker = Extended(v1(a=1, b=2, c=3))
@@ -130,3 +142,51 @@ def test_whether_ids_carry_vllms_digits(monkeypatch: pytest.MonkeyPatch, setting
 
 def test_every_public_name_has_the_prefix() -> None:
     assert all(name.lstrip("_").lower().startswith("lightning_") for name in dir(WorkerExtension) if name[:2] != "__")
+
+
+@pytest.fixture
+def reload_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's, where a model's parameters are what they are."""
+    helpers = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: None, finalize_layerwise_reload=lambda model, config: None
+    )
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", helpers)
+
+
+class Served(torch.nn.Module):
+    """Loads what it has a parameter for, and tells their names, as vLLM's models do."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, torch.nn.Linear(2, 2))
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        own, loaded = dict(self.named_parameters()), set()
+        for name, value in weights:
+            if name in own:
+                own[name].copy_(value)
+                loaded.add(name)
+        return loaded
+
+
+def load(model: Served, *names: str) -> None:
+    cpu = torch.device("cpu")
+    replace_weights(model, None, cpu, ((name, torch.zeros_like(model.get_parameter(name))) for name in names))
+
+
+@pytest.mark.usefixtures("reload_helpers")
+def test_a_part_for_which_nothing_came_keeps_its_weights_and_others_must_be_whole() -> None:
+    model = Served("language_model", "visual", "lm_head")
+    before = model.visual.weight.clone()
+    text = ["language_model.weight", "language_model.bias"]
+    head = ["lm_head.weight", "lm_head.bias"]
+    load(model, *text, *head)
+    assert torch.equal(model.visual.weight, before)
+    assert not model.language_model.weight.any()
+    with pytest.raises(RuntimeError, match=r"there are no weights for language_model\.bias \(1 parameters in all\)"):
+        load(model, text[0], *head)
+    with pytest.raises(RuntimeError, match=r"there are no weights for lm_head\.bias, lm_head\.weight"):
+        load(model, *text)
+    with pytest.raises(RuntimeError, match="there are no weights for"):
+        load(model)

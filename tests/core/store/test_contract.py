@@ -700,6 +700,7 @@ def record(
         "checkpoint": "ckpt",
         "metrics": {"loss": 0.5},
         "at": 5.0,
+        "context": {"epoch": 1, "versions": {"torch": "2"}, "base": "é"},
         **changes,
     }
     return StepRecord(**fields)  # type: ignore[arg-type]

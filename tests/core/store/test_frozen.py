@@ -104,7 +104,8 @@ async def test_outcomes_steps_and_state_are_read_back_equal(tmp_path: Path, vers
     assert await store.step_rewards("a") == [StepReward(0.25, "fmt", "call-a0", 2.0)]
     checkpoint, at = ("step-1", 5.0) if version == 2 else ("step-00000001", 1001.0)
     groups = ("g",) if version > 3 else ()
-    step = StepRecord("run", 0, 1, (("a", 1),), ("d0",), "digest", checkpoint, {"loss": 0.5}, at, groups)
+    context = {"epoch": 0, "dtype": "float32"} if version > 7 else {}
+    step = StepRecord("run", 0, 1, (("a", 1),), ("d0",), "digest", checkpoint, {"loss": 0.5}, at, groups, context)
     assert await store.list_steps("run") == [step]
     (point,) = await store.metrics("run")
     assert (point.step, point.values["reward"]) == (0, 0.5)

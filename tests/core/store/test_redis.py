@@ -314,6 +314,8 @@ async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
     await asyncio.gather(*(each.open() for each in stores))  # whoever comes first does it
     assert {each._database for each in stores} == {database}
     assert f'"schema": {opening.SCHEMA}'.encode() in server.command("GET", "lightning:meta")
+    server.command("HSET", "lightning:steps:run", "0", '5.0 [1,"[]","[]","d","","{}","[]"]')  # it had no context
+    assert await stores[0].list_steps("run") == [StepRecord("run", 0, 1, (), (), "d", at=5.0)]
     said = call(1, conversation=Conversation(({"role": "user", "content": "q"},), "call", 1))
     assert await stores[0].append([said]) == 1
     assert await stores[0].transitions("a") == [call(0), said]

@@ -181,7 +181,7 @@ def test_numbers_that_json_does_not_have_travel_by_name(number: float) -> None:
         ({"prompt_ids": "AAA"}, "it.prompt_ids .* base64 of little-endian int32"),
         ({"prompt_ids": "AAAA"}, "it.prompt_ids .* base64"),
         ({"logprobs": [0.5]}, "it.logprobs is list; it must be base64"),
-        ({"status": "fine"}, "it.status .* one of ok, aborted, error"),
+        ({"status": "fine"}, "it.status .* one of ok, media, aborted, error"),
         ({"versions": [{"start": 0}]}, r"it.versions\[0\] lacks 'version'"),
         ({"versions": {}}, "it.versions is dict; it must be a list"),
         ({"caller": None}, "it.caller is null; it must be an object"),

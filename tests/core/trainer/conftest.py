@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,16 +26,21 @@ from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.losses.protocol import Loss
 from lightning.plugins import plugins
-from lightning.policy_server.protocol import Probe, Update
+from lightning.policy_server.protocol import Probe, Update, Usage
+from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
+from lightning.store.epochs import keep_epochs
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.tracking import Trackers
+from lightning.trainer.beginning import Beginning
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter
-from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.replay import optimizer_of
+from lightning.trainer.runs import check_run, describe_algorithm, name_folder
+from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
-from lightning.types import Run, Task, token_ids
+from lightning.types import Json, Task, token_ids
 
 ALGORITHM = LightningRL("grpo", group_size=4)
 TASKS = [Task(f"question {number}") for number in range(5)]
@@ -54,9 +60,14 @@ class LedgerEngine:
     crash_at: str = ""
     valued: int = 0
     losses: list[Loss] = field(default_factory=list)
+    lr: float = 0.0
+    idle: bool = False
+    """Whether steps teach nothing."""
+    did: list[str] = field(default_factory=list)
+    """What was asked of it, in order."""
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
-        self.ledger = []
+        self.ledger, self.lr = [], optimizer.lr
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         return [np.zeros(len(sample), dtype=np.float32) for sample in samples]
@@ -69,17 +80,21 @@ class LedgerEngine:
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         self._point(f"step:{len(self.ledger)}")
         self.losses.append(loss)
-        text = hashlib.sha256()
+        text = hashlib.sha256(str(self.lr).encode())
         seen = {}
         for sample in samples:
             text.update(sample.ids.tobytes() + sample.advantages.tobytes())
             for span in sample.spans:
                 ids, lps = sample.ids[span.start : span.stop], sample.logprobs[span.start : span.stop]
                 seen[span.rollout, span.attempt, span.seq] = span_digest(token_ids(ids.tolist()), lps.tolist())
+        metrics = {"loss": 0.0, "max_logprob_gap": 0.0, "tokens": float(sum(map(len, samples)))}
+        if self.idle or not samples:
+            return StepResult(metrics | {"stepped": 0.0}, seen)
         self.ledger.append(text.hexdigest())
-        return StepResult({"loss": 0.0, "max_logprob_gap": 0.0, "tokens": float(sum(map(len, samples)))}, seen)
+        return StepResult(metrics | {"stepped": 1.0}, seen)
 
     def save(self, folder: Path) -> None:
+        self.did.append(f"save:{folder.name}")
         self._point(f"save:{len(self.ledger)}")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "ledger.json").write_text(json.dumps(self.ledger))
@@ -92,8 +107,9 @@ class LedgerEngine:
         return folder
 
     def weights(self, file: Path) -> Path:
+        self.did.append(f"weights:{file.stem}")
         self._point(f"weights:{len(self.ledger)}")
-        file.write_text(json.dumps(self.ledger))
+        file.write_bytes(struct.pack("<Q", 0) + json.dumps(self.ledger).encode())  # a header without entries
         return file
 
     def close(self) -> None:
@@ -127,10 +143,14 @@ class LedgerPolicy:
         return self.fake.model
 
     alias, claim = model, ""
+    used = Usage()
 
     async def start(self) -> None: ...
 
-    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
+    async def usage(self) -> Usage:
+        return self.used
+
+    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
         if version == self.crash_at:
             raise Crash(f"update:{version}")
         if version == self.die_at:
@@ -139,10 +159,12 @@ class LedgerPolicy:
             raise PolicyServerError("the connection was reset")
         self.fake.pause()
         in_flight = self.fake.in_flight()
-        self.ledger = json.loads(weights.read_text())
+        if weights is not None:
+            self.ledger = json.loads(weights.read_bytes()[8:])
         self.version = version
         self.fake.resume()
-        return Update(version, in_flight, probe_gap=self.gap if probe else None)
+        served = [ours + self.gap for ours in probe.logprobs[1:]] if probe else []
+        return Update(version, in_flight, served=served)
 
     async def healthy(self) -> bool:
         return True
@@ -188,7 +210,8 @@ async def open_bench(
     folder: Path,
     agent: Any = agent,
     *,
-    algorithm: Algorithm = ALGORITHM,
+    algorithm: Algorithm | AlgorithmSchedule = ALGORITHM,
+    parent: str | None = None,
     script: Callable[[Any], Reply] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Bench]:
@@ -206,13 +229,24 @@ async def open_bench(
         store = plugins().store(f"sqlite:///{folder / 'lightning.db'}")
         await store.open()
         resources.push_async_callback(store.close)
-        described = {
-            "algorithm": describe_algorithm(algorithm),
+        schedule = algorithm if isinstance(algorithm, AlgorithmSchedule) else AlgorithmSchedule.of(algorithm)
+        described: dict[str, Json] = {
+            "algorithm": describe_algorithm(schedule.at(0)),
+            "model": "m",
+            "critic": "",
             "train_agents": [],
             "seed": 0,
             "config": config.model_dump(mode="json"),
         }
-        run = await store.put_run(Run("run", "run", described))
+        beginning = Beginning(
+            store, folder, folder, schedule, config, lambda config: LedgerEngine(), "", Reporter(enabled=False)
+        )
+        name = folder.name if parent else "run"
+        run = await check_run(store, name, described, resume=True)
+        run, epochs, _ = await beginning.prepare(run, described, parent)
+        await store.put_run(run)
+        await keep_epochs(store, run, epochs)
+        name_folder(folder, run.id)
         policy, engine = LedgerPolicy(fake), LedgerEngine()
         runner = InlineRunner(agent, config.runner)
         await runner.start()
@@ -220,12 +254,15 @@ async def open_bench(
         gateway = Gateway(store, [Upstream(fake.url, fake.model)], config.gateway, secret=b"s" * 32, run=run.id)
         await gateway.start()
         resources.push_async_callback(gateway.close)
-        stack = Stack(run, config, folder, store, policy, gateway, runner)
+        weights_folder = WeightsFolder(config.policy_server, folder, folder)
+        resources.callback(weights_folder.close)
+        stack = Stack(run, config, folder, store, policy, gateway, runner, weights_folder)
         await stack.owner.open(stack.upstreams(), 0)
         resources.push_async_callback(stack.owner.close)
-        engine.open(folder, OptimizerConfig(), seed=0)
-        with Trackers((), config, run="run", folder=folder, store=store) as trackers:
-            loop = Loop(stack, engine, algorithm, TASKS, VAL, (), Reporter(enabled=False), trackers)
+        engine.open(folder, optimizer_of(config), seed=0)
+        with Trackers((), config, run=run.id, folder=folder, store=store) as trackers:
+            reporter = Reporter(enabled=False)
+            loop = Loop(stack, engine, schedule, TASKS, VAL, (), reporter, trackers, epochs, "the base")
             yield Bench(loop, engine, policy, store)
 
 

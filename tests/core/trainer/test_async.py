@@ -47,7 +47,7 @@ async def assert_whole(made: Any, bound: int = 2) -> list[StepRecord]:
     records: list[StepRecord] = await made.store.list_steps("run")
     rollouts = {rollout.id: rollout for rollout in await all_rollouts(made.store, "run", split="train")}
     assert [record.step for record in records] == list(range(STEPS))
-    assert len(made.engine.ledger) == STEPS
+    assert len(made.engine.ledger) == sum(bool(record.rollouts) for record in records), "but those that taught nothing"
     assert made.policy.ledger == made.engine.ledger
     taken = [group for record in records for group in record.groups]
     assert len(taken) == len(set(taken))

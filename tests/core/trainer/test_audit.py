@@ -47,7 +47,7 @@ async def _trained_store() -> MemoryStore:
         groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=step), ())
         batch = ALGORITHM.batch(groups)
         assert batch.samples
-        await store.commit_step(record_step("run", step, groups, batch, checkpoint="", metrics={}))
+        await store.commit_step(record_step("run", step, groups, batch, checkpoint="", metrics={}, context={}))
     return store
 
 

@@ -66,6 +66,14 @@ def test_greedy_calls_are_a_problem_where_rollouts_are_compared() -> None:
     assert _problems([row(greedy_calls=1)], ["*"]) == []
 
 
+def test_calls_with_media_are_a_hint_and_a_problem_where_nothing_is_left() -> None:
+    (hint,) = _hints([row(media_calls=1)])
+    assert hint.startswith("1 of 3 calls of trained agents are not trained: their prompts have an image")
+    assert not _problems([row(media_calls=1)], ())
+    (problem,) = _problems([row(media_calls=2, trained_calls=0)], ())
+    assert problem.startswith("2 of 2 calls of trained agents are not trained")
+
+
 def test_many_answers_that_were_cut_off_are_hinted_at() -> None:
     assert _hints([row(trained_calls=10, truncated_calls=2)]) == []
     (hint,) = _hints([row(trained_calls=10, truncated_calls=3)])
@@ -77,6 +85,31 @@ def test_a_prompt_that_was_too_long_names_the_setting() -> None:
     error = "BadRequestError: Error code: 400 - This model's maximum context length is 2048 tokens."
     (problem,) = _problems([row(reward=None, error=error)], [])
     assert "policy_server.max_model_len" in problem
+
+
+async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls_that_do_not_fit(
+    bench: Any, tmp_path: Path
+) -> None:
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+
+    async def with_tools(task: Task, llm: Any) -> float:
+        body = {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "tools": [{"type": "function", "function": function}],
+        }
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            for more in ({}, {"max_tokens": 10**6}):
+                async with session.post(f"{llm.base_url}/chat/completions", json=body | more) as reply:
+                    assert reply.status == (400 if more else 200)
+        return 1.0
+
+    async with bench(tmp_path, with_tools) as made:
+        made.loop.stack.policy.fake.shows_tools = False
+        report = await dry_run(made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=False))
+    (problem,) = report.problems
+    assert problem.startswith("1 calls: the model's chat template does not show the tools")
+    (hint,) = report.hints
+    assert hint.startswith("1 calls were refused, since prompt and answer together are longer than the context")
 
 
 async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(bench: Any, tmp_path: Path) -> None:
@@ -95,7 +128,9 @@ async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(ben
         "script": lambda body: Reply("x", finish_reason="length"),
     }
     async with bench(tmp_path, greedy, **settings) as made:
-        report = await dry_run(made.loop.stack, [Task("one")], ["[a-z]*"], made.loop.algorithm, Reporter(enabled=False))
+        report = await dry_run(
+            made.loop.stack, [Task("one")], ["[a-z]*"], made.loop.schedule.at(0), Reporter(enabled=False)
+        )
     (seen,) = report.rows
     assert (seen.greedy_calls, seen.constrained_calls, seen.truncated_calls) == (1, 0, 1)
     (problem,) = report.problems

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from lightning.algorithms import Batch, from_batch
@@ -14,7 +17,7 @@ from lightning.algorithms.dpo import DPO
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.batch.trajectory import Group
-from lightning.errors import AuditError, ConfigError, PolicyServerError, RunnerError
+from lightning.errors import AuditError, ConfigError, EngineError, PolicyServerError, RunnerError
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.summary import summarize
 from lightning.types import Task
@@ -25,7 +28,7 @@ STEPS = 3
 async def assert_finished(made: Any) -> None:
     steps = await made.store.list_steps("run")
     assert [record.step for record in steps] == list(range(STEPS))
-    assert len(made.engine.ledger) == STEPS, "each step is in the weights once"
+    assert len(made.engine.ledger) == sum(bool(step.rollouts) for step in steps), "what taught is in the weights once"
     assert made.policy.ledger == made.engine.ledger, "the policy server has the trained weights"
     assert made.policy.version == STEPS
     report = await audit(made.store, "run")
@@ -37,6 +40,8 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         await made.loop.run({"seconds/start": 1.0})
         await assert_finished(made)
+        digest = hashlib.sha256(json.dumps(made.policy.ledger).encode()).hexdigest()
+        assert await made.loop.publisher.digest() == digest, "that of the weights which are served"
         summary = await summarize(made.store, "run")
         points = [point.values for point in await made.store.metrics("run") if "seconds/update" in point.values]
     # Before calls stand still the weights are written.
@@ -49,12 +54,12 @@ async def test_a_run_from_start_to_end(bench: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint_every", [1, 2])
+@pytest.mark.parametrize("checkpoint_every", [1, 2, None])
 @pytest.mark.parametrize(
     "where", ["step:1", "save:2", "commit:1", "committed:1", "weights:2", "update:2", "evaluate:1", "weights:3"]
 )
 async def test_wherever_it_is_cut_a_resume_finishes_exactly_once(
-    bench: Any, tmp_path: Path, where: str, checkpoint_every: int, monkeypatch: pytest.MonkeyPatch
+    bench: Any, tmp_path: Path, where: str, checkpoint_every: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench(tmp_path, trainer__checkpoint_every=checkpoint_every) as made:
         made.engine.crash_at = where
@@ -67,7 +72,7 @@ async def test_wherever_it_is_cut_a_resume_finishes_exactly_once(
             pass
         else:
             assert where == "save:2", "every other place is passed"
-            assert checkpoint_every == 2 or not where
+            assert checkpoint_every != 1
         committed = await made.store.list_steps("run")
     monkeypatch.undo()
     async with bench(tmp_path, trainer__checkpoint_every=checkpoint_every) as made:
@@ -219,6 +224,24 @@ async def test_a_server_that_does_not_serve_the_trained_weights_is_an_error(
         await assert_finished(made)
 
 
+async def test_a_server_that_missed_the_weights_once_is_given_them_again(
+    bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path, trainer__steps=1) as made:
+        update, given = made.policy.update, []
+
+        async def deaf_at_first(weights: Path, version: int, probe: Any = None) -> Any:
+            given.append(version)
+            made.policy.gap = 25.0 if len(given) == 1 else 0.0
+            return await update(weights, version, probe)
+
+        made.policy.update = deaf_at_first
+        await made.loop.run({})
+        assert given == [1, 1]
+        assert "differ from the trainer's by 25 nats in the mean" in caplog.text
+        assert "it is given the weights once more" in caplog.text
+
+
 @pytest.mark.slow
 async def test_a_server_that_dies_during_an_update_is_restarted_and_updated(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
@@ -245,6 +268,67 @@ async def test_a_restart_that_fails_during_an_update_ends_the_run_with_its_own_e
     async with bench(tmp_path) as made:
         await made.loop.run({})
         await assert_finished(made)
+
+
+async def test_a_crash_between_a_commit_and_its_checkpoint_is_replayed(bench: Any, tmp_path: Path) -> None:
+    """Checkpoints are written beside the sampling of the next step: the store has a step before its checkpoint is on disk."""
+    async with bench(tmp_path, trainer__checkpoint_every=1) as made:
+        made.engine.crash_at = "save:2"
+        with pytest.raises(made.Crash):
+            await made.loop.run({})
+        assert len(await made.store.list_steps("run")) == 2
+        assert made.loop.checkpoints.steps() == [1]
+    async with bench(tmp_path, trainer__checkpoint_every=1) as made:
+        await made.loop.restore()
+        assert len(made.engine.ledger) == 2
+        assert made.loop.writer.unsaved
+        await made.loop.run({})
+        await assert_finished(made)
+
+
+async def test_a_run_that_is_told_to_stop_saves_what_it_has_learned(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
+        sample = made.loop.evaluate
+
+        async def stopped() -> None:
+            if made.loop.done == 2:
+                raise asyncio.CancelledError
+            await sample()
+
+        made.loop.evaluate = stopped
+        with pytest.raises(asyncio.CancelledError):
+            await made.loop.run({})
+        assert made.loop.checkpoints.steps() == [2]
+        assert made.policy.ledger == made.engine.ledger
+    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
+        await made.loop.run({})
+        await assert_finished(made)
+
+
+async def test_what_stops_in_the_middle_of_training_is_not_saved(bench: Any, tmp_path: Path) -> None:
+    """The engine's thread goes on: nobody knows what it has."""
+    async with bench(tmp_path, trainer__checkpoint_every=100) as made:
+        step = made.engine.step
+
+        def interrupted(*args: Any) -> Any:
+            if len(made.engine.ledger) == 1:
+                raise asyncio.CancelledError
+            return step(*args)
+
+        made.engine.step = interrupted
+        with pytest.raises(asyncio.CancelledError):
+            await made.loop.run({})
+        assert made.loop.checkpoints.steps() == []
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        made.loop.writer._save = Mock(
+            side_effect=EngineError("cannot write step-00000001: no space. Is the disk full?")
+        )
+        with pytest.raises(EngineError, match="Is the disk full"):
+            await made.loop.run({})
+        assert len(made.engine.ledger) == 1
 
 
 async def test_checkpoints_that_the_store_does_not_know_are_never_deleted(bench: Any, tmp_path: Path) -> None:

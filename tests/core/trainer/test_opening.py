@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +16,8 @@ import httpx
 import pytest
 from aiohttp import ClientSession
 from lightning.config import Config, with_settings
-from lightning.errors import PolicyServerError
+from lightning.config.models import GatewayConfig, PolicyServerConfig
+from lightning.errors import ConfigError, GatewayError, PolicyServerError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet import gateway_secret
 from lightning.gateway.owner import Owner
@@ -24,9 +28,10 @@ from lightning.server.how_to_call import HowToCall
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
+from lightning.testing.tiny_families import make_tiny_family
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer import trainer as trainer_module
-from lightning.trainer.stack import Stack, open_stack
+from lightning.trainer.stack import Stack, check_ports, one_by_one, open_stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Run, Status, Task
 
@@ -45,8 +50,8 @@ class Policy:
     async def start(self) -> None:
         self.notice = await self._store.get_state("", "policy/run")
 
-    async def update(self, weights: Path, version: int, probe: Probe | None = None) -> Update:
-        if weights.name == "bad":
+    async def update(self, weights: Path | None, version: int, probe: Probe | None = None) -> Update:
+        if weights is not None and weights.name == "bad":
             raise PolicyServerError("the file does not fit")
         self.version = version
         return Update(version, {})
@@ -267,7 +272,7 @@ def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
         raise OpenedError
 
     async def list_steps(self: Store, run: str) -> list[Any]:
-        return [SimpleNamespace(step=number) for number in range(steps)]
+        return [SimpleNamespace(step=number, context={}) for number in range(steps)]
 
     made = make_trainer(**({"policy_server__attach": attach} if attach else {}))
     monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
@@ -319,3 +324,61 @@ def test_clients_are_told_how_to_call_before_a_rollout_is_made(
     (how,) = told
     assert how.eval_temperature == 0.25
     assert how.own == {"greeter": "hello {name}"}
+
+
+@pytest.mark.parametrize("taken", ["server.port", "policy_server.port"])
+async def test_a_taken_port_is_said_before_anything_is_started(house: House, tmp_path: Path, taken: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        settings = {taken: other.getsockname()[1]}
+        with pytest.raises((GatewayError, PolicyServerError), match=rf"in use.*{re.escape(taken)}"):
+            await house.open(tmp_path, restores=False, **settings)
+        assert house.policy.notice is None, "nothing was started"
+        with pytest.raises(GatewayError, match=r"in use.*gateway\.port"):
+            check_ports(GatewayConfig(port=other.getsockname()[1]), PolicyServerConfig())
+
+
+async def test_one_by_one_begins_the_second_when_the_first_is_done() -> None:
+    told: list[str] = []
+
+    async def do(name: str, *, fails: bool = False) -> str:
+        told.append(f"{name} begins")
+        await asyncio.sleep(0)
+        told.append(f"{name} ends")
+        if fails:
+            raise PolicyServerError(name)
+        return name
+
+    assert await one_by_one(do("a"), do("b")) == ("a", "b")
+    assert told == ["a begins", "a ends", "b begins", "b ends"]
+    with pytest.raises(PolicyServerError, match="c"):
+        await one_by_one(do("c", fails=True), do("d"))
+    assert told[4:] == ["c begins", "c ends"]
+
+
+def test_a_folder_that_cannot_be_trained_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that can, what is carried over is said; by a run and by a dry run."""
+    opened: list[Path] = []
+
+    async def open_nothing(*_: object, model: Path, **__: object) -> None:
+        opened.append(model)
+        raise OpenedError
+
+    monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
+    said: list[str] = []
+    monkeypatch.setattr(trainer_module.Reporter, "say", lambda self, text: said.append(text))
+    model = make_tiny_family(tmp_path / "model", "llama2")
+    for start in ("fit", "dev"):
+        made = Trainer(model, "grpo", runner="inline", out=tmp_path / start, progress=False)
+        with pytest.raises(OpenedError):
+            getattr(made, start)(lambda task, llm: 0.0, [{"q": 1}])
+        assert said.pop() == f"{model}: 2 tensors are not trained and are carried over untouched: model.layers.* (2)."
+    assert (opened, said) == ([model, model], [])
+    packed = json.loads((model / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (model / "config.json").write_text(json.dumps(packed))
+    for start in ("fit", "dev"):
+        made = Trainer(model, "grpo", runner="inline", out=tmp_path / f"{start} 2", progress=False)
+        with pytest.raises(ConfigError, match=r"quantised \(awq\)"):
+            getattr(made, start)(lambda task, llm: 0.0, [{"q": 1}])
+    assert opened == [model, model]

@@ -27,6 +27,7 @@ from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
+from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, prompts_loop, stack
 from lightning.trainer import trainer as trainer_module
 from lightning.trainer.prompts_loop import PromptBench, component_of
@@ -683,5 +684,6 @@ def test_a_dry_run_has_the_prompts_of_the_run(tmp_path: Path, house: FakePolicy)
         await store.set_alias("greeter", "production", 1)
 
     look(made.out, fill)
+    make_tiny_model(made.model)  # what is no model folder is refused, by a dry run, too
     report = made.dev(agent, TRAIN, count=1)
     assert [row.reward for row in report.rows] == [1.0]

@@ -49,7 +49,7 @@ async def trained(path: Path) -> SqliteStore:
         groups = await load_groups(store, await all_rollouts(store, "run", split="train", step=step), ())
         checkpoint = f"step-{step + 1:08d}"
         batch = ALGORITHM.batch(groups)
-        await store.commit_step(record_step("run", step, groups, batch, checkpoint=checkpoint, metrics={}))
+        await store.commit_step(record_step("run", step, groups, batch, checkpoint=checkpoint, metrics={}, context={}))
     return store
 
 

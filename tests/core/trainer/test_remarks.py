@@ -12,11 +12,12 @@ from lightning.algorithms.intake import Intake
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
+from lightning.gateway.errors import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import step_metrics
 from lightning.trainer.remarks import Remarks, nothing_trained, unmatched
-from lightning.types import Caller
+from lightning.types import Caller, CallStatus, Status
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
 CHECKER = Caller("checker", ("agent", "checker"))
@@ -74,6 +75,41 @@ def test_equal_rewards_without_any_trained_call_name_the_agents_too(caplog: pyte
     tell(Remarks(), 0, [group(1.0, 1.0, trained=False)], ("planner",))
     assert "all_rewards_equal" in caplog.text
     assert "matches none of the agents seen: agent/planner/ask" in caplog.text
+
+
+def test_calls_with_media_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    remarks, seen = Remarks(), group(0.0, 1.0, status=CallStatus.MEDIA)
+    groups = [group(0.0, 1.0), seen]
+    for step in range(3):
+        tell(remarks, step, groups)
+    metrics = step_metrics([], groups, LightningRL("grpo", group_size=2).batch(groups), StepResult({}, {}))
+    assert (metrics["dropped/media"], metrics["rows"]) == (2.0, 2.0)
+    said = [record.getMessage() for record in caplog.records if "2 of 4 calls of trained agents" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("step 1: 2 of 4 calls of trained agents are not trained: their prompts have an image")
+
+
+def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of rollouts that went on, and rollouts that failed by one."""
+    remarks, made = Remarks(), group(0.0, 1.0)
+    member = replace(made.trajectories[0], too_long=2)
+    groups = [Group(made.id, (member, made.trajectories[1]))]
+    failed = replace(member.rollout, status=Status.FAILED, error=f"BadRequestError: Error code: 400 - {CURE_OF_LENGTH}")
+    batch = LightningRL("grpo", group_size=2).batch(groups)
+    metrics = step_metrics([failed, replace(failed, error="another")], groups, batch, StepResult({"stepped": 1.0}, {}))
+    assert metrics["too_long"] == 3.0
+    for step in range(2):
+        remarks.step(step, groups, batch, metrics, ())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 1: 3 calls were refused, since prompt and answer together are longer")
+    assert "policy_server.max_model_len" in record.getMessage()
+
+
+def test_a_step_of_media_alone_says_why_it_trained_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tell(Remarks(), 0, [group(0.0, 1.0, status=CallStatus.MEDIA)], ("ask",))
+    (record,) = caplog.records
+    assert "2 of 2 calls of trained agents are not trained: their prompts have an image" in record.getMessage()
+    assert "matches none" not in record.getMessage()
 
 
 def test_an_engine_that_did_not_step_is_believed(caplog: pytest.LogCaptureFixture) -> None:
@@ -152,3 +188,15 @@ async def test_a_run_that_learns_nothing_says_so(bench: Any, tmp_path: Path, cap
     told = [record.getMessage() for record in caplog.records if "trained nothing" in record.getMessage()]
     assert [line.partition(" (")[2][:6] for line in told] == ["1 of 1", "2 of 2"]
     assert "train_agents ['somebody else'] matches none of the agents seen: agent" in told[0]
+
+
+def test_much_that_is_masked_is_told_once_with_its_cure(caplog: pytest.LogCaptureFixture) -> None:
+    remarks, groups = Remarks(), [group(0.0, 1.0)]
+    batch = LightningRL("grpo", group_size=2).batch(groups)
+    for step, share in enumerate((0.04, 0.125, 0.5)):
+        result = StepResult({"stepped": 1.0, "masked_share": share}, {})
+        remarks.step(step, groups, batch, step_metrics([], groups, batch, result), ())
+    (record,) = caplog.records
+    assert record.getMessage().startswith("step 2: 12 % of what was to be trained is masked: ")
+    for cure in ("trainer.max_staleness", "engine.dtype", "correction.high=10"):
+        assert cure in record.getMessage()

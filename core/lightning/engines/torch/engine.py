@@ -19,8 +19,10 @@ from torch import nn
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
-from lightning.engines.export import whole_weights, write_file, write_folder
+from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.memory import MORE_ROOM, needing_room
+from lightning.engines.model_contents import contents
+from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.tally import Tally
@@ -46,6 +48,7 @@ from lightning.engines.value_head import Critic
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.config import LoraConfig
@@ -67,8 +70,9 @@ class TorchEngine:
         tokens_per_microbatch: int = 8192,
         gradient_checkpointing: bool = False,
         lora: LoraConfig | None = None,
-        step: StepKind = "linear",
+        step: StepKind = "auto",
         critic_trunk: Trunk = "frozen",
+        max_nonfinite_steps: int = 3,
     ) -> None:
         self._dtype, self._device_name, self._threads, self._kind = dtype, device, threads, step
         self._budget, self._gradient_checkpointing, self._lora = tokens_per_microbatch, gradient_checkpointing, lora
@@ -81,6 +85,11 @@ class TorchEngine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._steps = 0
         self._no_tree: str | None = None
+        self._nonfinite = NonFiniteSteps(max_nonfinite_steps)
+
+    def check(self, model: Path) -> str:
+        """See `lightning.engines.protocol.ChecksModel`."""
+        return contents(model).remark()
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
@@ -122,21 +131,29 @@ class TorchEngine:
         return _apart(found, [len(sample.spans) for sample in samples])
 
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
-        """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
+        """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0), and where a
+        loss or gradient is not finite neither (`skipped_nonfinite` is 1): the weights are then as before.
 
         Only the engine knows the vocabulary, so the engine refuses ids outside it. vLLM cannot have served one: it samples
         from the model's own vocabulary, and its model has no embedding for more. So such a row is another model's.
 
-        Raises `DataError` for a row that cannot be computed on and `EngineError` for a loss or gradient that is not finite;
-        the weights are then as before.
+        Raises `DataError` for a row that cannot be computed on and `EngineError` when more than `max_nonfinite_steps` steps in
+        a row are not finite.
         """
         self._checked(samples)
         if self._critic is None:
             refuse_targets(samples)
+        try:
+            return self._nonfinite.guard(lambda: self._taken(samples, loss))
+        finally:
+            torch.cuda.empty_cache()  # vLLM may be on the same GPU, and wants its memory back; nothing happens without one
+
+    def _taken(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """The step. Raises `NonFiniteError`, with no gradient left."""
         tally = self._accumulate(samples, loss)
         if not tally.parts:
             return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
-        norms = self._clipped(samples)
+        norms = self._clipped(samples, tally)
         warm = min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
         optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
@@ -176,11 +193,27 @@ class TorchEngine:
     def export(self, folder: Path) -> Path:
         """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
         lm = self._opened()
-        return write_folder(lm.folder, self._whole(), str(lm.dtype).removeprefix("torch."), folder)
+        return write_folder(lm.folder, self._whole(), lm.dtype, folder)
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
-        return write_file(self._whole(), file)
+        lm = self._opened()
+        return write_file(lm.folder, self._whole(), lm.dtype, file)
+
+    def adapters(self, file: Path) -> Path | None:
+        """Write the adapters alone; None where all weights are trained, or where the folder stores a layer in another form."""
+        lm = self._opened()
+        return write_adapters(lm.folder, lm.model, lm.dtype, file) if self._lora is not None else None
+
+    def numerics(self) -> dict[str, Json]:
+        """In what it computes (`trainer.context.Numeric`)."""
+        lm = self._opened()
+        return {
+            "dtype": str(lm.dtype).removeprefix("torch."),
+            "device": lm.device.type if lm.device.type == "cpu" else torch.cuda.get_device_name(lm.device),
+            "threads": torch.get_num_threads(),
+            "tokens_per_microbatch": self._budget,
+        }
 
     def sender(self) -> LocalSender:
         """This process; over NCCL from the GPU it trains on."""
@@ -262,23 +295,37 @@ class TorchEngine:
 
     def _layout(self, samples: Sequence[Sample], lengths: Sequence[int], tokens: Tokens, states: States) -> Layout:
         """How rows are computed; `auto` takes the tree where enough tokens are shared to pay for the smaller pieces."""
-        if self._kind in ("auto", "tree") and samples and not self._why_no_tree():
+        if self._kind in ("auto", "tree") and samples:
             forest = Forest.of(samples, lengths, tokens, states)
-            if self._kind == "tree" or forest.pays:
+            if (self._kind == "tree" or forest.pays) and self._takes(forest):
                 return forest
         return Linear(samples, lengths, tokens, states)
 
-    def _why_no_tree(self) -> str:
+    def _takes(self, forest: Forest) -> bool:
+        """Whether the model can be computed over a tree; that it cannot is said once, with what it costs."""
         if self._no_tree is None:
-            self._no_tree = why_no_tree(self._opened())
+            lm = self._opened()
+            self._no_tree = why_no_tree(lm)
             if self._no_tree:
-                logger.info("rows are computed one by one, not as a tree: %s", self._no_tree)
-        return self._no_tree
+                unique, count = len(forest.tree.ids), sum(forest.lengths)
+                logger.log(
+                    logging.WARNING if self._kind == "tree" else logging.INFO,
+                    "%s (%s) is computed row by row, not as a tree: %s. It costs %.1f times the tokens: %d, of which %d are "
+                    'unique, in the first step. To accept that, set engine.step = "linear"; else train a model that attends '
+                    "to all earlier tokens in every layer",
+                    type(lm.model).__name__,
+                    lm.folder,
+                    self._no_tree,
+                    count / unique,
+                    count,
+                    unique,
+                )
+        return not self._no_tree
 
-    def _clipped(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def _clipped(self, samples: Sequence[Sample], tally: Tally) -> dict[str, float]:
         """Clip the policy's gradient and the critic's, each by its own norm; returns these as they were.
 
-        Raises `EngineError`, with no gradient left, when one is not finite.
+        Raises `NonFiniteError`, with no gradient left, when one is not finite.
         """
         norms = {"grad_norm": float(nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm))}
         if self._critic is not None:
@@ -286,9 +333,9 @@ class TorchEngine:
             norms["critic_grad_norm"] = float(nn.utils.clip_grad_norm_(own, self._config.max_grad_norm))
         if not all(map(math.isfinite, norms.values())):
             self._opened_optimizer().zero_grad(set_to_none=True)
-            raise EngineError(
-                f"the gradient is not finite at step {self._steps}, so the step was not taken and the weights are as "
-                f"before: lower engine.lr, use float32, or look at the advantages (the largest is {_largest(samples)})"
+            raise NonFiniteError(
+                f"the gradient is not finite at step {self._steps} (the largest advantage is {_largest(samples)})",
+                tally,
             )
         return norms
 

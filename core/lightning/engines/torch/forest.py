@@ -5,6 +5,7 @@ The invariant: a token that rows share is computed once, and has an entry (so a 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,10 @@ from lightning.engines.torch.tree import TreeWalk
 
 LEAST_TOKENS = 64
 """The smallest budget that a shortage of memory leads to: passes over fewer tokens need hardly less."""
+
+CPU_BYTES = 5 << 28
+"""What the activations of a pass may take on a CPU. More makes it no faster there (SmolLM2-135M: as fast with 1,024 tokens at
+one time as with 8,192), and fresh memory is slow."""
 
 RUN_TOKENS = 3
 """What a run of tokens with attention of its own costs besides its tokens, in tokens: up to 3.8 where runs have 32 tokens,
@@ -80,7 +85,7 @@ class Forest:
             return visit(Part(hidden, tokens, before, states, at, what))
 
         with failing("pass over the tree", what):
-            return TreeWalk(lm, self.tree, self._needed(), budget, visit_runs).run()
+            return TreeWalk(lm, self.tree, self._needed(), min(budget, _affordable(lm)), visit_runs).run()
 
     def _needed(self) -> list[bool]:
         """Whether each node has entries at or below it."""
@@ -93,6 +98,17 @@ class Forest:
             if needed[index] and parent >= 0:
                 needed[parent] = True
         return needed
+
+
+def _affordable(lm: CausalLM) -> int:
+    """How many tokens' activations `CPU_BYTES` hold, counted for the usual layer in float32: ten vectors of the model's width
+    and four of its inner width; two of the model's with gradient checkpointing. Without a limit on other devices."""
+    if lm.device.type != "cpu":
+        return sys.maxsize
+    config = lm.model.config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widths = 2 * config.hidden_size if lm.model.is_gradient_checkpointing else 10 * config.hidden_size + 4 * inner
+    return max(LEAST_TOKENS, CPU_BYTES // int(4 * config.num_hidden_layers * widths))
 
 
 def _placed(tree: PrefixTree, entries: Entries, columns: Ints) -> tuple[Entries, Ints]:

@@ -1,81 +1,137 @@
-"""Logprobs and entropies of wanted tokens from hidden states, without keeping a full table of logits.
+"""Logprobs and entropies of wanted tokens from hidden states, a few tokens at a time.
 
-The invariant: only wanted positions pass the output layer, at most `CHUNK_ELEMENTS` logits exist at once, and both results
-are differentiable.
+The invariant: of one chunk at most one table of logits exists in what losses are computed in, and for bfloat16 one more in
+that; both results are differentiable. The table is computed in place, from logits to log p to their gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits computed at once (256 MiB in float32); further chunks are computed again in the backward pass."""
+CHUNK_BYTES = {"cpu": 52 << 20}
+"""What the tables of a chunk may take, by kind of device; with the copies of a block 64 MiB. The more tokens are in one, the
+less often the output layer's weights and their gradient are read: at 49,152 words it is 277 tokens in float32, 184 in bfloat16.
+Capped logits (Gemma) keep two tables more."""
+
+OTHER_BYTES = 1 << 28
+"""On other devices, whose memory is larger and whose kernels need longer rows."""
+
+BLOCK_ELEMENTS = 1 << 20
+"""Of a table, what the steps from logits to log p have up to three copies of."""
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
+def chunks(count: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[slice]:
+    """Cuts a number of tokens for a model that computes in `dtype`."""
+    exact = torch.promote_types(dtype, torch.float32)
+    bytes_each = exact.itemsize + (dtype.itemsize if exact is not dtype else 0)
+    size = max(1, CHUNK_BYTES.get(device.type, OTHER_BYTES) // (bytes_each * vocab_size))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
 def token_logprobs(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    logits: Logits,
-    vocab_size: int,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None, logits: Logits
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of `targets` (N,) and entropies (N,), in nats, under softmax(logits(hidden) / temperature).
 
     `hidden` has shape (N, H). Results are float32, or float64 where the logits are.
     """
+    scores = logits(hidden)
+    if scores.dtype not in (torch.float32, torch.float64):
+        scores = scores.float()
+    result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(scores, targets, temperatures)  # type: ignore[no-untyped-call]
+    return result
 
-    def some(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits(hidden[part])
-        if scores.dtype not in (torch.float32, torch.float64):
-            scores = scores.float()
-        if temperatures is not None:
-            scores = scores / temperatures[part, None].to(scores.dtype)
-        result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(scores, targets[part])  # type: ignore[no-untyped-call]
-        return result
 
-    size = max(1, chunk_elements // vocab_size)
-    if len(hidden) <= size:
-        return some(slice(None))
-    parts = [slice(start, start + size) for start in range(0, len(hidden), size)]
-    if torch.is_grad_enabled():
-        results = [checkpoint(some, part, use_reentrant=False) for part in parts]
-    else:
-        results = [some(part) for part in parts]
-    return torch.cat([pair[0] for pair in results]), torch.cat([pair[1] for pair in results])
+class OutputLayer:
+    """A linear output layer, as `Logits`. The gradient of its weights is added to what they have at once, in place."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(N, H) to (N, V), in the dtype of the autocast that is on."""
+        weight = self._layer.weight
+        device = hidden.device.type
+        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        result: torch.Tensor = _Linear.apply(hidden, weight, kind)  # type: ignore[no-untyped-call]
+        return result if self._layer.bias is None else result + self._layer.bias.to(kind)
+
+
+class _Linear(torch.autograd.Function):
+    """hidden @ weight.T in some dtype. By itself autograd would make a table of gradients as large as the weights each time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+        low, inputs = weight.to(kind), hidden.to(kind)
+        ctx.save_for_backward(inputs, low)
+        ctx.weight, ctx.dtype = weight, hidden.dtype
+        return inputs @ low.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        inputs, low = ctx.saved_tensors
+        weight = ctx.weight
+        if ctx.needs_input_grad[1]:
+            if weight.grad is None:
+                weight.grad = (grad.T @ inputs).to(weight.dtype)
+            elif weight.dtype is grad.dtype:
+                weight.grad.addmm_(grad.T, inputs)
+            else:
+                weight.grad.add_(grad.T @ inputs)
+        return (grad @ low).to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """log p[target] and H = -sum p log p of each row of logits, keeping only log p for the backward pass.
+    """log p[target] and H = -sum p log p of each row of logits, which become log p, and their gradient later, in place.
 
-    d log p[t] / d z_j = 1[j = t] - p_j and d H / d z_j = -p_j (log p_j + H): the entropy costs nothing unless it is used.
+    With z the logits and t the temperature, d log p[k] / d z_j = (1[j = k] - p_j) / t and d H / d z_j = -p_j (log p_j + H) / t:
+    the entropy costs nothing unless it is used.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        log_p = torch.log_softmax(logits, dim=-1)
-        # The clamp makes a masked token's 0 * -inf the 0 it stands for.
-        entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
-        ctx.save_for_backward(log_p, targets, entropy)
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        entropy = logits.new_empty(len(logits))
+        heat = None if temperatures is None else temperatures[:, None].to(logits.dtype)
+        least = torch.finfo(logits.dtype).min
+        for part in _blocks(logits):
+            rows = logits[part]
+            log_p = torch.log_softmax(rows if heat is None else rows.div_(heat[part]), dim=-1)
+            rows.copy_(log_p)
+            # The clamp makes a masked token's 0 * -inf the 0 it stands for.
+            entropy[part] = -log_p.exp().mul_(log_p.clamp_min_(least)).sum(-1)
+        ctx.save_for_backward(logits, targets, entropy, heat)
         ctx.set_materialize_grads(False)
-        return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
+        return logits.gather(-1, targets[:, None]).squeeze(-1), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        log_p, targets, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        table, targets, entropy, heat = ctx.saved_tensors
         by_logprob, by_entropy = grads
-        p = log_p.exp()
-        grad = None
-        if by_entropy is not None:
-            grad = (torch.special.entr(p) - p * entropy[:, None]) * by_entropy[:, None]
+        if by_logprob is None and by_entropy is None:
+            return None, None, None
+        for part in _blocks(table):
+            rows = table[part]
+            p = torch.exp(rows) if by_entropy is not None else rows.exp_()
+            if by_entropy is not None:
+                torch.special.entr(p, out=rows)
+                rows.addcmul_(p, entropy[part, None], value=-1).mul_(by_entropy[part, None])
+                if by_logprob is not None:
+                    rows.addcmul_(p, by_logprob[part, None], value=-1)
+            elif by_logprob is not None:
+                rows.mul_(-by_logprob[part, None])
         if by_logprob is not None:
-            direct = p.mul_(-by_logprob[:, None])
-            direct.scatter_add_(-1, targets[:, None], by_logprob[:, None])
-            grad = direct if grad is None else grad + direct
-        return grad, None
+            table.scatter_add_(-1, targets[:, None], by_logprob[:, None])
+        return table if heat is None else table.div_(heat), None, None
+
+
+def _blocks(table: torch.Tensor) -> Iterator[slice]:
+    size = max(1, BLOCK_ELEMENTS // table.shape[1])
+    return (slice(start, start + size) for start in range(0, len(table), size))

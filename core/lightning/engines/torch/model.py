@@ -14,20 +14,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from lightning.engines.dropout import silence_dropout
+from lightning.engines.export import beside_text
 from lightning.engines.loading import read_model
+from lightning.engines.torch.logprobs import Logits, OutputLayer
 from lightning.errors import EngineError, MissingExtraError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from lightning.config import LoraConfig
-    from lightning.engines.torch.logprobs import Logits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -50,8 +51,7 @@ class CausalLM:
 
     def hidden_attending(self, ids: torch.Tensor, positions: torch.Tensor, attending: object) -> torch.Tensor:
         """(1, T) token ids at their positions to (1, T, H) hidden states; every attention layer is given `attending`."""
-        trunk = getattr(self.model, self.model.base_model_prefix)
-        states: torch.Tensor = trunk(
+        states: torch.Tensor = _trunk(self.model)(
             input_ids=ids, position_ids=positions, use_cache=False, attending=attending
         ).last_hidden_state
         return states
@@ -99,6 +99,10 @@ def load_model(
     model = read_model(folder, dtype=held).to(device)
     if lora is not None:
         _add_lora(model, lora)
+    beside = beside_text(model)
+    for parameter in model.parameters():
+        if id(parameter) in beside:
+            parameter.requires_grad_(requires_grad=False)
     silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -163,15 +167,28 @@ def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
         )
     except ValueError as error:
         raise EngineError(f"engine.lora does not fit this model: {error}") from error
+    fused = next((name for name, module in model.named_modules() if hasattr(module, "parameter_name")), "")
+    if fused:  # peft's wrapper of a parameter
+        raise EngineError(
+            f"engine.lora does not fit this model: {fused} keeps its experts in one parameter, and adapters there cannot be "
+            "merged into the weights that are served. Name the layers to adapt without experts and routers, such as "
+            'engine.lora.target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]'
+        )
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype is torch.bfloat16:
             parameter.data = parameter.data.float()
 
 
 def _hidden(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    trunk = getattr(model, model.base_model_prefix)
-    states: torch.Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
+    states: torch.Tensor = _trunk(model)(input_ids=ids, use_cache=False).last_hidden_state
     return states
+
+
+def _trunk(model: PreTrainedModel) -> nn.Module:
+    """What makes hidden states of text; of a model that also sees, the part that does not."""
+    if model.config.get_text_config() is model.config:
+        return cast("nn.Module", getattr(model, model.base_model_prefix))
+    return cast("nn.Module", model.get_decoder())
 
 
 def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> Logits:
@@ -189,7 +206,8 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
     )
 
 
-def _outputs(layer: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
+def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
+    layer: Logits = OutputLayer(module) if type(module) is nn.Linear else module
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     if cap:
         yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap

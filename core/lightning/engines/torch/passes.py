@@ -7,19 +7,22 @@ computes again.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning.engines.batches import Seen, state_loss, token_batch
+from lightning.engines.nonfinite import NonFiniteError
 from lightning.engines.tally import Tally
 from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
+from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.layout import Layout, Part, failing
-from lightning.engines.torch.logprobs import token_logprobs
+from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.value_head import Critic
-from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
 
 
@@ -28,9 +31,9 @@ def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
     found = np.full(len(layout.tokens), np.nan, _precision(lm))
 
     def visit(part: Part) -> None:
-        if len(part.tokens):
-            logprobs, *_ = _predicted(lm, part, reordered(layout.tokens, part.tokens))
-            found[part.tokens] = logprobs.cpu().numpy()
+        for own, hidden in _chunks(lm, part, part.hidden):
+            logprobs, *_ = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
+            found[own] = logprobs.cpu().numpy()
 
     with lm.evaluating():
         layout.walk(lm, budget, visit)
@@ -77,18 +80,27 @@ class GradientPass:
             return sum(losses[1:], losses[0]) if losses else None
 
         computed = self.layout.walk(self.lm, budget, visit)
+        self.tally.tree = isinstance(self.layout, Forest)
         self.tally.computed(computed, seen.digests(self.layout.samples))
         return self.tally
 
     def _policy_loss(self, part: Part, seen: Seen) -> torch.Tensor:
-        tokens = reordered(self.layout.tokens, part.tokens)
-        logprobs, entropy, targets = _predicted(self.lm, part, tokens)
-        batch, sampled = token_batch(tokens, logprobs, entropy)
-        seen.note(part.tokens, targets, sampled)
-        output = self.loss(batch)
-        self._check("loss", output.loss, part)
-        self.tally.add(batch, float(output.loss.detach()), output.metrics)
-        return output.loss
+        """Each chunk goes backward through the output layer at once, so that its logits can go; what this says about the
+        hidden states is what is left to differentiate."""
+        gradients = []
+        for own, hidden in _chunks(self.lm, part, part.hidden.detach()):
+            tokens = reordered(self.layout.tokens, own)
+            logprobs, entropy, targets = _predicted(self.lm, hidden.requires_grad_(), tokens, part.what)
+            batch, sampled = token_batch(tokens, logprobs, entropy)
+            seen.note(own, targets, sampled)
+            output = self.loss(batch)
+            self._check("loss", output.loss, part)
+            self.tally.add(batch, float(output.loss.detach()), output.metrics)
+            with failing("backward pass", part.what):
+                output.loss.backward()  # type: ignore[no-untyped-call]
+            gradients.append(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad)
+        known: torch.Tensor = _Known.apply(_picked(part.hidden, part.before), torch.cat(gradients))  # type: ignore[no-untyped-call]
+        return known
 
     def _value_loss(self, part: Part) -> torch.Tensor:
         assert self.critic is not None, "rows with value targets are refused without a critic"
@@ -102,18 +114,37 @@ class GradientPass:
     def _check(self, what: str, loss: torch.Tensor, part: Part) -> None:
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise EngineError(
-                f"the {what} is {value} at step {self.number} in {part.what}, so the step was not taken and the weights "
-                "are as before"
-            )
+            raise NonFiniteError(f"the {what} is {value} at step {self.number} in {part.what}")
 
 
-def _predicted(lm: CausalLM, part: Part, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs and entropies (N,) of a part's tokens, and these."""
+class _Known(torch.autograd.Function):
+    """Stands for a loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad, None
+
+
+def _chunks(lm: CausalLM, part: Part, hidden: torch.Tensor) -> Iterator[tuple[Ints, torch.Tensor]]:
+    """Some tokens of a part at a time, and (N, H) the hidden states that predict them."""
+    for own in chunks(len(part.tokens), lm.vocab_size, lm.dtype, lm.device):
+        yield part.tokens[own], _picked(hidden, part.before[own])
+
+
+def _predicted(
+    lm: CausalLM, hidden: torch.Tensor, tokens: Tokens, what: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies (N,) of some tokens, and these."""
     targets = torch.from_numpy(tokens.targets).to(lm.device)
     heat = None if tokens.temperatures is None else torch.from_numpy(tokens.temperatures).to(lm.device)
-    with failing("output layer", part.what), lm.computing():
-        logprobs, entropy = token_logprobs(_picked(part.hidden, part.before), targets, heat, lm.logits, lm.vocab_size)
+    with failing("output layer", what), lm.computing():
+        logprobs, entropy = token_logprobs(hidden, targets, heat, lm.logits)
     return logprobs, entropy, targets
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.memory import MORE_ROOM
+from lightning.engines.model_contents import UNTRAINABLE, contents
+from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.tally import Tally
@@ -30,8 +32,9 @@ from lightning.engines.verl.device import choose
 from lightning.engines.verl.megatron_settings import layout, refuse_critic
 from lightning.engines.verl.sender import FirstWorker
 from lightning.engines.verl.state import Taken, read_state, write_state
-from lightning.errors import EngineError, WorkersLostError
+from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
+from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.config import Config
@@ -57,6 +60,8 @@ class _Opened:
 class VerlEngine:
     """Implements `lightning.engines.protocol.Engine`. All that is set is in `Config.engine` and `Config.engine.verl`."""
 
+    revives_workers: Literal[True] = True
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._device = ""
@@ -73,8 +78,16 @@ class VerlEngine:
         self._sends = threading.Lock()
         """Held during one call of a transfer: the call that leaves it is made while another is under way."""
         self._budget = config.engine.tokens_per_microbatch
+        self._nonfinite = NonFiniteSteps(config.engine.max_nonfinite_steps)
         self._longest = 0
         """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
+
+    def check(self, model: Path) -> str:
+        """See `lightning.engines.protocol.ChecksModel`."""
+        found = contents(model)
+        if found.fp8:
+            raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
+        return found.remark()
 
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Start the workers and load a model folder, which every machine of the cluster must see."""
@@ -106,16 +119,15 @@ class VerlEngine:
     def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
         """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
 
-        Raises `DataError` for a row that cannot be computed on and `EngineError` for a loss or gradient that is not finite;
-        the weights are then as before. Workers that die are made again from the last checkpoint, if that is the last step's.
+        Where a loss or gradient is not finite none is taken either (`skipped_nonfinite` is 1), and the weights are as before.
+        Raises `DataError` for a row that cannot be computed on and `EngineError` when too many steps in a row are not finite
+        (`engine.max_nonfinite_steps`). Workers that die are made again from the last checkpoint, if that is the last step's.
         """
         self._checked(samples)
         if self._ready().trunk is None:
             refuse_targets(samples)
         trained = [_cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
-        if not trained:
-            return StepResult({**Tally().metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
-        return self._again(lambda: self._step(trained, loss))
+        return self._nonfinite.guard(lambda: self._again(lambda: self._step(trained, loss)) if trained else _nothing())
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
@@ -144,10 +156,20 @@ class VerlEngine:
 
     def weights(self, file: Path) -> Path:
         """Write the current full weights as one safetensors file, LoRA merged; return it."""
-        self._ready()
-        self._again(lambda: self._run("write_weights", file.resolve(), self._dtype()))
+        opened = self._ready()
+        self._again(lambda: self._run("write_weights", opened.model.resolve(), file.resolve(), self._dtype()))
         _check_seen("the first worker's machine", [file], file)
         return file
+
+    def numerics(self) -> dict[str, Json]:
+        """In what it computes (`trainer.context.Numeric`)."""
+        self._ready()
+        return {
+            "dtype": self._dtype(),
+            "device": f"{max(1, self._config.engine.verl.world_size)} x {self._device}",
+            "threads": self._config.engine.threads,
+            "tokens_per_microbatch": self._budget,
+        }
 
     def sender(self) -> FirstWorker:
         """The first worker, which writes the file of `weights`."""
@@ -270,13 +292,17 @@ class VerlEngine:
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
         if isinstance(loss, StepLoss) or needs_reference(loss):
             trained = self._prepared(trained, loss)
-        tally = Tally()
-        report: Report
         steps = self._taken.steps
-        for _, report in self._dealt("accumulate", trained, loss, steps):
-            if report.problem:
-                self._run("discard")
-                raise EngineError(f"{report.problem}, so the step was not taken and the weights are as before")
+        reports: list[Report] = [report for _, report in self._dealt("accumulate", trained, loss, steps)]
+        problems = [report.problem for report in reports if report.problem]
+        nonfinite = [report.nonfinite for report in reports if report.nonfinite]
+        if problems or nonfinite:
+            self._run("discard")
+            if problems:
+                raise EngineError(f"{problems[0]}, so the step was not taken and the weights are as before")
+            raise NonFiniteError(nonfinite[0])
+        tally = Tally()
+        for report in reports:
             tally.merge(report.tally)
         optimizer = self._ready().optimizer
         warm = min(1.0, (steps + 1) / max(1, optimizer.warmup_steps))
@@ -284,10 +310,7 @@ class VerlEngine:
         rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
         norms: dict[str, float] = self._run("update", *rates)[0]
         if not all(map(math.isfinite, norms.values())):
-            raise EngineError(
-                f"the gradient is not finite at step {steps}, so the step was not taken and the weights are as "
-                "before: lower engine.lr or use float32"
-            )
+            raise NonFiniteError(f"the gradient is not finite at step {steps}", tally)
         self._taken = Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
         return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
 
@@ -347,6 +370,11 @@ class VerlEngine:
             self._ready()
             raise EngineError("the workers of the verl engine have not been started: call open() again")
         return group
+
+
+def _nothing() -> StepResult:
+    """Of a step on rows without any weight."""
+    return StepResult({**Tally().metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
 
 
 def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:

@@ -33,6 +33,8 @@ class Report:
     tally: Tally = field(default_factory=Tally)
     problem: str = ""
     """What is wrong with a loss; empty when nothing is."""
+    nonfinite: str = ""
+    """Which loss is not finite; empty when none is."""
 
 
 class LossPass:
@@ -82,8 +84,11 @@ class LossPass:
             self._note(f"the loss raised {error!r}", rows)
             return None
         value = float(output.loss.detach())
-        if not math.isfinite(value) or not output.loss.requires_grad:
-            self._note(f"the loss is {value}" + ("" if output.loss.requires_grad else ", without a gradient"), rows)
+        if not output.loss.requires_grad:
+            self._note(f"the loss is {value}, without a gradient", rows)
+            return None
+        if not math.isfinite(value):
+            self._note_nonfinite(f"the loss is {value}", rows)
             return None
         self.report.tally.add(batch, value, output.metrics)
         return output.loss
@@ -100,7 +105,7 @@ class LossPass:
         output = state_loss(states, values)
         value = float(output.loss.detach())
         if not math.isfinite(value):
-            self._note(f"the value loss is {value}", rows)
+            self._note_nonfinite(f"the value loss is {value}", rows)
             return None
         self.report.tally.add_values(output.metrics)
         return output.loss
@@ -117,10 +122,13 @@ class LossPass:
         return torch.from_numpy(offsets[rows] + columns).to(ids.device)
 
     def _note(self, problem: str, rows: Sequence[int]) -> None:
-        named = name(self._samples[rows[0]])
-        self.report.problem = self.report.problem or (
-            f"{problem} at step {self._step} in {len(rows)} rows (the first: {named})"
-        )
+        self.report.problem = self.report.problem or f"{problem} {self._where(rows)}"
+
+    def _note_nonfinite(self, problem: str, rows: Sequence[int]) -> None:
+        self.report.nonfinite = self.report.nonfinite or f"{problem} {self._where(rows)}"
+
+    def _where(self, rows: Sequence[int]) -> str:
+        return f"at step {self._step} in {len(rows)} rows (the first: {name(self._samples[rows[0]])})"
 
 
 def _entries(starts: Ints, rows: Sequence[int]) -> Ints:

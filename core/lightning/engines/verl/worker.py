@@ -117,17 +117,17 @@ class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has 
         columns = [[span.start - 1 for span in sample.spans] for sample in samples]
         return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
 
-    def write_weights(self, file: Path, dtype: str) -> None:
+    def write_weights(self, source: Path, file: Path, dtype: str) -> None:
         """Write the full weights; every rank takes part, the first one writes."""
         weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
-            write_file(weights, file)
+            write_file(source, weights, getattr(torch, dtype), file)
 
     def write_model(self, source: Path, folder: Path, dtype: str) -> None:
         """Write a model folder; every rank takes part, the first one writes."""
         weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
         if self.rank == 0:
-            write_folder(source, weights, dtype, folder)
+            write_folder(source, weights, getattr(torch, dtype), folder)
 
     def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
         """A call of the first rank's sender: what it answers, and what went wrong, whatever it is: a transfer that failed

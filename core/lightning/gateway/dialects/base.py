@@ -26,7 +26,9 @@ class Plan:
     """A request as it goes to vLLM, and what of the answer is the agent's.
 
     `choices` is how many completions the answer has: `n` for each prompt. `keep_ids` and `keep_logprobs` say that
-    the agent asked for these itself, `hides_reasoning` that it wants to see nothing of the model's reasoning.
+    the agent asked for these itself, `hides_reasoning` that it wants to see nothing of the model's reasoning. `echo` are the
+    texts that the choices have to begin with, where vLLM leaves them out because ids were asked for. `media` says that the
+    prompt has what its token ids say nothing of.
     """
 
     body: Body
@@ -37,12 +39,15 @@ class Plan:
     keep_logprobs: bool
     temperature: float = 1.0
     constrained: bool = False
+    media: bool = False
     hides_reasoning: bool = False
+    echo: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Choice:
-    """One completion as seen so far. `aligned` turns false when some token came without its logprob.
+    """One completion as seen so far. `aligned` turns false when some token came without its logprob, `packed` true when they
+    came as numbers and not as text (`lightning.policy_server.packed_logprobs`).
 
     `tool_calls` are the ids of its tool calls, in order, as vLLM made them up and the agent sees them.
     """
@@ -51,17 +56,23 @@ class Choice:
     response_ids: TokenIds = field(default_factory=token_ids)
     logprobs: LogProbs = field(default_factory=logprobs)
     aligned: bool = True
+    packed: bool = False
     finish_reason: str = ""
     tool_calls: list[str] = field(default_factory=list)
 
-    def add(self, ids: list[int], values: list[float | None] | None) -> None:
+    def add(self, ids: list[int], values: list[float | None] | LogProbs | None) -> None:
         """Take the ids and logprobs of one answer or one chunk."""
         first = not self.response_ids
         if first:
             self.response_ids = packed_ids(ids)
         else:
             self.response_ids.extend(ids)
-        if values is None or len(values) != len(ids) or None in values:
+        if values is None or len(values) != len(ids):
+            self.aligned = False
+        elif isinstance(values, array):
+            self.packed = True
+            self.logprobs.extend(values)
+        elif None in values:
             self.aligned = False
         elif first:
             self.logprobs = array("f", struct.pack(f"{len(values)}f", *values))

@@ -19,6 +19,7 @@ from lightning.gateway.dialects.base import (
     take_out,
 )
 from lightning.gateway.sampling import Body, has_grammar
+from lightning.policy_server.packed_logprobs import FIELD, unpack
 
 REASONING = ("reasoning", "reasoning_content")
 """What a message or a delta calls the model's reasoning."""
@@ -125,9 +126,12 @@ def _wants_logprobs(body: Body) -> bool:
 def _read_choice(said: Body, choice: Choice) -> None:
     ids = said.get("token_ids")
     if ids:
-        holder = said.get("logprobs")
-        content = holder.get("content") if holder else None
-        choice.add(ids, None if content is None else [token["logprob"] for token in content])
+        holder = said.get("logprobs") or {}
+        content = holder.get("content")
+        if (packed := holder.get(FIELD)) is not None:
+            choice.add(ids, unpack(packed))
+        else:
+            choice.add(ids, None if content is None else [token["logprob"] for token in content])
     if reason := said.get("finish_reason"):
         choice.finish_reason = reason
     message = said.get("delta") or said.get("message")

@@ -1,8 +1,9 @@
 """`/v1/completions` as vLLM speaks it: text or token-id prompts, one or many.
 
 The invariant: prompt ids and response ids are those of each choice itself, so that several prompts in one request become
-several transitions with their own prompts. Requests with `echo` pass through untouched and without ids of ours:
-asking for ids would make vLLM leave the echoed text out (it does in 0.31), which would change what the agent sees.
+several transitions with their own prompts. An answer with `echo` begins with its prompt: for those who ask for ids vLLM leaves
+that text out (it does in 0.31), so it is put back here. Where the text is not known here (a prompt of token ids, or one that
+vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request passes through untouched and without ids of ours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightning.gateway.dialects.base import (
     take_out,
 )
 from lightning.gateway.sampling import Body
+from lightning.policy_server.packed_logprobs import FIELD, unpack
 
 
 class Completions(Native):
@@ -36,10 +38,13 @@ class Completions(Native):
         prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
         keep_logprobs = body.get("logprobs") is not None
         plan = Plan(body, stream, n * prompts, n, bool(body.get("return_token_ids")), keep_logprobs)
-        if not body.get("echo"):
-            body["return_token_ids"] = True
-            if not keep_logprobs and not body.get("logprob_token_ids"):
-                body["logprobs"] = 0
+        if body.get("echo") and not plan.keep_ids:
+            if not _is_text(prompt) or body.get("truncate_prompt_tokens") is not None or body.get("max_tokens") == 0:
+                return plan
+            plan.echo = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(n)]
+        body["return_token_ids"] = True
+        if not keep_logprobs and not body.get("logprob_token_ids"):
+            body["logprobs"] = 0
         return plan
 
     def read_reply(self, reply: Body, capture: Capture) -> None:
@@ -59,10 +64,16 @@ class Completions(Native):
         """See `Dialect`."""
         changed = False
         for choice in choices_of(answer):
+            if plan.echo:
+                changed |= _echo(choice, plan)
             if not plan.keep_ids:
-                changed |= take_out(choice, "prompt_token_ids")
+                if not (plan.echo and plan.stream):  # a stream that echoes has them for everybody
+                    changed |= take_out(choice, "prompt_token_ids")
                 changed |= take_out(choice, "token_ids")
             changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+            # Of an echo vLLM tells the prompt's logprobs whenever logprobs are asked for.
+            if not plan.keep_logprobs and plan.body.get("prompt_logprobs") is None:
+                changed |= take_out(choice, "prompt_logprobs")
         return changed
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
@@ -70,12 +81,29 @@ class Completions(Native):
         return False
 
 
+def _is_text(prompt: str | list[object]) -> bool:
+    return isinstance(prompt, str) or all(isinstance(item, str) for item in prompt)
+
+
+def _echo(said: Body, plan: Plan) -> bool:
+    """Put the prompt's text before a whole answer's, or before the first chunk of a stream: the one with the prompt's ids."""
+    text, holder = plan.echo[said.get("index", 0)], said.get("logprobs")
+    if said.get("prompt_token_ids") is None:
+        if plan.keep_logprobs and holder:
+            holder["text_offset"] = [offset + len(text) for offset in holder["text_offset"]]
+        return plan.keep_logprobs
+    said["text"] = text + said["text"]
+    return True
+
+
 def _read_choice(said: Body, choice: Choice) -> None:
     ids = said.get("token_ids")
     if ids:
-        holder = said.get("logprobs")
-        values = holder.get("token_logprobs") if holder else None
-        # With echo (and ids asked for by the agent itself) the prompt's logprobs come first.
-        choice.add(ids, None if values is None else values[-len(ids) :])
+        holder = said.get("logprobs") or {}
+        values = holder.get("token_logprobs")
+        if (packed := holder.get(FIELD)) is not None:
+            choice.add(ids, unpack(packed))
+        else:  # with echo the prompt's logprobs come first
+            choice.add(ids, None if values is None else values[-len(ids) :])
     if reason := said.get("finish_reason"):
         choice.finish_reason = reason

@@ -195,7 +195,7 @@ class OverNetwork:
 
 def make_loader(config: PolicyServerConfig, sender: Sender | None) -> Loader:
     """What `config.weight_transfer` asks for; without a sender this process sends."""
-    if config.weight_transfer == "file":
+    if config.weight_transfer not in BACKENDS:
         return FromDisk()
     return OverNetwork(config.weight_transfer, sender or LocalSender(), config.transfer_timeout)
 

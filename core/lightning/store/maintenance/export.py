@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from lightning.errors import StoreError
+from lightning.store.epochs import read_epochs
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.types import (
@@ -78,6 +79,10 @@ async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
         "project": run.project,
         "created_at": run.created_at,
         "config": dict(run.config),
+        "epochs": [
+            {"epoch": epoch.number, "first": epoch.first, "at": epoch.at, "config": dict(epoch.config)}
+            for epoch in (await read_epochs(store, run))[1:]
+        ],
     }
 
 
@@ -205,6 +210,7 @@ async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
             "digests": list(record.digests),
             "groups": list(record.groups),
             "metrics": dict(record.metrics),
+            "context": dict(record.context),
         }
 
 
@@ -257,7 +263,7 @@ _CALLER: Final = {"agent": _T, "path": Kind.TEXTS, "caller_span": _T, "caller_pa
 
 TABLES: Final[Mapping[str, Table]] = MappingProxyType(
     {
-        "runs": Table(_columns(run=_T, name=_T, project=_T, created_at=_N, config=_J), _runs),
+        "runs": Table(_columns(run=_T, name=_T, project=_T, created_at=_N, config=_J, epochs=_J), _runs),
         "rollouts": Table(
             _columns(
                 run=_T,
@@ -351,6 +357,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 digests=Kind.TEXTS,
                 groups=Kind.TEXTS,
                 metrics=_J,
+                context=_J,
             ),
             _steps,
         ),

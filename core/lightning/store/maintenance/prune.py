@@ -3,7 +3,8 @@
 The invariant: what a resumed run would read stays, unless the one who prunes says that the run will not be resumed.
 
 A resumed run loads its newest checkpoint and takes the steps since then again, from the calls of the groups they looked at; it
-goes on with rollouts that have not ended. Which groups a step can look at is bounded by the run's `trainer.max_staleness`.
+goes on with rollouts that have not ended. Which groups a step can look at is bounded by the largest `trainer.max_staleness` of
+the run's config epochs.
 Rewards, steps and metrics are small and stay with their run, so that it can still be listed and compared.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import StoreError
+from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.maintenance.keeper import Keeper, Weight
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
@@ -113,10 +115,11 @@ async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
         return RunPlan(run.id, kept="somebody works on it")
     groups = await _groups(store, run.id)
     if not choice.unfinished:
-        steps, planned = len(await store.list_steps(run.id)), _setting(run, "steps")
+        steps = len(await store.list_steps(run.id))
+        planned = (await read_epochs(store, run))[-1].setting("trainer", "steps")
         if any(not group.ended for group in groups.values()):
             return RunPlan(run.id, kept="some of its rollouts have not ended: --unfinished takes it all the same")
-        if planned is not None and steps < planned:
+        if isinstance(planned, int) and steps < planned:
             return RunPlan(run.id, kept=f"it has {steps} of {planned} steps: --unfinished takes it all the same")
     weight = sum(await keeper.weigh(run.id, list(groups)), NOTHING)
     members = groups.values()
@@ -126,7 +129,8 @@ async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
 
 async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: Choice, busy: bool) -> RunPlan:
     groups = await _groups(store, run.id)
-    first = None if choice.unfinished and not busy else _first_needed(run, await store.list_steps(run.id))
+    epochs = await read_epochs(store, run)
+    first = None if choice.unfinished and not busy else _first_needed(epochs, await store.list_steps(run.id))
     free = [
         name
         for name, group in groups.items()
@@ -141,10 +145,11 @@ async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
     return RunPlan(run.id, *counts, groups=tuple(heavy), weight=sum(heavy.values(), NOTHING))
 
 
-def _first_needed(run: Run, records: Sequence[StepRecord]) -> int:
+def _first_needed(epochs: Sequence[Epoch], records: Sequence[StepRecord]) -> int:
     """The first step (of a rollout) whose calls a resumed run may read: 0 for a run that has no checkpoint to go on from."""
-    saved = max((record.step + 1 for record in records if record.checkpoint), default=0)
-    return max(0, saved - (_setting(run, "max_staleness") or 0))
+    names = [record.checkpoint.rpartition("-")[2] for record in records]  # step-00000012
+    saved = max((int(steps) for steps in names if steps), default=0)
+    return max(0, saved - max(epoch.max_staleness or 0 for epoch in epochs))
 
 
 async def _groups(store: Store, run: str) -> dict[str, _Group]:
@@ -152,14 +157,6 @@ async def _groups(store: Store, run: str) -> dict[str, _Group]:
     async for rollout in each_rollout(store, run):
         groups.setdefault(rollout.group, _Group()).add(rollout)
     return groups
-
-
-def _setting(run: Run, name: str) -> int | None:
-    """A number of the run's `[trainer]` settings."""
-    config = run.config.get("config")
-    section = config.get("trainer") if isinstance(config, Mapping) else None
-    value = section.get(name) if isinstance(section, Mapping) else None
-    return value if isinstance(value, int) else None
 
 
 def _told(item: RunPlan, earlier: Json) -> Json:

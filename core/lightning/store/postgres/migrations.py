@@ -190,7 +190,9 @@ _ANSWERS: Final = (
 
 _CONVERSATIONS: Final = (f"ALTER TABLE transitions ADD COLUMN conversation {_TEXT} DEFAULT ''",)
 
-MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _ANSWERS, _CONVERSATIONS)
+_CONTEXT: Final = (f"ALTER TABLE steps ADD COLUMN context {_TEXT} DEFAULT '{{}}'",)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (_FIRST, _ANSWERS, _CONVERSATIONS, _CONTEXT)
 """`MIGRATIONS[i]` brings a schema from version i to i + 1."""
 
 _TABLES: Final = "SELECT tablename FROM pg_tables WHERE schemaname = $1 ORDER BY tablename"

@@ -23,9 +23,9 @@ from lightning.store.redis.keys import Keys
 from lightning.store.redis.settings import Settings
 from lightning.store.redis.wire import Command, Reply
 
-SCHEMA: Final = 2
-"""The version of what `keys` describes, and of what is in a call: since 2 one may have a conversation (`calls.pack`). All that
-was written as of an older one is read as it is, so that only the mark is brought forward."""
+SCHEMA: Final = 3
+"""The version of what `keys` describes: since 2 a call may have a conversation (`calls.pack`), since 3 a step a context. All
+that was written as of an older one is read as it is, so that only the mark is brought forward."""
 PROGRAM: Final = "lightning"
 OLDEST: Final = (6, 2)
 REPLACE: Final = b"if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"

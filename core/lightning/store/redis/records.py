@@ -116,8 +116,7 @@ async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) 
 
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
-    _, _, policy_version, rollouts, digests, digest, checkpoint, metrics, groups = rows.step_values(record)
-    text = json_text.dump([policy_version, rollouts, digests, digest, checkpoint, metrics, groups])
+    text = json_text.dump(rows.step_values(record)[2:])
     word, *rest = await link.run(
         scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
@@ -153,8 +152,8 @@ async def list_steps(link: Link, run: str) -> list[StepRecord]:
     steps = []
     for step, value in sorted((int(step), value) for step, value in zip(flat[::2], flat[1::2], strict=True)):
         (at,), columns = stamped(value, f"step {step} of run {run!r}")
-        *first, groups = columns
-        steps.append(rows.step_from_row((run, step, *first, groups, at)))
+        values = (*columns, "{}")[:8]  # releases before there was a context kept seven
+        steps.append(rows.step_from_row((run, step, *values, at)))
     return steps
 
 

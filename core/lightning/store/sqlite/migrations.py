@@ -195,6 +195,8 @@ _ANSWERS: Final = (
 
 _CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT NOT NULL DEFAULT ''",)
 
+_CONTEXT: Final = ("ALTER TABLE steps ADD COLUMN context TEXT NOT NULL DEFAULT '{}'",)
+
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _FIRST,
     _LABELS,
@@ -203,6 +205,7 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _PROJECTS,
     _ANSWERS,
     _CONVERSATIONS,
+    _CONTEXT,
 )
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
 

@@ -9,6 +9,7 @@ import pytest
 from lightning.config import Config, LoraConfig, with_settings
 from lightning.engines.plugin import verl_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient
 from lightning.testing.tiny_models import make_tiny_model
 
@@ -16,8 +17,8 @@ VOCAB = 320
 OpenVerl = Callable[..., Engine]
 ALONE = 0
 """The world size of a job in this process."""
-LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01)
-CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3")
+LOSS = ClippedPolicyGradient(0.2, 0.28, entropy_coefficient=0.01, correction=NO_CORRECTION)
+CALLS = SequencePolicyGradient(0.9, 9.0, kl_coefficient=0.1, kl_estimator="k3", correction=NO_CORRECTION)
 """Wants to know everything before the gradient pass: the current policy's logprobs, and the reference's."""
 
 

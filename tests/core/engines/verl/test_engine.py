@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +173,7 @@ def compare(verl: Engine, torch_engine: TorchEngine, folder: Path) -> None:
         assert_equal(verl.values(states), torch_engine.values(states))
         found, expected = verl.step(batch, loss), torch_engine.step(batch, loss)
         assert found.seen == expected.seen
-        for name in {*expected.metrics} - {"microbatches", "tokens_forward"}:
+        for name in {*expected.metrics} - {"microbatches", "tokens_forward", "tree"}:
             assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=2e-4, abs=1e-5), name
         if number == 0:
             verl.save(folder / "verl")
@@ -209,7 +210,6 @@ def test_what_it_exports_is_what_it_computes_with(open_verl: OpenVerl, tmp_path:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda batch: LossOutput(batch.logprobs.sum() * float("nan")), "the loss is nan"),
         (lambda batch: LossOutput(batch.weights.sum()), "without a gradient"),
         (lambda batch: {}["x"], r"the loss raised KeyError\('x'\)"),
     ],
@@ -224,6 +224,25 @@ def test_a_wrong_loss_changes_nothing(
     assert_equal(engine.logprobs(batch), before, 0.0)
     assert engine.step([replace(row, weights=row.weights * 0) for row in batch], LOSS).metrics["stepped"] == 0
     assert "RANK" not in os.environ
+
+
+def test_a_loss_that_is_not_finite_is_skipped_a_few_times(
+    open_verl: OpenVerl, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, batch = open_verl(ALONE, max_nonfinite_steps=1), rows(0)
+    before = engine.logprobs(batch)
+
+    def broken(batch: TokenBatch) -> LossOutput:
+        return LossOutput(batch.logprobs.sum() * float("nan"))
+
+    skipped = engine.step(batch, broken).metrics
+    assert (skipped["skipped_nonfinite"], skipped["stepped"]) == (1.0, 0.0)
+    assert re.search(r"the loss is nan at step 0 in .* rows .*rollout r0-\d.*: the step is skipped", caplog.text)
+    assert_equal(engine.logprobs(batch), before, 0.0)
+    with pytest.raises(EngineError, match=r"2nd in a row, more than engine\.max_nonfinite_steps = 1"):
+        engine.step(batch, broken)
+    assert_equal(engine.logprobs(batch), before, 0.0)
+    assert engine.step(batch, LOSS).metrics["stepped"] == 1.0
 
 
 def test_first_weights_are_kept_when_a_loss_wants_them_and_are_the_folders(open_verl: OpenVerl, tmp_path: Path) -> None:
@@ -349,8 +368,10 @@ def test_a_relative_folder_and_a_new_start(
     ):
         other.load(tmp_path / "state")
     batch = [replace(row, spans=(replace(row.spans[0], value_target=1e30, value_weight=1.0),)) for row in rows(0, 2)]
-    with pytest.raises(EngineError, match=r"value loss is inf at step 0 in .* rows .* the weights are as before"):
-        other.step([replace(row, weights=np.zeros_like(row.weights)) for row in batch], LOSS)
+    skipped = other.step([replace(row, weights=np.zeros_like(row.weights)) for row in batch], LOSS)
+    assert (skipped.metrics["skipped_nonfinite"], skipped.metrics["stepped"]) == (1.0, 0.0), (
+        "its value loss is infinite"
+    )
     assert all(not own.any() for own in other.values(batch))
     with pytest.raises(EngineError, match="call open"):
         engine.step(rows(1), LOSS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def rows(seed: int, count: int = 7) -> list[Sample]:
 
 
 def trained_by_torch(model: Path) -> TorchEngine:
-    engine = TorchEngine(device="cpu")
+    engine = TorchEngine(device="cpu", step="linear")  # rows, as Megatron's
     engine.open(model, CLIPPED, seed=0)
     return engine
 
@@ -76,10 +77,10 @@ def same_steps(engine: Engine, expected: Engine, seeds: range) -> None:
     for seed in seeds:
         batch, loss = rows(seed), CALLS if seed == 1 else LOSS
         for mine, theirs in zip(engine.logprobs(batch), expected.logprobs(batch), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+            np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=2e-6)  # of float32, after Adam's first steps
         found, wanted = engine.step(batch, loss), expected.step(batch, loss)
         assert found.seen == wanted.seen
-        for name in {*wanted.metrics} - {"microbatches", "tokens_forward"}:
+        for name in {*wanted.metrics} - {"microbatches", "tokens_forward", "tree"}:
             assert found.metrics[name] == pytest.approx(wanted.metrics[name], rel=2e-4, abs=1e-5), name
 
 
@@ -167,7 +168,7 @@ def test_it_computes_what_the_torch_engine_computes(
     assert (found != rounded).mean() > 0.9, "the softmax is float32, whatever the model computes in"
 
 
-def test_what_is_wrong_changes_nothing(open_verl: OpenVerl, tmp_path: Path) -> None:
+def test_what_is_wrong_changes_nothing(open_verl: OpenVerl, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A loss that is not finite, and a gradient that is not; and a state of another strategy."""
     engine, batch = open_verl(ALONE, **{STRATEGY: "megatron"}), rows(0)
     before = engine.logprobs(batch)
@@ -178,10 +179,12 @@ def test_what_is_wrong_changes_nothing(open_verl: OpenVerl, tmp_path: Path) -> N
     def infinite_gradient(batch: TokenBatch) -> LossOutput:
         return LossOutput((batch.logprobs - batch.logprobs.detach()).sqrt().sum())
 
-    with pytest.raises(EngineError, match=r"the loss is -inf at step 0 in .* rows"):
-        engine.step(batch, infinite)
-    with pytest.raises(EngineError, match=r"the gradient is not finite at step 0, so the step was not taken"):
-        engine.step(batch, infinite_gradient)
+    for loss, said in (
+        (infinite, r"the loss is -inf at step 0 in .* rows"),
+        (infinite_gradient, "the gradient is not finite"),
+    ):
+        assert engine.step(batch, loss).metrics["skipped_nonfinite"] == 1.0
+        assert re.search(said, caplog.text)
     for mine, first in zip(engine.logprobs(batch), before, strict=True):
         np.testing.assert_array_equal(mine, first)
     engine.save(tmp_path / "state")

@@ -25,6 +25,7 @@ from lightning.server.auth import issue_token
 from lightning.server.control import Control
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
+from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import stack
 from lightning.trainer.trainer import Trainer
 from lightning.types import Rollout, Run, Scope, Status, Task
@@ -191,9 +192,7 @@ async def test_a_trainer_has_its_agents_in_a_pool_of_pods(
 ) -> None:
     monkeypatch.setattr(stack, "make_policy_server", lambda *_, **__: FakePolicy())
     (tmp_path / "seen").touch()  # nobody is to be killed here
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = make_tiny_model(tmp_path / "model")
     config = Config(runner=settings(cluster, tmp_path))
     trainer = Trainer(model, runner="k8s", out=tmp_path / "run", config=config, progress=False)
     report = await asyncio.to_thread(trainer.dev, None, [1, 2, 3])

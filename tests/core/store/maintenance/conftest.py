@@ -88,6 +88,7 @@ async def fill(store: Store, run: str = "run") -> None:
         await store.commit_step(record)
         await store.log_metrics(run, step, {"reward": 0.5, "odd": float("nan")})
     await store.put_state(run, "note", "00ff")
+    await store.put_state(run, "epochs", [{"first": 1, "at": 1001.0, "config": {"seed": 1}}])
 
 
 @pytest.fixture

@@ -96,6 +96,8 @@ async def test_the_other_tables_have_what_the_store_has(store: Store, tmp_path: 
     }
     (run,) = found["runs"]
     assert (run["run"], run["project"], run["config"]["model"]) == ("run", "lab", "tiny")
+    (epoch,) = run["epochs"]
+    assert (epoch["epoch"], epoch["first"], epoch["config"]["config"]["trainer"]["max_staleness"]) == (1, 1, 0)
     first, failed = found["rollouts"][0], found["rollouts"][3]
     assert (first["reward"], first["rewards"], first["trained_at_step"], first["fault"]) == (0.5, {"f1": 0.5}, 0, None)
     assert (first["input"], first["expected"], first["metadata"]) == ({"q": "0/0"}, ["a"], {"m": 1})

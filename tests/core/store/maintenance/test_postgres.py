@@ -331,6 +331,7 @@ async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServe
     assert [move.version for move in await store.alias_history("writer", "production")] == [1, 2, 1]
     (step,) = await store.list_steps("run")
     assert (step.digest, step.groups) == ("digest", ("g",))
+    assert step.context == ({"epoch": 0, "dtype": "float32"} if version > 3 else {})
     await store.close()
     assert (await keeper_of(postgres_server.url_of(name)).status()).schema == len(MIGRATIONS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,12 @@ async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness:
     chosen = await groups_of(database, Choice(trained=True))
     steps = {group.partition("/")[0] for group in chosen} - {"val"}
     assert steps == {str(step) for step in range(kept_from)}
+    epoch = f'[{{"first": 2, "at": 1.0, "config": {text}}}]'  # as after a resume with that bound
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE runs SET config = '{}'")
+        connection.execute("UPDATE state SET value = ? WHERE name = 'epochs'", (epoch,))
+        connection.commit()
+    assert await groups_of(database, Choice(trained=True)) == chosen
 
 
 async def test_a_group_that_has_not_ended_stays(database: Path) -> None:

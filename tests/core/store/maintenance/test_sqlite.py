@@ -263,7 +263,7 @@ async def test_a_run_goes_with_all_that_is_its_own(database: Path, filled: Calla
     await keeper.vacuum()
     assert await content(database) == before
     own = ("rollouts", "attempts", "transitions", "spans", "steps", "metrics", "state", "runs")
-    assert [rows(database, f"SELECT count(*) FROM {table}")[0][0] for table in own] == [10, 10, 20, 10, 2, 4, 1, 1]
+    assert [rows(database, f"SELECT count(*) FROM {table}")[0][0] for table in own] == [10, 10, 20, 10, 2, 4, 2, 1]
     assert rows(database, "SELECT count(*) FROM revisions WHERE run = 'other'") == [(0,)]
     assert rows(database, "PRAGMA journal_mode") != [("memory",)]
 

@@ -1,0 +1,234 @@
+"""Algorithms as text: `grpo:group_size=8,kl_coefficient=0.01`, or several in turn: `sft:2,grpo:20`.
+
+The invariant: a text means one list of phases, whatever is registered; what a name does not take is refused before it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from lightning.config.fields import did_you_mean, toml_value, words
+from lightning.config.load import parse_value
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+
+if TYPE_CHECKING:
+    from lightning.algorithms.prompts.protocol import PromptAlgorithm
+    from lightning.algorithms.protocol import Algorithm
+
+FORM = "write NAME, NAME:STEPS, NAME:key=value,key=value or NAME:STEPS:key=value, several with commas between"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One algorithm of a text: its registered name, its arguments, and for how many steps it trains (None: to the end)."""
+
+    name: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    steps: int | None = None
+
+
+def parse_algorithms(text: str) -> list[Phase]:
+    """The phases that a text names, in order; at least one. Whether the names exist is not asked.
+
+    `text` is a list with commas. A part NAME, NAME:STEPS, NAME:key=value or NAME:STEPS:key=value begins a phase; a part
+    key=value is a further argument of the phase before it. Values are TOML; a bare word is a string and `null` is no value.
+    A dotted key is a field of an argument that has fields itself. Raises `ConfigError`, naming the part, for anything else.
+    """
+    phases: list[tuple[str, dict[str, object], int | None]] = []
+    for part in _split(text):
+        head, equals, value = part.partition("=")
+        if not equals or ":" in head:
+            name, steps, head = _begun(text, part, head, bool(equals))
+            phases.append((name, {}, steps))
+        elif not phases:
+            raise _wrong(text, f"the argument {part} belongs to no algorithm")
+        if equals:
+            _place(text, phases[-1][1], head.strip(), parse_value(value.strip(), f"the algorithm {text!r}"))
+    return [Phase(*phase) for phase in phases]
+
+
+def make_algorithm(phase: Phase) -> Algorithm | PromptAlgorithm:
+    """The registered algorithm of a phase, made with its arguments.
+
+    Raises `PluginError` for an unknown name, and `ConfigError` for an argument that the algorithm does not take, with what it
+    takes, for a value of another type, and for what the algorithm itself refuses.
+    """
+    factory = plugins().algorithm(phase.name)
+    return factory(**_fitting(factory, phase.name, phase.arguments)) if phase.arguments else factory()
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas that stand in no quotes and no brackets."""
+    depth, quote, start, escaped = 0, "", 0, False
+    for place, letter in enumerate(text):
+        if quote:
+            if letter == quote and not escaped:
+                quote = ""
+            escaped = letter == "\\" and quote == '"' and not escaped
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        elif letter == "," and not depth:
+            yield _filled(text, text[start:place])
+            start = place + 1
+    yield _filled(text, text[start:])
+
+
+def _filled(text: str, part: str) -> str:
+    if not part.strip():
+        raise _wrong(text, "a part of it is empty")
+    return part.strip()
+
+
+def _begun(text: str, part: str, head: str, has_argument: bool) -> tuple[str, int | None, str]:
+    """Name, steps and the first argument's key of a part that begins a phase."""
+    name, *rest = (word.strip() for word in head.split(":"))
+    key = rest.pop() if has_argument else ""
+    if not name or any(letter.isspace() for letter in name) or len(rest) > 1:
+        raise _wrong(text, f"{part} is no algorithm")
+    if not rest:
+        return name, None, key
+    if not (rest[0].isascii() and rest[0].isdigit() and int(rest[0])):
+        raise _wrong(text, f"in {part}, {rest[0]!r} is neither a number of steps, 1 or more, nor an argument key=value")
+    return name, int(rest[0]), key
+
+
+def _place(text: str, arguments: dict[str, object], key: str, value: object) -> None:
+    """Put a value where its dotted key says."""
+    *outer, last = key.split(".")
+    if not all((*outer, last)):
+        raise _wrong(text, f"{key!r} is no name of an argument")
+    for name in outer:
+        inner = arguments.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise _wrong(text, f"{name} is given as a whole and as {key}")
+        arguments = inner
+    if last in arguments:
+        raise _wrong(text, f"{key} is given twice")
+    arguments[last] = value
+
+
+def _wrong(text: str, problem: str) -> ConfigError:
+    return ConfigError(f"the algorithm {text!r}: {problem}; {FORM}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """What a factory takes under a name. `kinds` are the types that a text can say; empty where only Python can."""
+
+    kinds: tuple[object, ...]
+    optional: bool
+
+    @property
+    def text(self) -> str:
+        return words(Union[self.kinds]) if self.kinds else "an object, from Python only"  # noqa: UP007 — of a tuple
+
+
+def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, object]) -> dict[str, object]:
+    """The arguments as the factory wants them. Raises `ConfigError` for those that it does not take."""
+    known, any_name = _arguments(factory)
+    found = {}
+    for name, value in given.items():
+        if name not in known:
+            if any_name:
+                found[name] = value
+                continue
+            takes = ", ".join(f"{key} ({argument.text})" for key, argument in known.items()) or "no argument"
+            hint = did_you_mean(name, known) or "."
+            raise ConfigError(f"{what} has no argument {name!r}{hint} It takes: {takes}")
+        argument = known[name]
+        if value is None and argument.optional:
+            found[name] = None
+            continue
+        fits = [made for kind in argument.kinds for made in _as(kind, value, f"{what}: {name}")]
+        if not fits:
+            raise ConfigError(f"{what}: {name} cannot be {toml_value(value)}; it accepts {argument.text}")
+        found[name] = fits[0]
+    return found
+
+
+def _arguments(factory: Callable[..., object]) -> tuple[dict[str, _Argument], bool]:
+    """What a factory takes by name, and whether it takes any name besides."""
+    hints = types_of(factory.func if isinstance(factory, partial) else factory)
+    known: dict[str, _Argument] = {}
+    any_name = False
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            any_name = True
+        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            default = None if parameter.default is parameter.empty else parameter.default
+            hint = hints.get(name, object)
+            kinds = _by_default(default) if hint in (object, Any) else tuple(_sayable(hint))
+            known[name] = _Argument(kinds, default is None or type(None) in get_args(hint))
+    return known, any_name
+
+
+def types_of(factory: Callable[..., object]) -> dict[str, object]:
+    """The types that a class's fields, or a function's parameters, are written with. Left out are those of a class or function
+    with a type that is imported for type checkers only."""
+    found: dict[str, object] = {}
+    for holder in reversed(factory.__mro__) if isinstance(factory, type) else (factory,):
+        with suppress(NameError, TypeError):
+            found |= inspect.get_annotations(holder, eval_str=True)
+    return found
+
+
+def _by_default(default: object) -> tuple[object, ...]:
+    """The types of an argument that has none, from its default."""
+    plain = (bool, int, float, str, list, tuple, dict)
+    if type(default) is int:  # written as one, which says nothing against 0.5
+        return (int, float)
+    return (type(default),) if type(default) in plain else plain
+
+
+def _sayable(hint: object) -> Iterator[object]:
+    """The parts of a type that a text can say."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        for part in get_args(hint):
+            yield from _sayable(part)
+    elif (
+        hint in (bool, int, float, str, list, tuple, dict)
+        or origin is Literal
+        or (isinstance(origin, type) and issubclass(origin, (Sequence, Mapping)))
+        or (isinstance(hint, type) and dataclasses.is_dataclass(hint))
+    ):
+        yield hint
+
+
+def _as(kind: object, value: object, where: str) -> Iterator[object]:
+    """The value as one of a type, or nothing where it is none."""
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        yield from (part for part in parts if part == value and type(part) is type(value))
+    elif origin is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield float(value)
+    elif origin in (bool, int, str):
+        if type(value) is origin:
+            yield value
+    elif isinstance(value, dict):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield kind(**_fitting(kind, where, value))
+        elif isinstance(origin, type) and issubclass(origin, Mapping):
+            yield value
+    elif isinstance(value, list) and isinstance(origin, type) and issubclass(origin, Sequence):
+        yield from _as_list(origin, parts, value, where)
+
+
+def _as_list(origin: type, parts: Sequence[object], value: Sequence[object], where: str) -> Iterator[object]:
+    kind = parts[0] if parts and (len(parts) == 1 or parts[1] is Ellipsis) else None
+    items = list(value) if kind is None else [made for item in value for made in list(_as(kind, item, where))[:1]]
+    if len(items) == len(value):
+        yield items if origin is list else tuple(items)

@@ -1,0 +1,199 @@
+"""The tensors of a model folder beside those that are trained: which are carried over untouched, and how the others are stored.
+
+The invariant: what is trained has the folder's own names, shapes and FP8 blocks; where that cannot be done, it is said before
+anything is started. What `transformers` does not load (vision towers, MTP heads, old buffers) stays the folder's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.errors import ConfigError, EngineError
+from lightning.policy_server.model_folder import TensorSpec, check_model_folder, checkpoint_files, folder_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+SCALE = "_scale_inv"
+"""What fine-grained FP8 puts behind a tensor's name for the scales of its blocks: a value is the stored one times its scale."""
+_FP8_MAX = 448.0
+"""The largest finite value of float8_e4m3fn (arXiv 2209.05433)."""
+_BITS = {"F32": 32, "F64": 64, "BF16": 16, "F16": 16}
+UNTRAINABLE = "train the checkpoint in bfloat16 or float32, which publishers offer beside it"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A model folder's tensors, by name: those that training replaces, and those that it leaves alone. `fp8` says whether some
+    of the first are FP8."""
+
+    trained: tuple[str, ...]
+    carried: tuple[str, ...]
+    fp8: bool
+
+    def remark(self) -> str:
+        """What may not be expected of such a folder, in words; empty when nothing is."""
+        said = []
+        if self.carried:
+            said.append(
+                f"{len(self.carried)} tensors are not trained and are carried over untouched: {_kinds(self.carried)}."
+            )
+        if self.fp8:
+            said.append(
+                "The weights are FP8: they are trained in the engine's dtype and rounded into the folder's blocks for every "
+                "update. A change of less than 3 % of a weight does not reach the policy server; in bfloat16 it is 0.2 %."
+            )
+        return " ".join(said)
+
+
+def contents(folder: Path) -> Contents:
+    """Compare what `transformers` makes of a folder, on the device `meta`, with the headers of its files.
+
+    Raises `ConfigError` naming the first tensors for a layout that weights cannot be written back into, and for one that is
+    quantised in a way that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
+    """
+    from lightning.engines.export import names_and_shapes
+    from lightning.engines.loading import read_model
+
+    check_model_folder(folder)
+    stored = folder_tensors(folder)
+    _refuse_quantised(folder)
+    _refuse_scales(folder, stored)
+    model = read_model(folder, device_map="meta")
+    trained = as_named(stored, names_and_shapes(model))
+    unknown = sorted(name for name, shape in trained.items() if name not in stored or stored[name].shape != shape)
+    if unknown:
+        raise ConfigError(
+            f"{folder} stores its weights in a layout that they cannot be written back into: of {len(unknown)} tensors that "
+            f"would be trained as {_some(unknown)} it has none of that name and shape. Load and save it once with transformers "
+            "(AutoModelForCausalLM.from_pretrained, save_pretrained; the tokenizer alike), and train the new folder"
+        )
+    written = with_scales(trained, stored)
+    carried = stored.keys() - set(written) - tied_heads(written, stored).keys()
+    return Contents(written, tuple(sorted(carried)), any(stored[name].dtype in FP8 for name in trained))
+
+
+def as_named(stored: Iterable[str], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights by the folder's own names: GPT-2's checkpoints leave the trunk's prefix away, which `transformers` writes."""
+    known = set(stored)
+    named = {}
+    for name, value in weights.items():
+        bare = name.partition(".")[2]
+        named[bare if name not in known and bare in known else name] = value
+    return named
+
+
+def as_stored(folder: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The trained weights as the folder stores them: under its names, in `dtype`, or wider where it stores a tensor wider than
+    its others; in the blocks of its FP8 where it has them, together with their scales.
+
+    Raises `EngineError` for a name that the folder lacks; a tied output layer may be given and need not be there.
+    """
+    stored = folder_tensors(folder)
+    main = min((_BITS[spec.dtype] for spec in stored.values() if spec.dtype in _BITS), default=0)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in as_named(stored, weights).items():
+        spec = stored.get(name)
+        if spec is None and name.endswith("lm_head.weight"):
+            continue
+        if spec is None:
+            raise EngineError(
+                f"{name!r} was trained, and {folder} has no tensor of that name to be replaced: report it"
+            )
+        if spec.dtype in FP8:
+            scale = dict(tensors_of(folder, [name + SCALE]))[name + SCALE]
+            found[name], found[name + SCALE] = in_blocks(tensor, scale)
+        elif not tensor.is_floating_point() or _BITS.get(spec.dtype, 0) > main > 0:
+            found[name] = tensor
+        else:
+            found[name] = tensor.to(dtype)
+    return found
+
+
+def in_blocks(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix (R, C) in FP8 and its blocks' scales (r, c), which are these wherever the block's values fit: so a weight that
+    did not change is stored as it was."""
+    import torch
+
+    rows, columns = scale.shape
+    blocks = tensor.float().reshape(rows, tensor.shape[0] // rows, columns, -1)
+    old, least = scale.float(), blocks.abs().amax((1, 3)) / _FP8_MAX
+    new = torch.where(least > old * (1 + 1e-5), least, old).to(scale.dtype)
+    values = (blocks / new.float()[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return values.reshape(tensor.shape), new
+
+
+def with_scales(trained: Iterable[str], stored: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """These names, and those of their scales."""
+    return tuple(sorted(key for name in trained for key in (name, name + SCALE) if key == name or key in stored))
+
+
+def tied_heads(trained: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """An output layer that the folder stores although it is the embedding, by name, and the embedding that it is."""
+    known = set(trained)
+    embedding = next((name for name in sorted(known) if name.endswith(("embed_tokens.weight", "wte.weight"))), "")
+    return {name: embedding for name in stored if embedding and name not in known and name.endswith("lm_head.weight")}
+
+
+def tensors_of(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a folder, as they are stored."""
+    from safetensors import safe_open
+
+    wanted = set(names)
+    for file in checkpoint_files(folder):
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            for name in sorted(wanted.intersection(handle.keys())):
+                yield name, handle.get_tensor(name)
+
+
+def quantisation(folder: Path) -> str:
+    """The method that a folder's weights are quantised by, such as `fp8` or `gptq`; empty where they are not."""
+    config = json.loads((folder / "config.json").read_bytes())
+    text = config.get("text_config") or {}
+    for place in (config, text):
+        found = place.get("quantization_config") or place.get("compression_config")
+        if found:
+            method = str(found.get("quant_method", "unknown"))
+            return method if method != "fp8" or found.get("weight_block_size") else "fp8 without blocks"
+    return ""
+
+
+def _refuse_quantised(folder: Path) -> None:
+    method = quantisation(folder)
+    if method not in ("", "fp8"):
+        raise ConfigError(f"the weights in {folder} are quantised ({method}), and cannot be trained: {UNTRAINABLE}")
+
+
+def _refuse_scales(folder: Path, stored: Mapping[str, TensorSpec]) -> None:
+    """Raise `ConfigError` where a matrix in FP8 has no scales for whole blocks: it could not be stored again."""
+    for name, spec in stored.items():
+        scale = stored.get(name + SCALE)
+        if spec.dtype not in FP8 or (
+            spec.dtype == FP8[0]
+            and scale is not None
+            and scale.dtype in _BITS
+            and len(spec.shape) == len(scale.shape) == 2
+            and all(size % blocks == 0 for size, blocks in zip(spec.shape, scale.shape, strict=True))
+        ):
+            continue
+        raise ConfigError(
+            f"{name!r} in {folder} is {spec.dtype} without scales of whole blocks ({name + SCALE!r}), and could not be stored "
+            f"again after training: {UNTRAINABLE}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3])
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """Names of tensors by their first words, with how many there are of each."""
+    counts = Counter(".".join(name.split(".")[:2]) for name in names)
+    shown = [f"{kind}.* ({count})" for kind, count in counts.most_common(4)]
+    return ", ".join(shown) + (", ..." if len(counts) > len(shown) else "")

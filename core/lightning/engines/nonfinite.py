@@ -1,0 +1,71 @@
+"""A step whose loss or gradient is not finite is skipped, counted and said, a bounded number of times in a row.
+
+The invariant: a skipped step leaves weights, moments and schedule as they were, so the same rows on the same weights are
+skipped again when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from lightning.engines.protocol import StepResult
+from lightning.engines.tally import Tally
+from lightning.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+CURES = "lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.dtype)"
+
+
+class NonFiniteError(EngineError):
+    """A step cannot be taken: what is not finite, and where. `tally` is what had been computed, if all rows were."""
+
+    def __init__(self, problem: str, tally: Tally | None = None) -> None:
+        super().__init__(problem)
+        self.tally = tally or Tally()
+
+
+class NonFiniteSteps:
+    """Counts the skipped steps since the last one that was taken; one more than `most` in a row is an error."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._row = most, 0
+
+    def guard(self, take: Callable[[], StepResult]) -> StepResult:
+        """What `take` returns, with the metric `skipped_nonfinite`: 1 where it raised `NonFiniteError`, else 0.
+
+        Of a skipped step `stepped` is 0, as are the norms and all else that was not computed or is not finite. Raises
+        `EngineError` when too many steps in a row are skipped.
+        """
+        try:
+            result = take()
+        except NonFiniteError as error:
+            return self._skipped(error)
+        self._row = 0 if result.metrics["stepped"] else self._row
+        return StepResult({**result.metrics, "skipped_nonfinite": 0.0}, result.seen)
+
+    def _skipped(self, error: NonFiniteError) -> StepResult:
+        self._row += 1
+        if self._row > self._most:
+            raise EngineError(
+                f"{error}, so the step was not taken and the weights are as before. It is the {_ordinal(self._row)} in a row, "
+                f"more than engine.max_nonfinite_steps = {self._most}: resume the run with other settings ({CURES}), or go on "
+                "from an earlier checkpoint if the weights themselves are no longer finite"
+            ) from error
+        logger.warning(
+            "%s: the step is skipped, and weights and optimizer are as before (%d in a row; engine.max_nonfinite_steps = %d). "
+            "If it happens again: %s",
+            error,
+            self._row,
+            self._most,
+            CURES,
+        )
+        known = {name: value if math.isfinite(value) else 0.0 for name, value in error.tally.metrics().items()}
+        nothing = {"grad_norm": 0.0, "lr": 0.0, "stepped": 0.0, "skipped_nonfinite": 1.0}
+        return StepResult(known | nothing, error.tally.seen)
+
+
+def _ordinal(number: int) -> str:
+    return f"{number}{'th' if 10 < number % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -1,0 +1,118 @@
+"""What a model folder says of the model that vLLM is to serve: its size, its context, its kind, its chat template.
+
+The invariant: nothing is loaded but JSON, safetensors headers and the template's text; what a folder does not say is None or
+empty, never guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.errors import PolicyServerError
+from lightning.policy_server.model_folder import DTYPE_BYTES, folder_tensors
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a model of several kinds of input keeps the configuration of its language model."""
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""Entries of `layer_types` (`layers_block_type`) that keep keys and values for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model folder. `name` is that of the folder and what the configuration calls the model."""
+
+    name: str
+    model_type: str
+    parameters: int
+    bytes: int
+    """Of the checkpoint's tensors."""
+    kv_elements: int | None
+    """Numbers that the KV cache keeps for a token: 2 x layers x key heads x their size (arXiv 2309.06180); with a latent of
+    keys and values (arXiv 2405.04434) its rank and the shared rotary key, a layer."""
+    context: int | None
+    """`max_position_embeddings` or what the family calls it, before any scaling."""
+    plain_attention: bool
+    """Every layer has keys and values of its own for each token: no latent, no state-space or linear layers."""
+    template: str
+    """All chat templates of the folder, one after another; empty without one."""
+    vocabulary: str
+    """The text of tokenizer.json; empty without one."""
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether a chat template shows tools to the model."""
+        return "tools" in self.template
+
+    def has_token(self, token: str) -> bool:
+        """Whether the tokenizer has it as one token."""
+        return json.dumps(token, ensure_ascii=False) in self.vocabulary
+
+
+def read_facts(folder: Path) -> ModelFacts:
+    """The facts of a complete model folder (see `check_model_folder`). Raises PolicyServerError for one that cannot be read."""
+    config = _object(folder / "config.json")
+    text = next((config[name] for name in TEXT_PARTS if isinstance(config.get(name), dict)), config)
+    assert isinstance(text, dict)  # for the type checker: chosen so above
+    tensors = folder_tensors(folder).values()
+    latent = isinstance(text.get("kv_lora_rank"), int)
+    kinds = text.get("layer_types") or text.get("layers_block_type") or []
+    other = [kind for kind in kinds if kind not in ATTENTION_LAYERS]
+    states = bool(other) or any("mamba" in key or key.startswith(("ssm_", "linear_")) for key in text)
+    tokenizer = folder / "tokenizer.json"
+    return ModelFacts(
+        name=" ".join(filter(None, (_name(folder), str(config.get("_name_or_path", ""))))),
+        model_type=str(config.get("model_type", "")),
+        parameters=sum(math.prod(spec.shape) for spec in tensors),
+        bytes=sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in tensors),
+        kv_elements=_kv_elements(text, len(kinds) - len(other)),
+        context=_integer(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
+        plain_attention=not latent and not states,
+        template="\n".join(_templates(folder)),
+        vocabulary=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else "",
+    )
+
+
+def _name(folder: Path) -> str:
+    """The folder's; of one in the hub's cache (`models--OWNER--NAME/snapshots/HASH`) the model's."""
+    return next((part for part in folder.parts[-3:-1] if part.startswith("models--")), folder.name)
+
+
+def _kv_elements(text: Mapping[str, object], attending: int) -> int | None:
+    layers = attending or _integer(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    rank, rotary = _integer(text, "kv_lora_rank"), _integer(text, "qk_rope_head_dim")
+    if layers and rank and rotary:
+        return layers * (rank + rotary)
+    heads, hidden = _integer(text, "num_attention_heads", "n_head", "n_heads"), _integer(text, "hidden_size", "n_embd")
+    size = _integer(text, "head_dim") or (hidden // heads if heads and hidden else None)
+    key_heads = _integer(text, "num_key_value_heads") or heads
+    return 2 * layers * key_heads * size if layers and key_heads and size else None
+
+
+def _templates(folder: Path) -> Iterator[str]:
+    for file in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        if file.is_file():
+            yield file.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        file = folder / name
+        found = _object(file).get("chat_template") if file.is_file() else None
+        for template in found if isinstance(found, list) else [found]:
+            text = template.get("template") if isinstance(template, dict) else template
+            if isinstance(text, str):
+                yield text
+
+
+def _integer(values: Mapping[str, object], *names: str) -> int | None:
+    """The first of these that is a number."""
+    return next((value for name in names if isinstance(value := values.get(name), int) and value > 0), None)
+
+
+def _object(file: Path) -> Mapping[str, object]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PolicyServerError(f"cannot read {file}: {error}; save the model again") from error
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,130 @@
+"""Logprobs of a vLLM answer as one base64 text of float32 numbers, for calls that ask for it by a header.
+
+The invariant: the numbers are those that vLLM would have written as JSON, one for each token of the answer, in order; a call
+without the header is answered as ever.
+
+OpenAI's form costs a token about 75 bytes of JSON, a dictionary, two objects of pydantic and its text, all for the gateway to
+throw away. `vllm serve --middleware lightning.policy_server.packed_logprobs.PackedLogprobs` installs what is here. A vLLM
+without it answers in OpenAI's form, which the gateway reads as well.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HEADER, WANTED = "x-lightning-logprobs", "packed"
+FIELD = "packed"
+"""The field of `logprobs` that has the base64 text; the lists beside it are empty."""
+LOWEST = -9999.0
+"""What vLLM writes for minus infinity."""
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Any, Any], Awaitable[None]]
+
+_wanted: ContextVar[bool] = ContextVar("lightning_packed_logprobs", default=False)
+
+
+class PackedLogprobs:
+    """The ASGI middleware: notes the header for everything that vLLM does for this request."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        try:
+            install()
+        except (ImportError, AttributeError) as error:
+            logger.warning("logprobs are sent as JSON: this vLLM is not one that they can be packed in (%r)", error)
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Serve one request."""
+        if (HEADER.encode(), WANTED.encode()) not in scope.get("headers", ()):
+            await self._app(scope, receive, send)
+            return
+        token = _wanted.set(True)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            _wanted.reset(token)
+
+
+def pack(values: array[float]) -> str:
+    """Float32 numbers, the lowest byte first, as base64."""
+    clipped = array("f", [max(value, LOWEST) for value in values])
+    if sys.byteorder == "big":
+        clipped.byteswap()
+    return base64.b64encode(clipped.tobytes()).decode()
+
+
+def unpack(text: str) -> array[float]:
+    """The inverse of `pack`. Raises `ValueError` for what is none."""
+    values = array("f", base64.b64decode(text, validate=True))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@cache
+def install() -> None:
+    """Let vLLM collect and write packed logprobs. Raises `ImportError` or `AttributeError` where vLLM is built otherwise."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    writers: tuple[tuple[Any, str, Any], ...] = (
+        (OpenAIServingChat, "_create_chat_logprobs", ChatCompletionLogProbs),
+        (OpenAIServingCompletion, "_create_completion_logprobs", CompletionLogProbs),
+    )
+    written = [_writing(getattr(owner, name), shape) for owner, name, shape in writers]
+    LogprobsProcessor.from_new_request = classmethod(_collecting(LogprobsProcessor))
+    for (owner, name, _), method in zip(writers, written, strict=True):
+        setattr(owner, name, method)
+
+
+def _collecting(processor: Any) -> Callable[..., Any]:
+    """`from_new_request`, which makes a collector of numbers alone where they are wanted."""
+    ordinary = processor.from_new_request.__func__
+    if not hasattr(processor, "_update_sample_logprobs"):
+        raise AttributeError("LogprobsProcessor has no _update_sample_logprobs")
+
+    class Collector(processor):  # type: ignore[misc]  # a class of vLLM's, known only where that is
+        """Keeps the logprob of each sampled token, which comes first in its row, in an array; no token is made text."""
+
+        def _update_sample_logprobs(self, rows: Any) -> None:
+            sampled = rows.logprobs[:, 0].tolist()
+            self.logprobs.extend(sampled)
+            self.cumulative_logprob += sum(sampled)
+
+    @wraps(ordinary)
+    def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
+        asked = request.sampling_params
+        if not _wanted.get() or asked.logprobs != 0 or asked.prompt_logprobs is not None or asked.logprob_token_ids:
+            return ordinary(cls, tokenizer, request)
+        made = ordinary(Collector, tokenizer, request)
+        made.logprobs = array("f")
+        return made
+
+    return from_new_request
+
+
+def _writing(ordinary: Callable[..., Any], shape: Any) -> Callable[..., Any]:
+    """A method that writes logprobs, for those in an array as well."""
+
+    @wraps(ordinary)
+    def write(self: Any, *args: Any, **named: Any) -> Any:
+        values = named.get("top_logprobs")
+        if not isinstance(values, array):
+            return ordinary(self, *args, **named)
+        known = values[: len(named["token_ids"])]  # vLLM, too, leaves alone what is beyond a stop
+        return shape.model_construct(**{FIELD: pack(known)})
+
+    return write

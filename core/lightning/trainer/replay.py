@@ -1,0 +1,188 @@
+"""Committed steps taken again, each under the settings of its own config epoch.
+
+The invariant: a step is taken again on the batch that its record proves, by the algorithm and the optimizer that took it; where
+that cannot be, an error says so before anything is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
+from lightning.config import Config
+from lightning.engines.protocol import Engine, OptimizerConfig
+from lightning.errors import AuditError, ConfigError
+from lightning.store.epochs import Epoch, epoch_at
+from lightning.store.protocol import Store
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.collect import batch_digest, load_groups, rollouts_of
+from lightning.trainer.context import Numeric, machine
+from lightning.trainer.critic import recorded_values
+from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
+from lightning.types import Json, StepRecord
+
+logger = logging.getLogger(__name__)
+
+LORA_LR = 1e-4
+"""The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
+sampler that computes in bfloat16."""
+
+HERE: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
+"""Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
+
+
+def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
+    """The algorithm of an epoch: one of those that were `given`, where it is described alike, or made again from its record.
+
+    Raises `ConfigError` when only the user's own code could make it.
+    """
+    recorded: Mapping[str, Json] = {"algorithm": epoch.config.get("algorithm")}
+    for algorithm in given:
+        if not differences(recorded, {"algorithm": describe_algorithm(algorithm)}):
+            return algorithm
+    if made := rebuild_algorithm(epoch.config):
+        return made
+    raise ConfigError(
+        f"steps from {epoch.first} on were taken by an algorithm that only its own code can make again, and have to be taken "
+        "again: resume with that algorithm, or begin a new run at a checkpoint (--from RUN@STEP)"
+    )
+
+
+async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Algorithm) -> Batch:
+    """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
+    rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
+    groups = await load_groups(store, rollouts, train_agents_of(epoch))
+    if needs_critic(algorithm):
+        groups = await recorded_values(store, record.run, record.step, groups)
+    batch = algorithm.batch(groups)
+    if batch_digest(batch) != record.digest:
+        raise AuditError(
+            f"step {record.step} of {record.run} cannot be replayed, since the same rollouts make another batch now "
+            f"(another release, or a function that was edited?): run `lightning audit {record.run}`"
+        )
+    return batch
+
+
+def train_agents_of(epoch: Epoch) -> tuple[str, ...]:
+    """The globs of the agents that were trained."""
+    agents = epoch.config.get("train_agents", [])
+    return tuple(map(str, agents)) if isinstance(agents, (list, tuple)) else ()
+
+
+def optimizer_of(config: Config) -> OptimizerConfig:
+    """The optimizer of the settings."""
+    engine = config.engine
+    return OptimizerConfig(
+        engine.lr or (LORA_LR if engine.lora else OptimizerConfig().lr),
+        engine.betas,
+        engine.weight_decay,
+        engine.eps,
+        engine.max_grad_norm,
+        engine.warmup_steps,
+        engine.critic_lr,
+    )
+
+
+@dataclass
+class Rewinder:
+    """A run's training state at a step: of its checkpoint, or made again from the newest before.
+
+    `records`, `epochs` and `checkpoints` are the run's, `store` is where its rollouts are. Engines are made by `make_engine`
+    with settings as they were, but for those that belong to the machine, which are `here`'s. `given` are algorithms at hand.
+    `between` is where a state waits that one engine leaves to the next; none: it becomes a checkpoint of the run.
+    """
+
+    store: Store
+    records: Sequence[StepRecord]
+    epochs: Sequence[Epoch]
+    checkpoints: Checkpoints
+    make_engine: Callable[[Config], Engine]
+    model: Path
+    here: Config
+    given: Sequence[Algorithm] = ()
+    between: Path | None = None
+
+    async def bring_to(self, step: int, use: Callable[[Engine], object]) -> None:
+        """Call `use` (in a thread) with an engine that has the state after `step` steps; it is closed then."""
+        state, begun = None, self.checkpoints.newest(step)
+        if begun is not None:
+            state = self.checkpoints.path(begun)
+        left = self.records[begun or 0 : step]
+        alike = [list(part) for _, part in itertools.groupby(left, key=lambda record: self._training(record.step))]
+        for part in alike or [[]]:
+            last = part[-1].step if part else max(0, step - 1)
+            config = self._config_at(last)
+            engine = self.make_engine(config)
+            try:
+                await asyncio.to_thread(self._open, engine, config, state)
+                for record in part:
+                    await take_again(self.store, record, self.epochs, self.given, engine)
+                if part is (alike or [part])[-1]:
+                    await asyncio.to_thread(use, engine)
+                else:
+                    state = self.between or self.checkpoints.path(last + 1)
+                    await asyncio.to_thread(engine.save, state)
+            finally:
+                await asyncio.to_thread(engine.close)
+
+    def _open(self, engine: Engine, config: Config, state: Path | None) -> None:
+        critic = self.epochs[0].config.get("critic")
+        if critic is None:  # a release that did not note it
+            critic = needs_critic(algorithm_of(self.epochs[0], self.given))
+        engine.open(self.model, optimizer_of(config), seed=config.trainer.seed, critic=bool(critic))
+        if state is not None:
+            engine.load(state)
+
+    def needed(self, step: int) -> bool:
+        """Whether some of the steps that lead from the newest checkpoint to `step` were taken by an engine that was opened
+        otherwise than one is `here`."""
+        present = self.here.engine, self.here.trainer.seed
+        return any(self._training(taken) != present for taken in range(self.checkpoints.newest(step) or 0, step))
+
+    def _training(self, step: int) -> object:
+        """What an engine is opened with for a step."""
+        config = self._config_at(step)
+        return config.engine, config.trainer.seed
+
+    def _config_at(self, step: int) -> Config:
+        """The settings that a step was taken with, on this machine. A dtype that was left to lightning is the one it chose."""
+        epoch = epoch_at(self.epochs, step)
+        try:
+            config = Config.model_validate(epoch.config.get("config"))
+        except ValidationError as error:
+            raise ConfigError(
+                f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "
+                f"resume with the release that took them, or begin at a checkpoint ({error.errors()[0]['loc']})"
+            ) from error
+        update = {name: getattr(self.here.engine, name) for name in HERE}
+        if config.engine.dtype == "auto":
+            chosen = self.records[step].context.get("dtype") if step < len(self.records) else None
+            update["dtype"] = chosen or self.here.engine.dtype
+        engine = config.engine.model_copy(update=update)
+        return config.model_copy(update={"engine": engine})
+
+
+async def take_again(
+    store: Store, record: StepRecord, epochs: Sequence[Epoch], given: Sequence[Algorithm], engine: Engine
+) -> None:
+    """Take a committed step again on the engine, which has the state before it."""
+    epoch = epoch_at(epochs, record.step)
+    algorithm = algorithm_of(epoch, given)
+    batch = await batch_of(store, record, epoch, algorithm)
+    await asyncio.to_thread(engine.step, batch.samples, batch.loss_for(algorithm))
+    now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
+    if other := [key for key in now if record.context.get(key, now[key]) != now[key]]:
+        logger.warning(
+            "step %d is taken again with other %s (%s): it is the same but for rounding",
+            record.step,
+            ", ".join(other),
+            ", ".join(f"{record.context[key]} → {now[key]}" for key in other),
+        )

@@ -1,0 +1,79 @@
+"""A step that taught nothing is history, and costs neither a checkpoint nor an update of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.audit import audit
+from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
+
+
+async def test_what_taught_nothing_is_committed_but_neither_saved_nor_sent(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, trainer__steps=4, trainer__checkpoint_every=1) as made:
+        step = made.loop.step
+
+        async def second_and_last_idle(number: int) -> Any:
+            made.engine.idle = number in (1, 3)
+            return await step(number)
+
+        made.loop.step = second_and_last_idle
+        await made.loop.run({})
+        assert made.engine.did == [
+            "weights:version-00000001", "save:step-00000001", "weights:version-00000003", "save:step-00000003",
+        ]  # fmt: skip
+        assert (made.policy.version, made.policy.ledger) == (4, made.engine.ledger)
+        records = await made.store.list_steps("run")
+        assert [record.policy_version for record in records] == [1, 2, 3, 4]
+        assert [record.checkpoint for record in records] == ["", "step-00000001", "step-00000001", "step-00000003"]
+        report = await audit(made.store, "run")
+        assert report.ok, report.findings
+    async with bench(tmp_path, trainer__steps=5) as made:
+        made.engine.idle = True
+        await made.loop.run({})
+        assert made.policy.version == 5
+        assert (len(made.engine.ledger), made.policy.ledger) == (2, made.engine.ledger)
+
+
+async def test_idle_steps_do_not_use_up_the_interval_of_checkpoints(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path, trainer__steps=3, trainer__checkpoint_every=2) as made:
+        step = made.loop.step
+
+        async def second_idle(number: int) -> Any:
+            made.engine.idle = number == 1
+            return await step(number)
+
+        made.loop.step = second_idle
+        await made.loop.run({})
+        assert [one for one in made.engine.did if one.startswith("save")] == ["save:step-00000003"]
+
+
+async def test_a_server_that_died_after_an_idle_step_comes_back_with_its_weights(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        await made.loop.run({})
+        weights = made.loop.stack.weights
+        await made.loop.publisher.relabel(7)
+        assert (made.loop.stack.weights, made.loop.stack.version, made.policy.version) == (weights, 7, 7)
+
+
+async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_blames_the_rewards(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(tmp_path) as made:
+        take, steps = made.engine.step, NonFiniteSteps(1)
+
+        def second_fails(samples: Any, loss: Any) -> Any:
+            if made.loop.done == 1:
+                raise NonFiniteError("the loss is nan")
+            return take(samples, loss)
+
+        monkeypatch.setattr(made.engine, "step", lambda *step: steps.guard(lambda: second_fails(*step)))
+        await made.loop.run({})
+        records = await made.store.list_steps("run")
+        assert [record.metrics["skipped_nonfinite"] for record in records] == [0.0, 1.0, 0.0]
+        assert [record.metrics["drift_tokens"] for record in records] == [0.0, 0.0, 0.0]
+        assert (len(made.engine.ledger), made.policy.version) == (2, 3)
+        assert (await audit(made.store, "run")).ok
+    assert "the loss is nan: the step is skipped" in caplog.text
+    assert "trained nothing" not in caplog.text

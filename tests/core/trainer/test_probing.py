@@ -1,0 +1,167 @@
+"""The probe after an update: which tokens it asks about, and which differences it lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from lightning.algorithms.protocol import Batch
+from lightning.batch.sample import FloatArray, Sample, Span
+from lightning.config import Config, with_settings
+from lightning.trainer.probing import Prober, bound_of, exceeds
+
+PROMPT, SAMPLED = 70, 60
+
+
+class Engine:
+    """A trainer whose logprobs a test sets."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(2048, np.float32)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        return [self.values[: len(sample)].copy() for sample in samples]
+
+
+def row(start: int = PROMPT, sampled: int = SAMPLED, seed: int = 0) -> Sample:
+    length = start + sampled
+    weights = np.zeros(length, np.float32)
+    weights[start:] = 1.0
+    old = np.random.default_rng(seed).normal(-1.0, 0.5, length).astype(np.float32)
+    old[:start] = np.nan
+    versions = np.zeros(length, np.int32)
+    spans = (Span("r", 0, 0, start, length),)
+    return Sample(np.arange(length, dtype=np.int32), weights, weights, old, versions, spans)
+
+
+def prober(dtype: str = "bfloat16", **settings: Any) -> tuple[Prober, Engine]:
+    engine = Engine()
+    found = {"engine.dtype": dtype, "policy_server.dtype": dtype} | settings
+    return Prober(engine, with_settings(Config(), found)), engine  # type: ignore[arg-type]
+
+
+def batch(*rows: Sample) -> Batch:
+    return Batch(rows, ())
+
+
+def ask(made: Prober, served: FloatArray, attempt: int = 0) -> str:
+    probe = made.probe(attempt)
+    assert probe is not None
+    return made.judge(probe, served[1 : len(probe.ids)].tolist(), attempt).problem
+
+
+def test_it_asks_about_sampled_tokens_of_the_row_that_has_them_first() -> None:
+    made, engine = prober()
+    assert made.probe() is None
+    made.remember(batch(row(900), row(), row(80, seed=1)), {})
+    probe, other = made.probe(), made.probe(1)
+    assert probe is not None
+    assert other is not None
+    assert (len(probe.ids), len(other.ids)) == (PROMPT + SAMPLED - 1, 80 + SAMPLED - 1)
+    served = engine.values.copy()
+    served[:PROMPT] = 50.0  # the prompt is unlikely, and differs by what it likes
+    assert ask(made, served) == ""
+    served[PROMPT:] = 50.0
+    assert "50 nats in the mean of 59 tokens" in ask(made, served)
+
+
+def test_the_last_token_of_a_call_that_fills_the_context_is_left_out() -> None:
+    made, _ = prober()
+    made.recall(range(200), range(56))
+    probe = made.probe()
+    assert probe is not None
+    assert len(probe.ids) == 255, "vLLM samples one more, and refuses what leaves no room for it"
+
+
+def test_few_sampled_tokens_are_compared_with_their_prompt_and_long_prompts_alone() -> None:
+    made, engine = prober()
+    served = engine.values.copy()
+    served[3] = 500.0
+    for one, tokens in ((row(30, 5), 33), (row(3000, 50), 1023)):
+        made.remember(batch(one), {})
+        assert f"of {tokens} tokens" in ask(made, served)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "outlier", "fails"),
+    [
+        ("bfloat16", 0.03, 0.4, False),
+        ("bfloat16", 0.07, 0.4, True),
+        ("bfloat16", 0.01, 0.9, True),
+        ("float32", 5e-4, 5e-4, False),
+        ("float32", 5e-4, 0.01, True),
+    ],
+)
+def test_the_bound_is_that_of_the_dtypes(dtype: str, gap: float, outlier: float, fails: bool) -> None:
+    made, engine = prober(dtype)
+    made.remember(batch(row()), {})
+    served = engine.values + np.float32(gap)
+    served[PROMPT + 3] = outlier
+    assert bool(ask(made, served)) is fails
+
+
+def test_a_number_is_the_bound_of_every_token() -> None:
+    made, engine = prober("float32", **{"trainer.max_logprob_gap": 0.5})
+    made.remember(batch(row()), {})
+    served = engine.values + np.float32(0.4)
+    assert ask(made, served) == ""
+    served[PROMPT] = 0.6
+    assert "0.6 nats" in ask(made, served)
+
+
+def test_a_model_that_rounds_more_has_its_own_baseline() -> None:
+    made, engine = prober()
+    fresh = {"mean_logprob_gap": 0.06, "max_logprob_gap": 2.0, "p999_logprob_gap": 1.0}
+    made.remember(batch(row()), fresh | {"staleness_max": 1.0})
+    assert ask(made, engine.values + np.float32(0.1)), "what was learned since is no baseline"
+    made.remember(batch(row()), fresh)
+    assert ask(made, engine.values + np.float32(0.1)) == ""
+    assert "in the mean" in ask(made, engine.values + np.float32(0.13))
+
+
+def test_weights_of_the_step_before_are_told_within_the_bound() -> None:
+    """The dtype alone makes 0.01 nats; the update moved by 0.04, and the bound is 0.05."""
+    made, engine = prober()
+    one = row()
+    rng = np.random.default_rng(3)
+    made.remember(batch(one), {"mean_logprob_gap": 0.01, "max_logprob_gap": 0.1, "staleness_max": 0.0})
+    old = np.nan_to_num(one.logprobs)
+    engine.values[: len(old)] = old + 0.04 * rng.choice([-1, 1], len(old))
+    rounded = 0.01 * rng.choice([-1, 1], len(old)).astype(np.float32)
+    assert ask(made, engine.values[: len(old)] + rounded) == ""
+    assert "and those of the step before by 0.0" in ask(made, old + rounded)
+
+
+def test_updates_below_the_samplers_noise_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    made, engine = prober()
+    one = row()
+    old = np.nan_to_num(one.logprobs)
+    metrics = {"mean_logprob_gap": 0.03, "max_logprob_gap": 0.3, "staleness_max": 0.0}
+    for moved, told in ((0.03, 0), (0.03, 0), (0.1, 0), (0.03, 0), (0.03, 0), (0.03, 1), (0.1, 1), *[(0.03, 1)] * 3):
+        made.remember(batch(one), metrics)
+        engine.values[: len(old)] = old + moved
+        assert ask(made, engine.values) == ""
+        assert caplog.text.count("the last 3 updates changed logprobs by less than the 0.03 nats") == told
+    assert "raise engine.lr, or set engine.dtype = 'float32'" in caplog.text
+
+
+def test_a_second_try_is_no_second_update(caplog: pytest.LogCaptureFixture) -> None:
+    made, engine = prober()
+    one = row()
+    engine.values[: len(one)] = np.nan_to_num(one.logprobs) + 0.03
+    made.remember(batch(one), {"mean_logprob_gap": 0.03, "max_logprob_gap": 0.3, "staleness_max": 0.0})
+    for attempt in (0, 1, 0, 1):
+        ask(made, engine.values, attempt)
+    assert not caplog.text
+
+
+def test_a_step_says_by_what_it_exceeds_the_bound() -> None:
+    config = with_settings(Config(), {"engine.dtype": "bfloat16", "policy_server.dtype": "bfloat16"})
+    metrics = {"mean_logprob_gap": 0.04, "p999_logprob_gap": 0.5, "max_logprob_gap": 5.0}
+    assert exceeds(metrics, bound_of(config)) == ""
+    assert exceeds(metrics | {"p999_logprob_gap": 0.7}, bound_of(config)) == "0.7 nats for 99.9% of the tokens"
+    assert exceeds(metrics | {"mean_logprob_gap": 0.06}, bound_of(config)) == "0.06 nats in the mean"
+    own = with_settings(config, {"trainer.max_logprob_gap": 4.0})
+    assert exceeds(metrics, bound_of(own)) == "5 nats for 100.0% of the tokens"

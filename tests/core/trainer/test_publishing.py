@@ -1,0 +1,56 @@
+"""What is handed to the policy server: adapters alone to a vLLM of ours that reads files, else whole weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.config import Config, with_settings
+from lightning.trainer.replay import LORA_LR, optimizer_of
+from lightning.trainer.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapters", "written"),
+    [
+        ({}, True, "adapters"),
+        ({"policy_server__weight_transfer": "file"}, True, "adapters"),
+        ({"policy_server__weight_transfer": "gloo"}, True, "whole"),
+        ({"policy_server__attach": "http://127.0.0.1:9"}, True, "whole"),
+        ({}, False, "whole"),  # an engine whose model is stored otherwise
+    ],
+)
+async def test_adapters_go_alone_where_vllm_can_merge_them(
+    bench: Any, tmp_path: Path, settings: dict[str, str], adapters: bool, written: str
+) -> None:
+    async with bench(tmp_path, **settings) as made:
+        did: list[str] = []
+        whole = made.engine.weights
+
+        def weights(file: Path) -> Path:
+            did.append("whole")
+            result: Path = whole(file)
+            return result
+
+        def only(file: Path) -> Path | None:
+            if not adapters:
+                return None
+            did.append("adapters")
+            result: Path = whole(file)
+            return result
+
+        made.engine.weights, made.engine.adapters = weights, only
+        await made.loop.publish()
+        assert did == [written]
+        assert len(await made.loop.publisher.digest()) == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "lr"),
+    [({}, 1e-6), ({"engine.lora": {"rank": 2}}, LORA_LR), ({"engine.lora": {"rank": 2}, "engine.lr": 3e-5}, 3e-5)],
+)
+def test_adapters_learn_at_a_rate_of_their_own(tmp_path: Path, settings: dict[str, object], lr: float) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    trainer = Trainer(tmp_path, out=tmp_path / "run", config=with_settings(Config(), settings))
+    assert optimizer_of(trainer.config).lr == lr

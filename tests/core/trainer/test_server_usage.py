@@ -1,0 +1,80 @@
+"""What a step's requests needed: metrics, and when it is worth a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from lightning.batch.trajectory import Group
+from lightning.policy_server.protocol import PolicyServer, Usage
+from lightning.trainer.server_usage import UsageMeter
+
+PAIR = [Group("g", cast("Any", ("one", "other")))]
+
+
+class Server:
+    """Says what it is told to."""
+
+    def __init__(self, *answers: Usage | None) -> None:
+        self.answers = list(answers)
+
+    async def usage(self) -> Usage | None:
+        return self.answers.pop(0)
+
+
+def meter(*answers: Usage | None) -> UsageMeter:
+    return UsageMeter(cast("PolicyServer", Server(*answers)))
+
+
+async def test_each_step_has_what_came_since_the_last() -> None:
+    found = meter(Usage(2, 100, 50), None, Usage(6, 300, 200, 3), Usage(1, 40, 10))
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.5, "preemptions": 0.0}
+    assert await found.step(PAIR) == {}, "it did not say"
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.75, "preemptions": 3.0}
+    assert await found.step(PAIR) == {"prefix_hit_share": 0.25, "preemptions": 0.0}, "it was started again"
+
+
+async def test_preemptions_are_told_once_with_the_cure(warnings_of: Callable[[], list[str]]) -> None:
+    found = meter(Usage(8, 80, 8, 2), Usage(16, 160, 16, 9))
+    await found.step(PAIR)
+    await found.step(PAIR)
+    (told,) = warnings_of()
+    assert "put 2 requests back" in told
+    assert "policy_server.kv_cache_bytes" in told
+
+
+async def test_shared_prompts_of_which_nothing_was_found_are_told_once(warnings_of: Callable[[], list[str]]) -> None:
+    found = meter(Usage(24, 24 * 386), Usage(48, 48 * 386))
+    await found.step(PAIR)
+    await found.step(PAIR)
+    (told,) = warnings_of()
+    assert "in 24 requests of 386 tokens" in told
+    assert "policy_server.kv_cache_bytes" in told
+    assert "--no-enable-prefix-caching" in told
+
+
+@pytest.mark.parametrize(
+    ("usage", "groups"),
+    [
+        (Usage(24, 24 * 40), PAIR),  # shorter than a block
+        (Usage(24, 24 * 386, 32), PAIR),
+        (Usage(24, 24 * 386), [Group("g", cast("Any", ("alone",)))]),
+        (Usage(), PAIR),
+    ],
+)
+async def test_what_is_no_wonder_is_not_told(
+    usage: Usage, groups: list[Group], warnings_of: Callable[[], list[str]]
+) -> None:
+    await meter(usage).step(groups)
+    assert warnings_of() == []
+
+
+async def test_a_run_records_it_with_each_step(bench: Any, tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        made.policy.used = Usage(10, 1000, 600)
+        await made.loop.run({})
+        first, *_, last = [record.metrics for record in await made.store.list_steps("run")]
+    assert (first["prefix_hit_share"], first["preemptions"]) == (0.6, 0.0)
+    assert last["prefix_hit_share"] == 0.0, "nothing came since"

@@ -1,0 +1,41 @@
+"""The demonstration's real LLM, its real agent and a real vLLM: what is trained is what was sampled, in both dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning_examples.smollm2 import model_folder
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_converted_model_ends_its_turns_as_the_published_one_does() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "12 + 3\n  is"}], tokenize=True)["input_ids"]
+    assert tokenizer.decode(ids).endswith("<|im_start|>user\n12 + 3\n  is<|im_end|>\n")
+    assert tokenizer.tokenize("123") == ["1", "2", "3"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("dtype", "mean", "most"),
+    [("float32", 1e-4, 1e-3), ("bfloat16", 0.05, 0.6)],
+    ids=["float32", "bfloat16"],
+)
+def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: str, mean: float, most: float) -> None:
+    run = demo_run
+    run.steps, run.command = 2, ("demo", "calculator", "--held-out", "8")
+    run.start("--set", f"engine.dtype={dtype}", "--set", "trainer.tasks_per_step=2")
+    assert run.wait() == 0, run.output
+    run.assert_whole()
+    report: Any = run.report()
+    assert [one["rewards"].keys() for one in report["evaluations"]] == [{"correct"}] * 2
+    for record in run.committed():
+        assert record.metrics["failed"] == 0
+        assert record.metrics["tree"] == 1.0, "the tree step is what a real model takes"
+        assert record.metrics["mean_logprob_gap"] <= mean
+        assert record.metrics["p999_logprob_gap"] <= most
+    assert "correct before" in run.output
