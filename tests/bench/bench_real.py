@@ -5,9 +5,12 @@ tokens of which 170 are the same in all tasks; four groups, since the others of 
 random, which costs the same. Each line is a process of its own, so that its peak memory is its own.
 
 `ratio` is the FLOPs of the unique tokens, 6 * (P * computed + V * H * trained), over the seconds of a step times the FLOPs a
-second of the best product of two matrices of 2,048 x 2,048, measured in the same dtype, on as many threads, between the steps.
+second of the best product of two matrices of 2,048 x 2,048, measured in the same dtype, on as many threads, between the steps;
+`mean_ratio` is over their mean, which is nearer to what a machine that others share gives for ten seconds.
 P are the parameters of the layers, V * H those of the output layer; 6 stands for 2 forward and 4 backward. Attention, norms,
-gradient accumulation, clipping and AdamW are not counted in the FLOPs and are in the seconds.
+gradient accumulation, clipping and AdamW are not counted in the FLOPs and are in the seconds. `with_attention` counts attention
+too, 12 * L * A * context for each unique token (A: heads times their size), as model FLOPs utilization does (PaLM, arXiv
+2204.02311, appendix B).
 
     python tests/bench/bench_real.py [--json FILE] [--only step|compared|around] [--dtype DTYPE] [--threads N]
 """
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
@@ -28,23 +32,25 @@ from typing import cast, get_args
 import numpy as np
 import torch
 from lightning.batch import Sample, build_samples
+from lightning.batch.radix import build_tree
 from lightning.config.models import StepKind
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 from lightning_examples.smollm2 import model_folder
+from transformers import PretrainedConfig
 
 GROUPS, ROLLOUTS, SHARED, OWN, RESPONSE, OBSERVATION = 4, 8, 170, 30, 13, 12
 STEPS = 2
 """Measured ones, behind one that makes the optimizer's moments."""
-MATRIX, PRODUCTS = 2048, 6
+MATRIX, PRODUCTS = 2048, 12
 CONFIGURATIONS = [(dtype, threads) for dtype in ("float32", "bfloat16") for threads in (1, 2)]
 KINDS = ("tree", "linear", "per-call")
 
 
 def rows(groups: int, vocabulary: int) -> tuple[Sample, ...]:
-    """The rows of some groups, alternately praised and blamed."""
+    """The rows of some groups, alternately praised and blamed. No sampler's logprobs: of random tokens all would be masked."""
     generator = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
@@ -62,11 +68,11 @@ def rows(groups: int, vocabulary: int) -> tuple[Sample, ...]:
                 context += [*response, *ids(OBSERVATION)]
             made.append(make_trajectory(calls, rollout=f"rollout-{group}-{index}", index=index))
     earned = [[(-1.0) ** index] * len(one.transitions) for index, one in enumerate(made)]
-    return build_samples(made, earned)
+    return tuple(replace(row, logprobs=np.full_like(row.logprobs, np.nan)) for row in build_samples(made, earned))
 
 
-def peak(dtype: str) -> float:
-    """FLOPs per second of the fastest of some products."""
+def products(dtype: str) -> list[float]:
+    """FLOPs per second of some products."""
     kind = getattr(torch, dtype)
     one, other = (torch.randn(MATRIX, MATRIX).to(kind) for _ in range(2))
     seconds = []
@@ -74,7 +80,14 @@ def peak(dtype: str) -> float:
         began = time.perf_counter()
         one @ other
         seconds.append(time.perf_counter() - began)
-    return float(2.0 * MATRIX**3 / min(seconds))
+    return [2.0 * MATRIX**3 / one for one in seconds]
+
+
+def attention_flops(samples: Sequence[Sample], config: PretrainedConfig) -> float:
+    """Of attention, forward and backward, each unique token once."""
+    tree = build_tree([sample.ids for sample in samples])
+    context = sum(sum(range(node.depth + 1, node.depth + len(node) + 1)) for node in tree.nodes)
+    return 12.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context
 
 
 def opened(dtype: str, threads: int, kind: StepKind) -> TorchEngine:
@@ -95,21 +108,25 @@ def steps(dtype: str, threads: int, kind: StepKind, groups: int, count: int) -> 
     trunk = lm.model.base_model.layers
     layers = sum(parameter.numel() for parameter in trunk.parameters())
     head = lm.model.get_output_embeddings().weight.numel()
+    attention = attention_flops(samples, lm.model.config)
     found: list[dict[str, float]] = []
     for number in range(count + 1):
-        before = peak(dtype)
+        rates = products(dtype)
         wall, cpu = time.perf_counter(), time.process_time()
         metrics = engine.step(samples, loss).metrics
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         if metrics["tree"] != (kind == "tree"):
             raise SystemExit(f"asked for {kind}, but the metric tree is {metrics['tree']}")
-        best = max(before, peak(dtype))
+        rates += products(dtype)
+        best, mean = max(rates), float(np.mean(rates))
         flops = 6.0 * (layers * metrics["tokens_forward"] + head * metrics["tokens"])
         if number or not count:
-            found.append({"seconds": wall, "cpu_seconds": cpu, "peak_gflops": best / 1e9, "ratio": flops / wall / best})
+            ratios = {"ratio": flops / wall / best, "mean_ratio": flops / wall / mean}
+            ratios["with_attention"] = (flops + attention) / wall / best
+            found.append({"seconds": wall, "cpu_seconds": cpu, "peak_gflops": best / 1e9, **ratios})
     return {
         **min(found, key=lambda own: own["seconds"]),
-        "ratio": float(np.median([own["ratio"] for own in found])),
+        **{name: float(np.median([own[name] for own in found])) for name in ratios},
         "tokens_computed": metrics["tokens_forward"],
         "tokens_trained": metrics["tokens"],
         "peak_mib": mebibytes(),

@@ -138,7 +138,8 @@ def whole_weights(
     *,
     wanted: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share.
+    """Every weight of the text model on the CPU, matrices in `dtype`, in an order that all ranks share. A tensor may be the
+    model's own, which the next step changes.
 
     `whole` makes a tensor of a sharded one; then all ranks must call this, and those where it is not `wanted` keep nothing.
     Layers with an adapter (arXiv 2106.09685) are merged one after the other, so that no second model is ever in memory.
@@ -162,7 +163,7 @@ def whole_weights(
         if wanted:
             # Vectors are small, and folders may store some of them wider: `as_stored` has the last word.
             narrow = value.is_floating_point() and value.ndim > 1
-            found[key] = (value.to(dtype) if narrow else value).cpu().clone().contiguous()
+            found[key] = (value.to(dtype) if narrow else value).cpu().contiguous()
     return original_names(unwrapped(model), found) if wanted else {}
 
 

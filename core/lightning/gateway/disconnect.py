@@ -12,7 +12,6 @@ of one and as text of the other. So a server that was silent for too long is ask
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
@@ -77,9 +76,14 @@ class Watch:
     async def _ask(self) -> None:
         """Let the silent server show that it works on, or end the call."""
         heard_at, works = self._call.heard_at, False
-        with contextlib.suppress(TimeoutError):
+        failed = "did not answer when it was asked"
+        try:
             async with asyncio.timeout(self._patience):
                 works = await self._works()
+        except TimeoutError:
+            pass
+        except Exception as error:  # noqa: BLE001 — nobody would look again, and the call would wait for ever
+            failed = f"could not be asked ({error!r})"
         if self._over:
             return
         if works:
@@ -88,7 +92,7 @@ class Watch:
             self._look()
             return
         silent = f"no byte came for {self._patience:g} s (gateway.upstream_timeout)"
-        self._end(UpstreamError(f"{silent}, and its engine did not answer when it was asked"))
+        self._end(UpstreamError(f"{silent}, and its engine {failed}"))
 
     def _end(self, error: Exception) -> None:
         if self._error is None:

@@ -20,7 +20,7 @@ from lightning.planning.costs import Schedule
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, is_trainable
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.publishing import HELD
+from lightning.trainer.publishing import HELD_SECONDS
 from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition
 
 CHUNK = 256
@@ -181,7 +181,7 @@ def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
 def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> RecordedStep:
     seconds = {phase: values[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in values}
     staleness = (record.metrics.get("staleness_mean", 0.0), record.metrics.get("staleness_max", 0.0))
-    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD, math.inf))
+    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD_SECONDS, math.inf))
 
 
 def _schedule(config: Mapping[str, Json], size: int) -> Schedule:

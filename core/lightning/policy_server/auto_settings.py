@@ -98,7 +98,7 @@ class Demand:
     """The trainer's GPU is vLLM's too."""
 
 
-USUAL = Demand()
+DEFAULT_DEMAND = Demand()
 """What is asked for where nobody says."""
 
 
@@ -145,7 +145,7 @@ def choose(
     device: Device,
     machine: Machine,
     *,
-    demand: Demand = USUAL,
+    demand: Demand = DEFAULT_DEMAND,
     env: Mapping[str, str] = os.environ,
 ) -> Chosen:
     """Every setting of a start. Pure, but for the environment that is given."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.policy_server.attached import AttachedVLLM
-from lightning.policy_server.auto_settings import USUAL, Demand
+from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import OwnedVLLM
 from lightning.policy_server.weight_transfer.layout import Sender
@@ -23,7 +23,7 @@ def make_policy_server(
     version: int = 0,
     claims: bool = True,
     sender: Sender | None = None,
-    demand: Demand = USUAL,
+    demand: Demand = DEFAULT_DEMAND,
 ) -> PolicyServer:
     """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
 

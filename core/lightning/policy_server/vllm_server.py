@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server.auto_settings import USUAL, Demand, choose, this_machine
+from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
@@ -257,7 +257,7 @@ class OwnedVLLM(VLLMServer):
         version: int = 0,
         updates: bool = True,
         sender: Sender | None = None,
-        demand: Demand = USUAL,
+        demand: Demand = DEFAULT_DEMAND,
     ) -> None:
         super().__init__(model.resolve(), version, make_loader(config, sender))
         self._config, self._log, self._name, self._updates = config, log, name, updates

@@ -23,7 +23,7 @@ from lightning.policy_server.model_folder import folder_tensors
 
 logger = logging.getLogger(__name__)
 
-WORTH = 10.0
+LOST_TIME_RATIO = 10.0
 """How many times as long as writing a checkpoint the training may have taken that a crash would cost."""
 UNFINISHED = ".step-*.new"
 """What a checkpoint is called while it is written (`engines.files.whole_folder`)."""
@@ -101,7 +101,7 @@ class CheckpointWriter:
     copy of them is made. Use it with `async with`; who is told to stop writes what was trained since the last checkpoint.
 
     `save` writes the engine's present state. `every` is how many steps lie between two checkpoints; None: one is written when
-    the training that a crash would cost has taken `WORTH` times as long as writing took the last time.
+    the training that a crash would cost has taken `LOST_TIME_RATIO` times as long as writing took the last time.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CheckpointWriter:
         self.unsaved = True
         self._lost += seconds
         if self._every is None:
-            due = self._cost is None or self._lost >= WORTH * self._cost
+            due = self._cost is None or self._lost >= LOST_TIME_RATIO * self._cost
         else:
             due = done - self.newest >= self._every
         if due:

@@ -29,7 +29,7 @@ from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.probing import bound_of, exceeds
 from lightning.trainer.progress import Reporter
-from lightning.trainer.publishing import HELD, Publisher
+from lightning.trainer.publishing import HELD_SECONDS, Publisher
 from lightning.trainer.remarks import Remarks
 from lightning.trainer.replay import take_again
 from lightning.trainer.sampling import Sampler, TurnSampler
@@ -132,7 +132,7 @@ class Loop:
         self.writer.committed(self.done, taught=taught, seconds=self._seconds["train"])
         self.sampler.served(self.done)
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
-        metrics[HELD] = self.publisher.held
+        metrics[HELD_SECONDS] = self.publisher.held
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
         self.trackers.log(step, metrics)
         return metrics
@@ -184,8 +184,8 @@ class Loop:
         )
         await self.stack.store.commit_step(record)
         self.done = step + 1
-        self.checkpoints.prune(self.done)
         plugins().hook.step_finished(record=record)
+        await asyncio.to_thread(self.checkpoints.prune, self.done)
 
     async def publish(self, *, taught: bool = True) -> dict[str, float]:
         """Give the engine's weights to the policy server as version `done`; return the probe's metrics. After a step that

@@ -27,7 +27,7 @@ SAMPLED_TOKENS = 64
 """How many sampled tokens of a row are compared, with all that comes before them."""
 LEAST_TOKENS, MOST_TOKENS = 96, 1024
 """How long a probe is. A prompt that is longer is compared itself, as far as it goes."""
-FEW = 8
+MIN_SAMPLED_TOKENS = 8
 """With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
 BASELINE = 2.0
 """The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
@@ -114,7 +114,7 @@ class Prober:
         )
         known = chosen & np.isfinite(old)
         problem = bound.exceeded(gaps)
-        if known.sum() >= FEW and base.mean:
+        if known.sum() >= MIN_SAMPLED_TOKENS and base.mean:
             moved = float(np.mean(np.abs(ours - old)[known]))
             now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
             if not problem and now > BASELINE * base.mean and before < now:
@@ -167,4 +167,4 @@ def _of_row(row: Sample) -> _Tokens:
 
 
 def _compared(sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    return sampled if sampled.sum() >= FEW else np.ones_like(sampled)
+    return sampled if sampled.sum() >= MIN_SAMPLED_TOKENS else np.ones_like(sampled)

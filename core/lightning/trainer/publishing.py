@@ -21,7 +21,7 @@ from lightning.types import StepRecord
 
 logger = logging.getLogger(__name__)
 
-HELD = "held_seconds"
+HELD_SECONDS = "held_seconds"
 """The metric of a step that says for how long its update let calls stand still."""
 
 
@@ -48,7 +48,7 @@ class Publisher:
         self._hashing = asyncio.create_task(asyncio.to_thread(hash_weights, file))  # while agents sample
         for old in folder.glob("version-*.safetensors"):
             if old != file:
-                old.unlink()
+                await asyncio.to_thread(old.unlink)
         return found
 
     async def digest(self) -> str:

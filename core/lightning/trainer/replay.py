@@ -35,7 +35,7 @@ LORA_LR = 1e-4
 """The learning rate of adapters where none is set. At that of all weights twenty steps change one in a hundred weights of a
 sampler that computes in bfloat16."""
 
-HERE: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
+MACHINE_SETTINGS: Final = ("device", "threads", "tokens_per_microbatch", "gradient_checkpointing", "verl")
 """Settings of the section `engine` that belong to the machine: a step is taken again with those of this one."""
 
 
@@ -162,7 +162,7 @@ class Rewinder:
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "
                 f"resume with the release that took them, or begin at a checkpoint ({error.errors()[0]['loc']})"
             ) from error
-        update = {name: getattr(self.here.engine, name) for name in HERE}
+        update = {name: getattr(self.here.engine, name) for name in MACHINE_SETTINGS}
         if config.engine.dtype == "auto":
             chosen = self.records[step].context.get("dtype") if step < len(self.records) else None
             update["dtype"] = chosen or self.here.engine.dtype

@@ -42,7 +42,7 @@ class Stages(TrainerCallback):
         step: int = state.global_step  # type: ignore[attr-defined]
         file = self.folder / f"step-{step:04d}.safetensors"
         model: torch.nn.Module = kwargs["model"]  # type: ignore[assignment]
-        save_file({name: value.detach().contiguous() for name, value in model.state_dict().items()}, file)
+        save_file(own_weights(model), file)
         self.steps.append(Step(step, time.time(), float("nan"), str(file.resolve())))
 
     def on_log(self, _args: object, state: object, _control: object, **kwargs: object) -> None:
@@ -50,6 +50,12 @@ class Stages(TrainerCallback):
         if "reward" in logs and self.steps:
             last = self.steps[-1]
             self.steps[-1] = Step(last.step, last.at, float(logs["reward"]), last.weights)
+
+
+def own_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every weight under one name; an output layer that is the embedding has none of its own."""
+    names = {value.data_ptr(): name for name, value in reversed(model.state_dict().items())}
+    return {name: value.detach().contiguous() for name, value in model.state_dict().items() if name in names.values()}
 
 
 def configuration(
@@ -114,7 +120,7 @@ def mend_weight_sync(trainer: GRPOTrainer, out: Path) -> None:
     file = out / "sync.safetensors"
 
     def sync_weights() -> None:
-        save_file({name: value.detach().contiguous() for name, value in trainer.model.state_dict().items()}, file)
+        save_file(own_weights(trainer.model), file)
         for answer in llm.collective_rpc("lightning_load", args=("", str(file))):
             if "error" in answer:
                 raise RuntimeError(str(answer["error"]))

@@ -56,6 +56,7 @@ class Arm:
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ARMS = {
     "lightning": Arm("arm_lightning.py", (), _ONE_THREAD),
+    "lightning-2threads": Arm("arm_lightning.py", (), {"OMP_NUM_THREADS": "2"}),
     "lightning-tree": Arm("arm_lightning.py", ("--set", "engine.step=tree"), _ONE_THREAD),
     "lightning-async": Arm("arm_lightning.py", ("--set", "trainer.max_staleness=1"), _ONE_THREAD),
     "trl": Arm("arm_trl.py", ("--threads", "1"), _ONE_THREAD, "trl.txt"),
@@ -170,7 +171,9 @@ def train_all(demo: Demo, given: argparse.Namespace) -> list[str]:
             continue
         what = f"{name}, tools of {tool_seconds:g} s, seed {seed}"
         tell(f"training {what} ...")
-        extra = [part for item in given.set for part in ("--set", item)] if name.startswith("lightning") else []
+        extra = ["--rows", str(given.trl_rows)]
+        if name.startswith("lightning"):
+            extra = [part for item in given.set for part in ("--set", item)]
         try:
             run = measure(name, setting_of(demo, seed, tool_seconds, given), folder, extra)
         except RuntimeError as error:
@@ -214,6 +217,9 @@ if __name__ == "__main__":
     parser.add_argument("--eval-every", type=int, default=1, help="evaluate the weights of every so many steps")
     parser.add_argument("--held-out", type=int, default=200, help="held-out tasks")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of lightning's")
+    parser.add_argument(
+        "--trl-rows", type=int, default=0, help="rollouts in a forward and backward pass of TRL; 0: all of a step"
+    )
     parser.add_argument("--out", type=Path, help="where runs are kept; default: bench/compare, or bench/compare-DEMO")
     parser.add_argument("--publish", action="store_true", help="write docs/comparison.md and its picture")
     sys.exit(main(parser.parse_args()))

@@ -21,6 +21,7 @@ LEVELS = {"tiny": (0.6, 0.7, 0.8), "calculator": (0.3, 0.45, 0.6)}
 """Held-out rewards to reach, by demonstration, well above those of the untrained model."""
 NAMES = {
     "lightning": "lightning",
+    "lightning-2threads": "lightning, 2 threads",
     "lightning-tree": "lightning, `engine.step = \"tree\"`",
     "lightning-async": "lightning, `trainer.max_staleness = 1`",
     "trl": "TRL, 1 thread",

@@ -83,10 +83,11 @@ def _as_tool(name: str) -> Callable[..., str]:
     return tool
 
 
-# ChatML as SmolLM2's own template writes it, but that a tool's result is what the user says.
+# ChatML as SmolLM2's own template writes it, but that a tool's result is what the user says. TRL wants to see calls in an
+# assistant's message without content, which this agent never writes.
 _TEXT_TOOLS = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}"
+    "{{ message.content or (message.tool_calls | tojson if message.tool_calls else '') }}{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

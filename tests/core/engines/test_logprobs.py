@@ -11,7 +11,8 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.logprobs import OutputLayer, _LogprobEntropy, chunks, token_logprobs
+from lightning.engines.torch.gradients import add_in_place
+from lightning.engines.torch.logprobs import _LogprobEntropy, chunks, token_logprobs
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from torch.profiler import ProfilerActivity, profile
@@ -80,17 +81,30 @@ def test_an_output_layer_in_place_has_autograds_gradients(
     hidden = torch.randn(9, 5, dtype=layer.weight.dtype, generator=generator, requires_grad=True)
     targets = torch.arange(9) % 7
     computing = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
+    add_in_place(layer)
     for _ in range(2):  # the second is added to the first
         with computing:
-            logprobs, entropy = token_logprobs(hidden, targets, temperatures, OutputLayer(layer))
+            logprobs, entropy = token_logprobs(hidden, targets, temperatures, layer)
         (logprobs - 0.1 * entropy).sum().backward()
     heat = 1.0 if temperatures is None else temperatures[:, None].to(layer.weight.dtype)
-    table = torch.log_softmax(layer(hidden) / heat, -1)
+    table = torch.log_softmax(torch.nn.functional.linear(hidden, layer.weight, layer.bias) / heat, -1)
     expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
     theirs = torch.autograd.grad((expected[0] - 0.1 * expected[1]).sum() * 2, [hidden, *layer.parameters()])
     near = {} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close((logprobs, entropy), expected, **near)
     torch.testing.assert_close((hidden.grad, *(own.grad for own in layer.parameters())), theirs, **near)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_embedding_in_place_has_autograds_gradient(dtype: torch.dtype, padding: int | None) -> None:
+    layer = torch.nn.Embedding(5, 3, padding_idx=padding, dtype=dtype)
+    ids, weights = torch.tensor([[0, 2, 4], [2, 2, 1]]), torch.arange(18, dtype=dtype).reshape(2, 3, 3)
+    (expected,) = torch.autograd.grad((layer(ids) * weights).sum() * 2, [layer.weight])
+    add_in_place(layer)
+    for _ in range(2):
+        (layer(ids) * weights).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 277), (torch.bfloat16, 184)])
@@ -99,11 +113,12 @@ def test_a_chunk_takes_64_mebibytes_at_the_most(dtype: torch.dtype, tokens: int)
     vocabulary = 49_152
     assert next(chunks(1000, vocabulary, dtype, torch.device("cpu"))) == slice(0, tokens)
     layer = torch.nn.Linear(1, vocabulary, bias=False)
+    add_in_place(layer)
     hidden = torch.zeros(tokens, 1, requires_grad=True)
     computing = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         with computing:
-            logprobs, entropy = token_logprobs(hidden, torch.zeros(tokens, dtype=torch.int64), None, OutputLayer(layer))
+            logprobs, entropy = token_logprobs(hidden, torch.zeros(tokens, dtype=torch.int64), None, layer)
         (logprobs - 0.1 * entropy).sum().backward()
     assert measured.profiler is not None
     changes = [event.nbytes() for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]

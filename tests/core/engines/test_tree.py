@@ -220,11 +220,31 @@ def test_on_a_cpu_activations_bound_a_pass_too(
     assert 20 < max(sizes) <= 50  # a tree larger than the budget is cut into halves of it
 
 
-def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_engine: OpenEngine) -> None:
-    """One path of six packs: those that half the budget has room for keep their graphs, the others are computed again."""
-    (sample,) = group(1, turns=30)
+KEPT, LIGHT = True, False
+"""Whether a pass keeps its graph."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # One path of six packs: the budget has room for the first and for one behind it; the others are computed again.
+        ([300], [(50, KEPT), *[(50, LIGHT)] * 4, (50, KEPT), *[(50, KEPT)] * 4]),
+        # A trunk of 20 tokens, from which 40 with twigs of 30 and 8 and a branch of 45 go off: there is room for each path.
+        ([20, (40, 30), (40, 8), (45,)], [(20, KEPT), (48, KEPT), (30, KEPT), (45, KEPT)]),
+    ],
+)
+def test_as_many_tokens_are_kept_as_the_budget_allows(
+    exact_norm: None,
+    open_engine: OpenEngine,
+    rows: list[Any],
+    expected: list[tuple[int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = open_engine(dtype="float64", step="tree")
-    one_path = build_tree([sample.ids[:300]])
+    trunk, *tails = rows
+    parts = [[(0, trunk), *((length, length) for length in tail)] for tail in tails or [()]]
+    ids = [np.concatenate([np.arange(count) + first for first, count in own]).astype(np.int32) for own in parts]
+    tree = build_tree([own % engine._opened().vocab_size for own in ids])
     passes: list[tuple[int, bool]] = []
 
     def visit(hidden: torch.Tensor, runs: Sequence[Node]) -> torch.Tensor:
@@ -236,11 +256,9 @@ def test_as_many_tokens_are_kept_as_the_budget_allows(exact_norm: None, open_eng
         passes.append((ids.shape[1], torch.is_grad_enabled()))
         return original(self, ids, *arguments)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CausalLM, "hidden_attending", noting)
-        assert TreeWalk(engine._opened(), one_path, [True], 100, visit).run() == 300
-    kept, light, last, again = (50, True), (50, False), (50, True), (50, True)
-    assert passes == [kept, *[light] * 4, last, *[again] * 4]
+    monkeypatch.setattr(CausalLM, "hidden_attending", noting)
+    assert TreeWalk(engine._opened(), tree, [True] * len(tree.nodes), 100, visit).run() == len(tree.ids)
+    assert passes == expected
 
 
 def test_without_gradients_the_keys_and_values_of_one_path_are_held(

@@ -11,6 +11,7 @@ import pytest
 from lightning.config.models import GatewayConfig
 from lightning.errors import ConflictError, GatewayError
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.forward import Forwarder
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome
@@ -205,6 +206,18 @@ async def test_a_silent_call_of_a_dead_engine_ends(build):
     house.fake.healthy = False
     client = await house.client()
     with pytest.raises(openai.APIError, match=r"gateway\.upstream_timeout"):
+        await client.chat.completions.create(model="policy", messages=HI)
+
+
+async def test_a_silent_call_ends_when_its_server_cannot_be_asked(build, monkeypatch):
+    async def broken(*_: object) -> bool:
+        raise ValueError("no answer is read like this")
+
+    monkeypatch.setattr(Forwarder, "works", broken)
+    house = await build(upstream_timeout=0.1)
+    house.fake.queue(Reply("a b", delay=30))
+    client = await house.client()
+    with pytest.raises(openai.APIError, match=r"could not be asked \(ValueError"):
         await client.chat.completions.create(model="policy", messages=HI)
 
 

@@ -27,7 +27,7 @@ from lightning.planning.recorded import Recorded, _Reader, forward_passes, read_
 from lightning.planning.shape import read_shape
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.trainer.publishing import HELD
+from lightning.trainer.publishing import HELD_SECONDS
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task
 
@@ -131,7 +131,7 @@ async def test_how_long_calls_stood_still(store: Store) -> None:
     await record(store)
     assert calibrate(await read_run(store, "run")).costs.trainer.export == 0.0, "not recorded: all of the update"
     for step in range(STEPS):
-        await store.log_metrics("run", step, {HELD: 0.125})
+        await store.log_metrics("run", step, {HELD_SECONDS: 0.125})
     trainer = calibrate(await read_run(store, "run")).costs.trainer
     assert (trainer.update, trainer.export) == (0.5, 0.375)
 

@@ -48,7 +48,7 @@ def chosen(
     facts: ModelFacts = SMOLLM2,
     machine: Machine = FAST,
     env: dict[str, str] | None = None,
-    demand: Demand = auto_settings.USUAL,
+    demand: Demand = auto_settings.DEFAULT_DEMAND,
     **settings: Any,
 ) -> Chosen:
     return choose(PolicyServerConfig(**settings), facts, "cpu", machine, demand=demand, env=env or {})

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 CHUNK_BYTES = {"cpu": 52 << 20}
 """What the tables of a chunk may take, by kind of device; with the copies of a block 64 MiB. The more tokens are in one, the
@@ -46,45 +45,6 @@ def token_logprobs(
         scores = scores.float()
     result: tuple[torch.Tensor, torch.Tensor] = _LogprobEntropy.apply(scores, targets, temperatures)  # type: ignore[no-untyped-call]
     return result
-
-
-class OutputLayer:
-    """A linear output layer, as `Logits`. The gradient of its weights is added to what they have at once, in place."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(N, H) to (N, V), in the dtype of the autocast that is on."""
-        weight = self._layer.weight
-        device = hidden.device.type
-        kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        result: torch.Tensor = _Linear.apply(hidden, weight, kind)  # type: ignore[no-untyped-call]
-        return result if self._layer.bias is None else result + self._layer.bias.to(kind)
-
-
-class _Linear(torch.autograd.Function):
-    """hidden @ weight.T in some dtype. By itself autograd would make a table of gradients as large as the weights each time."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        low, inputs = weight.to(kind), hidden.to(kind)
-        ctx.save_for_backward(inputs, low)
-        ctx.weight, ctx.dtype = weight, hidden.dtype
-        return inputs @ low.T
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        inputs, low = ctx.saved_tensors
-        weight = ctx.weight
-        if ctx.needs_input_grad[1]:
-            if weight.grad is None:
-                weight.grad = (grad.T @ inputs).to(weight.dtype)
-            elif weight.dtype is grad.dtype:
-                weight.grad.addmm_(grad.T, inputs)
-            else:
-                weight.grad.add_(grad.T @ inputs)
-        return (grad @ low).to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None
 
 
 class _LogprobEntropy(torch.autograd.Function):

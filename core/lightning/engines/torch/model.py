@@ -22,7 +22,8 @@ from torch import nn
 from lightning.engines.dropout import silence_dropout
 from lightning.engines.export import beside_text
 from lightning.engines.loading import read_model
-from lightning.engines.torch.logprobs import Logits, OutputLayer
+from lightning.engines.torch.gradients import add_in_place
+from lightning.engines.torch.logprobs import Logits
 from lightning.errors import EngineError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def load_model(
         if id(parameter) in beside:
             parameter.requires_grad_(requires_grad=False)
     silence_dropout(model)
+    add_in_place(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with torch.no_grad(), _autocast(device, kind):
@@ -207,7 +209,7 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
 
 
 def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
-    layer: Logits = OutputLayer(module) if type(module) is nn.Linear else module
+    layer: Logits = module
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     if cap:
         yield lambda hidden: torch.tanh(layer(hidden) / cap) * cap

@@ -6,7 +6,7 @@ leads to the pack.
 
 A tree that fits the budget is one pack, together with other such trees. A larger one is cut, from its leaves upwards, into
 as few connected packs of half the budget as there can be (Kundu and Misra, "A linear tree partitioning algorithm", SIAM J.
-Comput. 1977), and these are visited depth first: half the budget is for a pack, the other half for the packs above it.
+Comput. 1977), and these are visited depth first, so that the budget has room for a pack and for some of those above it.
 
 In a pack, nodes stand in preorder with the heaviest child first. So a node with its heaviest child, that child's heaviest
 child and so on is one run of tokens, a *chain*, with plain causal attention; all subtrees that leave a chain at one node are
@@ -60,6 +60,8 @@ class Pack:
     crossings: tuple[Crossing, ...]
     depth: int
     branches: tuple[Branch, ...]
+    largest_behind: int
+    """Tokens of the largest pack that goes on behind it, at any distance; 0 without branches."""
 
     def __len__(self) -> int:
         return self.starts[-1] + len(self.pieces[-1])
@@ -234,6 +236,7 @@ class _Packing:
             if self._children[index]:
                 ends[index] = ends[self._children[index][-1]]
         chains, crossings = self._attention(order, starts, ends)
+        branches = tuple(Branch(self._path(index, starts), behind[index]) for index in order if self._beyond[index])
         return Pack(
             pieces=tuple(self._pieces[index] for index in order),
             starts=tuple(starts.values()),
@@ -241,7 +244,8 @@ class _Packing:
             chains=chains,
             crossings=crossings,
             depth=self._pieces[roots[0]].depth,
-            branches=tuple(Branch(self._path(index, starts), behind[index]) for index in order if self._beyond[index]),
+            branches=branches,
+            largest_behind=max((max(len(p), p.largest_behind) for b in branches for p in b.packs), default=0),
         )
 
     def _attention(

@@ -176,7 +176,7 @@ class TreeWalk:
             if loss is not None and torch.is_grad_enabled():
                 loss.backward()  # type: ignore[no-untyped-call]
             return
-        held = torch.is_grad_enabled() and self._held + len(pack) <= budget - budget // 2
+        held = torch.is_grad_enabled() and self._held + len(pack) + pack.largest_behind <= budget
         with torch.set_grad_enabled(held):
             hidden, own = self._forward(pack, keep=True)
         opened = _Open(own, {}, held)

@@ -23,7 +23,7 @@ from lightning.policy_server.weight_transfer.sender import LocalSender
 logger = logging.getLogger(__name__)
 
 SHARED = Path("/dev/shm")  # noqa: S108 — Linux's shared memory; what is made there is a folder of this user alone
-ROOM = 2.2
+ROOM_RATIO = 2.2
 """How many times the weights must fit: the old ones stay until vLLM has taken the new ones."""
 _PREFIX, _UNLOCKED = "lightning-weights-", ".lightning-weights-"
 
@@ -74,11 +74,12 @@ class WeightsFolder:
             return "the vLLM at policy_server.attach may have a shared memory of its own"
         if not SHARED.is_dir():
             return f"there is no {SHARED}"
-        need = ROOM * 4 * sum(math.prod(spec.shape) for spec in folder_tensors(self._model).values())
+        need = ROOM_RATIO * 4 * sum(math.prod(spec.shape) for spec in folder_tensors(self._model).values())
         # What is in shared memory cannot be written to a disk instead, and counts for the limit of a container.
         for where, room in ((str(SHARED), shutil.disk_usage(SHARED).free), ("free memory", free_memory())):
             if room is not None and room < need:
-                return f"{where} has room for {room / 1e9:.2f} GB, and {need / 1e9:.2f} GB are needed ({ROOM} x the weights)"
+                needed = f"{need / 1e9:.2f} GB are needed ({ROOM_RATIO} x the weights)"
+                return f"{where} has room for {room / 1e9:.2f} GB, and {needed}"
         return ""
 
 
