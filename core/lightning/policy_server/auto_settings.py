@@ -125,11 +125,13 @@ def this_machine() -> Machine:
     return Machine(_cores(), free_memory(), frozenset(flags.partition(":")[2].split()))
 
 
-def choose_dtype(parameters: int, device: Device, machine: Machine) -> tuple[str, str]:
+def choose_dtype(facts: ModelFacts, device: Device, machine: Machine) -> tuple[str, str]:
     """The dtype that trainer and sampler should both compute in, and why."""
     if device == "cuda":
         return "bfloat16", "CUDA"
-    if parameters < REAL_PARAMETERS:
+    if facts.why_bfloat16:
+        return "bfloat16", f"vLLM takes no float32 for {facts.why_bfloat16} on a CPU"
+    if facts.parameters < REAL_PARAMETERS:
         return "float32", f"fewer than {REAL_PARAMETERS // 10**6} M parameters"
     if not machine.has_bfloat16:
         return "float32", "a CPU without bfloat16 instructions"
@@ -149,7 +151,7 @@ def choose(
     env: Mapping[str, str] = os.environ,
 ) -> Chosen:
     """Every setting of a start. Pure, but for the environment that is given."""
-    dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts.parameters, device, machine)
+    dtype, why = (config.dtype, "set") if config.dtype != "auto" else choose_dtype(facts, device, machine)
     reasons = [f"dtype {dtype} ({why})"]
     threads = block = None
     kv = config.kv_cache_bytes

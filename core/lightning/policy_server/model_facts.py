@@ -37,6 +37,8 @@ class ModelFacts:
     """`max_position_embeddings` or what the family calls it, before any scaling."""
     plain_attention: bool
     """Every layer has keys and values of its own for each token: no latent, no state-space or linear layers."""
+    why_bfloat16: str
+    """What vLLM serves on a CPU in bfloat16 and not in float32; empty: nothing in it."""
     template: str
     """All chat templates of the folder, one after another; empty without one."""
     vocabulary: str
@@ -61,7 +63,8 @@ def read_facts(folder: Path) -> ModelFacts:
     latent = isinstance(text.get("kv_lora_rank"), int)
     kinds = text.get("layer_types") or text.get("layers_block_type") or []
     other = [kind for kind in kinds if kind not in ATTENTION_LAYERS]
-    states = bool(other) or any("mamba" in key or key.startswith(("ssm_", "linear_")) for key in text)
+    linear = "linear_attention" in kinds or any(key.startswith("linear_") for key in text)
+    states = bool(other) or linear or any("mamba" in key or key.startswith("ssm_") for key in text)
     tokenizer = folder / "tokenizer.json"
     return ModelFacts(
         name=" ".join(filter(None, (_name(folder), str(config.get("_name_or_path", ""))))),
@@ -71,6 +74,7 @@ def read_facts(folder: Path) -> ModelFacts:
         kv_elements=_kv_elements(text, len(kinds) - len(other)),
         context=_integer(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
         plain_attention=not latent and not states,
+        why_bfloat16="linear attention" if linear else "FP8 weights" if "quantization_config" in config else "",
         template="\n".join(_templates(folder)),
         vocabulary=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else "",
     )

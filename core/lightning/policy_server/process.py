@@ -23,6 +23,8 @@ MAX_LINE = 400
 STOP_SECONDS = 15.0
 """How long vLLM may take to end on SIGTERM before its group is killed."""
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
+_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+"""Lines that are no error's: vLLM's warnings name errors that may come."""
 
 
 @contextmanager
@@ -79,7 +81,8 @@ class ServerProcess:
             file.seek(self._log_start)
             lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
         lines = [line[:MAX_LINE] for line in lines if line.strip()]
-        culprit = next((match.group() for line in lines if (match := _CULPRIT.search(line))), "")
+        told = (line for line in lines if not _HARMLESS.search(line))
+        culprit = next((match.group() for line in told if (match := _CULPRIT.search(line))), "")
         tail = "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:]) or "  | (nothing was written)"
         return f"{f'{culprit}. ' if culprit else ''}The last lines of {self.log}:\n{tail}"
 

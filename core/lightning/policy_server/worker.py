@@ -18,7 +18,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -296,9 +296,11 @@ def replace_weights(
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), ExitStack() as last:
+        if device.type == "cpu":
+            last.enter_context(_new_expert_kernels(model))
         initialize_layerwise_reload(model)
+        names = {name for name, _ in model.named_parameters()}  # those of a file: what is derived from them is gone now
         # Also after a failure: it puts back the tensors of every layer that has not been loaded.
         last.callback(finalize_layerwise_reload, model, config)
         loaded = model.load_weights(tensors)  # type: ignore[operator]
@@ -310,7 +312,9 @@ def replace_weights(
 
 
 def _forgotten(names: set[str], loaded: set[str]) -> list[str]:
-    """Parameters that got no weights although others of their part did; the output layer belongs to every part."""
+    """Parameters that got no weights although others of their part did; the output layer belongs to every part. vLLM 0.31 tells
+    what experts got by the layer's name, though the parameters are in a module of its own."""
+    names = {name for name in names if name.replace(".routed_experts.", ".") not in loaded}
     parts = {name.partition(".")[0] for name in loaded} | {"lm_head"}
     return sorted(name for name in names - loaded if name.partition(".")[0] in parts)
 
@@ -339,6 +343,25 @@ def _merged(file: Any, told: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor
             continue
         delta = (file.get_tensor(name + LORA_B) @ file.get_tensor(name + LORA_A)) * scaling
         yield name, (value.to(kept).to(delta.dtype) + delta).to(served)
+
+
+@contextmanager
+def _new_expert_kernels(model: torch.nn.Module) -> Iterator[None]:
+    """Within it the experts of a layer that is loaded get a new kernel.
+
+    vLLM 0.31 packs experts for a CPU only when it makes their kernel, once (`UnquantizedFusedMoEMethod._setup_kernel`); a
+    reload would put unpacked weights where packed ones are read.
+    """
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    kernels = [(method, kernel) for method in methods if (kernel := getattr(method, "moe_kernel", None)) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # type: ignore[union-attr]
+                method.moe_kernel = kernel  # type: ignore[union-attr]
 
 
 def _repack(model: torch.nn.Module) -> None:

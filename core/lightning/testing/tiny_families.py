@@ -41,8 +41,8 @@ _LINEAR: dict[str, object] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # published; vLLM on a CPU takes no other
+    "linear_value_head_dim": 128,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}
 _VISION: dict[str, object] = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 8}
@@ -53,9 +53,10 @@ _RECIPES: dict[Family, tuple[str, str, dict[str, object]]] = {
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         _TEXT
-        | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        | {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32}
-        | {"first_k_dense_replace": 1, "num_key_value_heads": 2, "head_dim": 16, "num_nextn_predict_layers": 1},
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 2, "head_dim": 64, "num_nextn_predict_layers": 1}
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # vLLM has the router's bias for these alone
     ),
     "fp8": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _TEXT | _EXPERTS),
     "gemma3": (

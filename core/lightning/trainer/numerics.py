@@ -34,5 +34,5 @@ def with_dtypes(config: Config, model: Path, engine: str) -> Config:
     device = pick_device(config.policy_server)
     if engine != "torch":
         return config if device == "cuda" else with_settings(config, {"policy_server.dtype": "float32"})
-    dtype, _ = choose_dtype(read_facts(model).parameters, device, this_machine())
+    dtype, _ = choose_dtype(read_facts(model), device, this_machine())
     return with_settings(config, {"policy_server.dtype": dtype, "engine.dtype": dtype})

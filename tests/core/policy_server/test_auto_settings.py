@@ -25,6 +25,7 @@ from lightning.policy_server.auto_settings import (
     this_machine,
 )
 from lightning.policy_server.model_facts import ModelFacts, read_facts
+from lightning.testing.tiny_families import make_tiny_family
 from lightning.trainer import numerics
 from lightning.trainer.numerics import with_dtypes
 
@@ -38,6 +39,7 @@ SMOLLM2 = ModelFacts(
     kv_elements=2 * 30 * 3 * 64,
     context=8192,
     plain_attention=True,
+    why_bfloat16="",
     template="{{ messages }}",
     vocabulary="",
 )
@@ -72,14 +74,22 @@ def test_a_cpu_without_bfloat16_stays_float32_and_a_token_takes_twice_the_cache(
     found = chosen(machine=OLD)
     assert found.dtype == "float32"
     assert found.kv_cache_bytes == 2 * chosen().kv_cache_bytes  # type: ignore[operator]
-    assert choose_dtype(10**9, "cuda", OLD)[0] == "bfloat16"
+    assert choose_dtype(SMOLLM2, "cuda", OLD)[0] == "bfloat16"
     slower = replace(FAST, bfloat16_gain=lambda: 0.5)
-    assert choose_dtype(10**9, "cpu", slower) == ("float32", "2.0 times as fast as bfloat16 here")
+    assert choose_dtype(SMOLLM2, "cpu", slower) == ("float32", "2.0 times as fast as bfloat16 here")
+
+
+def test_what_vllm_serves_in_bfloat16_alone_is_bfloat16_whatever_is_faster(tmp_path: Path) -> None:
+    for family, why in (("qwen3_next", "linear attention"), ("fp8", "FP8 weights")):
+        facts = read_facts(make_tiny_family(tmp_path / family, family))
+        assert choose_dtype(facts, "cpu", OLD) == ("bfloat16", f"vLLM takes no float32 for {why} on a CPU")
+    plain = read_facts(make_tiny_family(tmp_path / "plain", "llama2"))
+    assert choose_dtype(plain, "cpu", OLD)[0] == "float32"
 
 
 def test_what_bfloat16_gains_is_measured_where_the_cpu_has_it() -> None:
     assert measured_bfloat16_gain() > 0
-    assert choose_dtype(10**9, "cpu", replace(OLD, bfloat16_gain=pytest.fail))[0] == "float32"
+    assert choose_dtype(SMOLLM2, "cpu", replace(OLD, bfloat16_gain=pytest.fail))[0] == "float32"
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"])

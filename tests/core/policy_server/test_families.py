@@ -12,7 +12,7 @@ from lightning.policy_server.model_facts import ModelFacts, read_facts
 
 
 def facts(kind: str, template: str, *, name: str = "", vocabulary: str = '"<think>"') -> ModelFacts:
-    return ModelFacts(name, kind, 0, 0, None, None, True, template, vocabulary)
+    return ModelFacts(name, kind, 0, 0, None, None, True, "", template, vocabulary)
 
 
 def registered(room: str) -> set[str]:
@@ -33,6 +33,7 @@ def test_every_name_is_vllms() -> None:
 
 
 HERMES = '{{ tools }}<tool_call>\\n{"name": '
+DEEPSEEK = "{{ tools }}<\uff5ctool\u2581calls\u2581begin\uff5c>"
 XML = "{{ tools }}<tool_call>\n<function="
 
 
@@ -52,9 +53,10 @@ XML = "{{ tools }}<tool_call>\n<function="
         (facts("llama", "{{ messages }}"), "", ""),
         (facts("llama4", "{{ tools }}"), "llama4_pythonic", ""),
         (facts("mistral", "{{ tools }}[TOOL_CALLS]"), "mistral", ""),
-        (facts("deepseek_v3", "{{ tools }}"), "deepseek_v3", ""),
-        (facts("deepseek_v3", "{{ tools }}</think><think>", name="DeepSeek-R1"), "deepseek_v3", "deepseek_r1"),
-        (facts("deepseek_v3", "{{ tools }}{% if thinking %}<think>"), "deepseek_v31", "deepseek_v3"),
+        (facts("deepseek_v3", "{{ tools }}"), "", ""),
+        (facts("deepseek_v3", DEEPSEEK), "deepseek_v3", ""),
+        (facts("deepseek_v3", DEEPSEEK + "</think><think>", name="DeepSeek-R1"), "deepseek_v3", "deepseek_r1"),
+        (facts("deepseek_v3", DEEPSEEK + "{% if thinking %}<think>"), "deepseek_v31", "deepseek_v3"),
         (facts("glm4_moe", "{{ tools }}<think>", name="GLM-4.5-Air"), "glm45", "glm45"),
         (facts("glm4_moe", "{{ tools }}<think>", name="GLM-4.7"), "glm47", "glm47"),
         (facts("kimi_k2", "{{ tools }}"), "kimi_k2", ""),

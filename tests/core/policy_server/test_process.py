@@ -106,6 +106,7 @@ def test_explain_finds_the_first_error_and_the_last_lines(run: Callable[[str], S
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "vllm.log").write_text("OSError: of an earlier start\n")
     process = run(
+        "print('(APIServer) WARNING 11-23 14:05:00 This can cause errors like `OSError: [Errno 24] Too many open files`')\n"
         "print('(EngineCore) ValueError: head size 24 is not supported')\n"
         "[print('line', i) for i in range(30)]\n"
         "print('RuntimeError: Engine core initialization failed. See root cause above.')"

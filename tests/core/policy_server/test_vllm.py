@@ -29,7 +29,7 @@ from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.testing.tiny_models import make_tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -516,5 +516,32 @@ async def test_a_model_that_reasons_takes_a_budget_for_it(tmp_path: Path) -> Non
         asked = {"messages": CHAT, "max_tokens": 8, "thinking_token_budget": 2, "reasoning_effort": "low"}
         (choice,) = (await call(server, "chat/completions", **asked))["choices"]
         assert choice["message"]["reasoning"]
+    finally:
+        await server.close()
+
+
+def make_experts(folder: Path, seed: int) -> Path:
+    """A tiny Qwen3 with experts, in float32."""
+    make_tiny_model(folder)
+    tiny = AutoConfig.from_pretrained(folder)
+    shape = {name: getattr(tiny, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.15}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **experts)).save_pretrained(folder)
+    return folder
+
+
+async def test_experts_get_new_weights(tmp_path: Path) -> None:
+    """vLLM packs them for a CPU, and tells of their weights by other names than their parameters have."""
+    first, second = (make_experts(tmp_path / str(seed), seed) for seed in range(2))
+    server = OwnedVLLM(first, PolicyServerConfig(device="cpu"), log=tmp_path / "vllm.log")
+    await server.start()
+    try:
+        for version, folder in enumerate((second, first), 1):
+            update = await server.update(folder / "model.safetensors", version, probe(folder))
+            assert update.probe_gap is not None
+            assert update.probe_gap <= GAP
     finally:
         await server.close()
