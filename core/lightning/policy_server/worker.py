@@ -296,11 +296,12 @@ def replace_weights(
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    names = {name for name, _ in model.named_parameters()}  # of tied ones the first: they are apart within a reload
     with torch.no_grad(), ExitStack() as last:
         if device.type == "cpu":
             last.enter_context(_new_expert_kernels(model))
         initialize_layerwise_reload(model)
-        names = {name for name, _ in model.named_parameters()}  # those of a file: what is derived from them is gone now
+        names &= {name for name, _ in model.named_parameters()}  # without what vLLM derived from those of the file
         # Also after a failure: it puts back the tensors of every layer that has not been loaded.
         last.callback(finalize_layerwise_reload, model, config)
         loaded = model.load_weights(tensors)  # type: ignore[operator]
