@@ -12,6 +12,7 @@ of one and as text of the other. So a server that was silent for too long is ask
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
@@ -20,6 +21,8 @@ from starlette.types import Message, Receive
 from lightning.gateway.body import ClientGoneError
 from lightning.gateway.errors import UpstreamError
 from lightning.gateway.versions import LiveCall
+
+logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -82,8 +85,9 @@ class Watch:
                 works = await self._works()
         except TimeoutError:
             pass
-        except Exception as error:  # noqa: BLE001 — nobody would look again, and the call would wait for ever
-            failed = f"could not be asked ({error!r})"
+        except Exception as error:  # nobody would look again, and the call would wait for ever
+            logger.exception("whether the engine of a silent call works could not be asked")
+            failed = f"could not be asked ({type(error).__name__})"
         if self._over:
             return
         if works:

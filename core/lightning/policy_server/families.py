@@ -50,7 +50,7 @@ class Family:
 QWEN3 = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 DEEPSEEK = ("deepseek_v3", "deepseek_v2")
 DEEPSEEK_CALLS = "tool\u2581calls\u2581begin"
-"""Of DeepSeek's templates; with its parser and without that token vLLM refuses every request."""
+"""In DeepSeek's templates for tools. With its parser vLLM refuses every request to a model whose tokenizer lacks the token."""
 FAMILIES = (
     Family(("gpt_oss",), "openai", "openai_gptoss", thinks=""),
     Family(("kimi_k2", "kimi_k25"), "kimi_k2", "kimi_k2"),
@@ -59,6 +59,8 @@ FAMILIES = (
     Family(DEEPSEEK, "deepseek_v31", "deepseek_v3", marker=rf"(?s)(?=.*thinking)(?=.*{DEEPSEEK_CALLS})"),
     Family(DEEPSEEK, "deepseek_v3", "deepseek_r1", marker=DEEPSEEK_CALLS, hint=r"\br1\b"),
     Family(DEEPSEEK, "deepseek_v3", marker=DEEPSEEK_CALLS),
+    Family(DEEPSEEK, "", "deepseek_v3", marker="thinking"),
+    Family(DEEPSEEK, "", "deepseek_r1", hint=r"\br1\b"),
     Family(("deepseek_v32",), "deepseek_v32", "deepseek_v3", thinks=""),
     Family(("deepseek_v4",), "deepseek_v4", "deepseek_v4", thinks=""),
     Family(("glm4_moe_lite",), "glm47", "glm47"),

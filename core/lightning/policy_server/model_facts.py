@@ -74,10 +74,15 @@ def read_facts(folder: Path) -> ModelFacts:
         kv_elements=_kv_elements(text, len(kinds) - len(other)),
         context=_integer(text, "max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
         plain_attention=not latent and not states,
-        why_bfloat16="linear attention" if linear else "FP8 weights" if "quantization_config" in config else "",
+        why_bfloat16="linear attention" if linear else "FP8 weights" if _is_fp8(config, text) else "",
         template="\n".join(_templates(folder)),
         vocabulary=tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else "",
     )
+
+
+def _is_fp8(*configs: Mapping[str, object]) -> bool:
+    quantised = (config.get("quantization_config") for config in configs)
+    return any(isinstance(own, dict) and own.get("quant_method") == "fp8" for own in quantised)
 
 
 def _name(folder: Path) -> str:

@@ -23,8 +23,8 @@ MAX_LINE = 400
 STOP_SECONDS = 15.0
 """How long vLLM may take to end on SIGTERM before its group is killed."""
 _CULPRIT = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|Exit)\b: .*\S|\bKilled\b|Segmentation fault")
-_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
-"""Lines that are no error's: vLLM's warnings name errors that may come."""
+_HARMLESS = re.compile(r"^(?:\([^)]*\)\s*)*(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
+"""How vLLM begins a line that is no error's; its warnings name errors that may come."""
 
 
 @contextmanager

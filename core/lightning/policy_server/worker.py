@@ -296,7 +296,9 @@ def replace_weights(
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    names = {name for name, _ in model.named_parameters()}  # of tied ones the first: they are apart within a reload
+    names = {
+        name for name, _ in model.named_parameters()
+    }  # two names of one tensor count once; a reload makes two tensors of it
     with torch.no_grad(), ExitStack() as last:
         if device.type == "cpu":
             last.enter_context(_new_expert_kernels(model))

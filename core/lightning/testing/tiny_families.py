@@ -41,7 +41,7 @@ _LINEAR: dict[str, object] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 128,  # published; vLLM on a CPU takes no other
+    "linear_key_head_dim": 128,  # as published; the only size that vLLM's CPU kernel takes
     "linear_value_head_dim": 128,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25}

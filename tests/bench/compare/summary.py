@@ -189,8 +189,8 @@ def publish(runs: Sequence[Run], docs: Path, name: str = "comparison") -> None:
     data.parent.mkdir(exist_ok=True)
     content = {"machine": machine(), "runs": [run.to_json() for run in runs]}
     data.write_text(json.dumps(content, indent=1) + "\n")
-    versions = {name: text for run in runs for name, text in run.versions.items() if text != "-"}
-    told = ", ".join(f"{name} {text}" for name, text in sorted(versions.items()))
+    versions = {(name, text) for run in runs for name, text in run.versions.items() if text != "-"}
+    told = ", ".join(f"{name} {text}" for name, text in sorted(versions))
     common = {name: value for name, value in runs[0].setting.items() if name != "tool_seconds"}
     setting = ", ".join(f"{name} {value}" for name, value in common.items())
     on = content["machine"]

@@ -11,7 +11,7 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.engines.rows import plan
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.gradients import add_in_place
+from lightning.engines.torch.gradients import AddingEmbedding, AddingLinear, add_in_place
 from lightning.engines.torch.logprobs import _LogprobEntropy, chunks, token_logprobs
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
@@ -93,6 +93,32 @@ def test_an_output_layer_in_place_has_autograds_gradients(
     near = {} if dtype is torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close((logprobs, entropy), expected, **near)
     torch.testing.assert_close((hidden.grad, *(own.grad for own in layer.parameters())), theirs, **near)
+
+
+def test_a_layer_in_place_takes_any_shape() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Linear(5, 7, dtype=torch.float64)
+    for shape in ((2, 3, 5), (5,)):
+        given = torch.randn(*shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        expected = torch.autograd.grad(
+            torch.nn.functional.linear(given, layer.weight, layer.bias).square().sum(), [given, *layer.parameters()]
+        )
+        add_in_place(layer)
+        layer.zero_grad()
+        layer(given).square().sum().backward()
+        torch.testing.assert_close((given.grad, *(own.grad for own in layer.parameters())), expected)
+
+
+def test_layers_that_are_not_trained_or_not_plain_stay_as_they_are() -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    frozen, own, trained = torch.nn.Linear(2, 2), Own(2, 2), torch.nn.Linear(2, 2)
+    frozen.requires_grad_(False)
+    kept, scaled = torch.nn.Embedding(3, 2), torch.nn.Embedding(3, 2, scale_grad_by_freq=True)
+    add_in_place(torch.nn.ModuleList([frozen, own, trained, kept, scaled]))
+    found = [type(module) for module in (frozen, own, trained, kept, scaled)]
+    assert found == [torch.nn.Linear, Own, AddingLinear, AddingEmbedding, torch.nn.Embedding]
 
 
 @pytest.mark.parametrize("padding", [None, 2])

@@ -13,11 +13,13 @@ from lightning.config import Config, EngineConfig, LoraConfig
 from lightning.engines.plugin import torch_engine
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.gradients import AddingEmbedding, AddingLinear
 from lightning.errors import EngineError, MissingExtraError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.plugins import plugins
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 Open = Callable[..., TorchEngine]
 
@@ -126,3 +128,14 @@ def test_a_missing_peft_is_a_missing_extra(open_engine: Open, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match="'peft' is not installed"):
         open_engine(lora=LoraConfig())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_what_is_trained_adds_its_gradients_up_in_place(
+    open_engine: Callable[..., TorchEngine], lora: LoraConfig | None
+) -> None:
+    engine = open_engine(lora=lora)
+    layers = [module for module in engine._opened().model.modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    in_place = [isinstance(module, AddingLinear | AddingEmbedding) for module in layers]
+    assert in_place == [module.weight.requires_grad for module in layers]
+    assert any(in_place)

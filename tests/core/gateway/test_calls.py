@@ -183,6 +183,7 @@ async def test_an_echo_is_what_vllm_says_and_is_recorded(house, asked, stream):
     assert len(steps) == (4 if "n" in asked else 1)
     assert all(len(step.response_ids) == len(step.logprobs) == 6 for step in steps)
     assert [len(step.prompt_ids) for step in steps] == [2] * len(steps)
+    assert house.fake.requests[0].body["echo"] is ("logprobs" in asked), "real vLLM can fail where it echoes and counts"
 
 
 @pytest.mark.parametrize("asked", [{"prompt": [5, 6]}, {"prompt": "once upon", "truncate_prompt_tokens": 1}])

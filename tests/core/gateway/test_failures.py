@@ -217,7 +217,7 @@ async def test_a_silent_call_ends_when_its_server_cannot_be_asked(build, monkeyp
     house = await build(upstream_timeout=0.1)
     house.fake.queue(Reply("a b", delay=30))
     client = await house.client()
-    with pytest.raises(openai.APIError, match=r"could not be asked \(ValueError"):
+    with pytest.raises(openai.APIError, match=r"could not be asked \(ValueError\)"):
         await client.chat.completions.create(model="policy", messages=HI)
 
 

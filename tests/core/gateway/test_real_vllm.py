@@ -59,8 +59,8 @@ def chunks_of(payload: bytes) -> list[dict]:
 
 
 def told(chunks: list[dict]) -> dict[int, tuple[str, list[int], list[list[int]]]]:
-    """Each choice's text, prompt and the prompt's offsets, however tokens were put together to chunks: vLLM's own offsets in
-    a stream depend on it where a letter is several tokens."""
+    """Each choice's text, prompt and the prompt's offsets, however tokens were put together to chunks: where a letter is
+    several tokens, vLLM's offsets of the answer depend on the chunks."""
     found: dict[int, tuple[str, list[int], list[list[int]]]] = {}
     for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
         text, offsets, prompts = found.get(choice["index"], ("", [], []))

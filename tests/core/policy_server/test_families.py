@@ -54,6 +54,7 @@ XML = "{{ tools }}<tool_call>\n<function="
         (facts("llama4", "{{ tools }}"), "llama4_pythonic", ""),
         (facts("mistral", "{{ tools }}[TOOL_CALLS]"), "mistral", ""),
         (facts("deepseek_v3", "{{ tools }}"), "", ""),
+        (facts("deepseek_v3", "</think><think>", name="DeepSeek-R1"), "", "deepseek_r1"),
         (facts("deepseek_v3", DEEPSEEK), "deepseek_v3", ""),
         (facts("deepseek_v3", DEEPSEEK + "</think><think>", name="DeepSeek-R1"), "deepseek_v3", "deepseek_r1"),
         (facts("deepseek_v3", DEEPSEEK + "{% if thinking %}<think>"), "deepseek_v31", "deepseek_v3"),

@@ -107,13 +107,13 @@ def test_explain_finds_the_first_error_and_the_last_lines(run: Callable[[str], S
     (tmp_path / "logs" / "vllm.log").write_text("OSError: of an earlier start\n")
     process = run(
         "print('(APIServer) WARNING 11-23 14:05:00 This can cause errors like `OSError: [Errno 24] Too many open files`')\n"
-        "print('(EngineCore) ValueError: head size 24 is not supported')\n"
+        "print('(EngineCore pid=1) ERROR 11-23 14:05:01 ValueError: head size 24 is not supported (see VLLM_LOG=INFO)')\n"
         "[print('line', i) for i in range(30)]\n"
         "print('RuntimeError: Engine core initialization failed. See root cause above.')"
     )
     wait_for(lambda: process.returncode is not None)
     text = process.explain()
-    assert text.startswith("ValueError: head size 24 is not supported. The last lines of ")
+    assert text.startswith("ValueError: head size 24 is not supported (see VLLM_LOG=INFO). The last lines of ")
     assert "earlier start" not in text
     assert "| line 29" in text
     assert "| line 3\n" not in text

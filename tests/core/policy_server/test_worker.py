@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.policy_server.worker import WorkerExtension, replace_weights
+from lightning.policy_server.worker import WorkerExtension, _forgotten, replace_weights
 
 
 class Worker:
@@ -190,3 +190,9 @@ def test_a_part_for_which_nothing_came_keeps_its_weights_and_others_must_be_whol
         load(model, *text)
     with pytest.raises(RuntimeError, match="there are no weights for"):
         load(model)
+
+
+def test_experts_are_told_by_their_layers_name_and_what_is_missing_is_found() -> None:
+    experts, missing = "model.0.experts.routed_experts.w13_weight", "model.0.experts.routed_experts.w2_weight"
+    loaded = {"model.0.norm.weight", "model.0.experts.w13_weight"}
+    assert _forgotten({"model.0.norm.weight", experts, missing, "vision.weight"}, loaded) == [missing]

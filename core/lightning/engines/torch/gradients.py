@@ -18,8 +18,14 @@ def add_in_place(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.requires_grad:
             module.__class__ = AddingLinear
-        elif type(module) is nn.Embedding and module.weight.requires_grad and module.max_norm is None:
+        elif type(module) is nn.Embedding and _is_plain(module):
             module.__class__ = AddingEmbedding
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    """On CUDA `index_add_` has no order of its own, so that no step could be taken again bit for bit."""
+    special = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    return embedding.weight.requires_grad and embedding.weight.device.type == "cpu" and not special
 
 
 class AddingLinear(nn.Linear):
@@ -57,7 +63,7 @@ class _Linear(torch.autograd.Function):
         inputs, low = ctx.saved_tensors
         weight = ctx.weight
         if ctx.needs_input_grad[1]:
-            rows, columns = grad.flatten(0, -2), inputs.flatten(0, -2)
+            rows, columns = grad.reshape(-1, grad.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
             if weight.grad is None:
                 weight.grad = (rows.T @ columns).to(weight.dtype)
             elif weight.dtype is grad.dtype:
@@ -82,7 +88,7 @@ class _Embedding(torch.autograd.Function):
         weight = ctx.weight
         if weight.grad is None:
             weight.grad = weight.new_zeros(weight.shape)
-        chosen, rows = ids.flatten(), grad.flatten(0, -2).to(weight.dtype)
+        chosen, rows = ids.flatten(), grad.reshape(-1, grad.shape[-1]).to(weight.dtype)
         if ctx.padding is not None:
             rows = rows.masked_fill((chosen == ctx.padding)[:, None], 0)
         weight.grad.index_add_(0, chosen, rows)

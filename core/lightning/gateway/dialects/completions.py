@@ -1,10 +1,11 @@
 """`/v1/completions` as vLLM speaks it: text or token-id prompts, one or many.
 
 The invariant: prompt ids and response ids are those of each choice itself, so that several prompts in one request become
-several transitions with their own prompts. An answer with `echo` begins with its prompt, which is put there here: for those who
-ask for ids vLLM leaves that text out (it does in 0.31), and of an echo with logprobs and `n` it can lose the prompt's, so it
-is not asked for one whose logprobs nobody wants. Where the text is not known here (a prompt of token ids, or one that
-vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request passes through untouched and without ids of ours.
+several transitions with their own prompts. An answer with `echo` begins with its prompt. The gateway puts that text there: for
+those who ask for ids vLLM 0.31 leaves it out. vLLM itself is asked to echo only for an agent that wants logprobs: a stream of
+several choices can fail in it when the logprobs of the prompt come late. Where the text is not known here (a prompt of token
+ids, or one that vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request passes through untouched and
+without ids of ours.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Completions(Native):
             if not _is_text(prompt) or body.get("truncate_prompt_tokens") is not None or body.get("max_tokens") == 0:
                 return plan
             plan.echo = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(n)]
+        if body.get("echo") and body.get("max_tokens") != 0:
             body["echo"] = keep_logprobs
         body["return_token_ids"] = True
         if not keep_logprobs and not body.get("logprob_token_ids"):
