@@ -54,7 +54,10 @@ class Fsdp2Engine(PolicyEngine):
     def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
         """See `Strategy.whole_weights`."""
         with self.eval_mode():
-            return export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
+            found = export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
+            return {
+                name: tensor.clone() for name, tensor in found.items()
+            }  # the model's own may be moved behind this block
 
     def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
         """See `Strategy.save`."""
