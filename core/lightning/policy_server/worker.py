@@ -296,14 +296,14 @@ def replace_weights(
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    names = {
-        name for name, _ in model.named_parameters()
-    }  # two names of one tensor count once; a reload makes two tensors of it
+    # A tied output layer is counted here once, as the embedding; within a reload it is a tensor of its own.
+    names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), ExitStack() as last:
         if device.type == "cpu":
             last.enter_context(_new_expert_kernels(model))
         initialize_layerwise_reload(model)
-        names &= {name for name, _ in model.named_parameters()}  # without what vLLM derived from those of the file
+        # What vLLM has derived from a file's tensors, such as MLA's W_UV, is gone within a reload.
+        names &= {name for name, _ in model.named_parameters()}
         # Also after a failure: it puts back the tensors of every layer that has not been loaded.
         last.callback(finalize_layerwise_reload, model, config)
         loaded = model.load_weights(tensors)  # type: ignore[operator]
