@@ -341,7 +341,10 @@ class CallEndpoint:
         try:
             await self._record(call, status)
         except RefusalError as refusal:
-            log.warning("call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
+            expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
+            level = logging.INFO if expected else logging.WARNING
+            log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
         except Exception:
             log.exception("the gateway failed to record call %s", call.capture.id)
 

@@ -85,6 +85,11 @@ class Machine:
         """Whether the CPU multiplies bfloat16 matrices itself."""
         return not self.flags.isdisjoint(BFLOAT16_FLAGS)
 
+    @property
+    def emulates_bfloat16(self) -> bool:
+        """Whether no library has kernels for bfloat16 matrices on this CPU: x86 without AVX-512."""
+        return "avx2" in self.flags and not self.has_bfloat16 and "avx512bw" not in self.flags
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -139,6 +144,16 @@ def choose_dtype(facts: ModelFacts, device: Device, machine: Machine) -> tuple[s
     if gain > 1:
         return "bfloat16", f"{gain:.1f} times as fast as float32 here"
     return "float32", f"{1 / gain:.1f} times as fast as bfloat16 here"
+
+
+def why_slow(dtype: str, facts: ModelFacts, device: Device, machine: Machine) -> str:
+    """What makes a dtype that was asked for a hundred times as slow as another here, and the cure; empty: nothing."""
+    if device != "cpu" or dtype != "bfloat16" or facts.parameters < REAL_PARAMETERS or not machine.emulates_bfloat16:
+        return ""
+    found = "bfloat16 matrix products take about a hundred times as long as float32 ones on this CPU (no AVX-512)"
+    if facts.why_bfloat16:
+        return f"{found}, and vLLM takes no float32 for {facts.why_bfloat16}: use another machine"
+    return f"{found}: set engine.dtype and policy_server.dtype to float32, or leave them out"
 
 
 def choose(

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lightning.config.models import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
-from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine
+from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine, why_slow
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
@@ -292,8 +292,11 @@ class OwnedVLLM(VLLMServer):
         if device == "cpu" and self._config.weight_transfer == "nccl":
             raise no_cuda("for vLLM")
         facts = await asyncio.to_thread(read_facts, self._folder)
-        chosen = choose(self._config, facts, device, this_machine(), demand=self._demand)
+        machine = this_machine()
+        chosen = choose(self._config, facts, device, machine, demand=self._demand)
         logger.info("vLLM for %s on %s: %s", self._folder.name, device, "; ".join(chosen.reasons))
+        if slow := why_slow(chosen.dtype, facts, device, machine):
+            logger.warning("%s: %s", self._folder.name, slow)
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         with reserved_port(self._config.host, self._port) as self._port:
             self._alias = f"{self._name}-{secrets.token_hex(8)}"

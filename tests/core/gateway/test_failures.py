@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 import aiohttp
@@ -53,6 +54,20 @@ async def test_a_client_that_leaves_while_waiting_aborts_the_call(house):
     (step,) = await house.recorded()
     assert step.status is CallStatus.ABORTED
     assert not step.response_ids
+
+
+async def test_a_call_that_ends_with_its_attempt_is_no_warning(house, caplog):
+    """Who interrupts a run ends its attempts, and each agent hangs up: a line for each is noise."""
+    house.fake.queue(Reply(delay=30))
+    client = await house.client()
+    asking = asyncio.create_task(client.chat.completions.create(model="policy", messages=HI))
+    await house.until(lambda: house.fake.requests)
+    await house.store.release("worker")
+    with caplog.at_level(logging.INFO, "lightning.gateway.calls"):
+        asking.cancel()
+        await house.until(lambda: "was not recorded" in caplog.text)
+    (said,) = [record for record in caplog.records if "was not recorded" in record.getMessage()]
+    assert said.levelno == logging.INFO
 
 
 @pytest.mark.parametrize("die_after", [0, 2])

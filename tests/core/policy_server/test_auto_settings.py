@@ -23,6 +23,7 @@ from lightning.policy_server.auto_settings import (
     choose_dtype,
     measured_bfloat16_gain,
     this_machine,
+    why_slow,
 )
 from lightning.policy_server.model_facts import ModelFacts, read_facts
 from lightning.testing.tiny_families import make_tiny_family
@@ -85,6 +86,23 @@ def test_what_vllm_serves_in_bfloat16_alone_is_bfloat16_whatever_is_faster(tmp_p
         assert choose_dtype(facts, "cpu", OLD) == ("bfloat16", f"vLLM takes no float32 for {why} on a CPU")
     plain = read_facts(make_tiny_family(tmp_path / "plain", "llama2"))
     assert choose_dtype(plain, "cpu", OLD)[0] == "float32"
+
+
+def test_bfloat16_that_a_cpu_has_no_kernels_for_is_told_with_its_cure() -> None:
+    avx2 = replace(OLD, flags=frozenset({"avx2"}))
+    said = why_slow("bfloat16", SMOLLM2, "cpu", avx2)
+    assert "a hundred times" in said
+    assert said.endswith("set engine.dtype and policy_server.dtype to float32, or leave them out")
+    qwen3_next = replace(SMOLLM2, why_bfloat16="linear attention")
+    assert why_slow("bfloat16", qwen3_next, "cpu", avx2).endswith(
+        "no float32 for linear attention: use another machine"
+    )
+    avx512 = replace(OLD, flags=frozenset({"avx2", "avx512bw"}))
+    for dtype, device, machine in (
+        ("float32", "cpu", avx2), ("bfloat16", "cuda", avx2), ("bfloat16", "cpu", avx512), ("bfloat16", "cpu", FAST),
+    ):  # fmt: skip
+        assert not why_slow(dtype, SMOLLM2, device, machine)
+    assert not why_slow("bfloat16", replace(SMOLLM2, parameters=10**6), "cpu", avx2)
 
 
 def test_what_bfloat16_gains_is_measured_where_the_cpu_has_it() -> None:
