@@ -14,7 +14,7 @@ error that names both plugins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import pluggy
@@ -22,6 +22,8 @@ import pluggy
 if TYPE_CHECKING:
     from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
+    from lightning.cli.app import Command
+    from lightning.cli.check import Check
     from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
@@ -81,6 +83,22 @@ def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], Non
     """Where metrics go besides the store, for `trackers=["name"]`.
 
     One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.RolloutTracker`).
+    """
+
+
+@hookspec
+def register_commands(register: Callable[[str, Callable[[], Command]], None]) -> None:
+    """Commands for `lightning NAME`: a function that imports and returns the command, a `typer.Typer` or a function for one.
+
+    The first line of its docstring is the command's line in `lightning --help`, for which nothing else of it is run.
+    """
+
+
+@hookspec
+def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
+    """What `lightning doctor` looks at, by name: a function that yields its findings.
+
+    It gets None, and then does nothing that takes more than a moment; or what follows the equals sign of `--try NAME=WHAT`.
     """
 
 

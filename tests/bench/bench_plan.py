@@ -43,12 +43,6 @@ from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.gateway import Gateway, Upstream
 from lightning.losses.protocol import Loss
-from lightning.planning.calibration import Calibration, calibrate
-from lightning.planning.costs import Schedule
-from lightning.planning.planner import LABEL, Target, calibrated, make_plan, recorded_config
-from lightning.planning.recorded import Recorded, read_run
-from lightning.planning.simulation import simulate
-from lightning.planning.work import Changes, draw
 from lightning.plugins import plugins
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
@@ -60,6 +54,12 @@ from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
 from lightning.types import LLM, Run, Task, token_ids
+from lightning_planner.calibration import Calibration, calibrate
+from lightning_planner.costs import Schedule
+from lightning_planner.planner import LABEL, Target, calibrated, make_plan, recorded_config
+from lightning_planner.recorded import Recorded, read_run
+from lightning_planner.simulation import simulate
+from lightning_planner.work import Changes, draw
 
 GROUP, SEEDS, BATCH = 4, 8, 8
 """Rollouts of a group, simulations of each plan, and steps whose mean is taken for independent of the others."""

@@ -82,11 +82,11 @@ def test_what_is_learned_does_not_depend_on_the_cluster(name: str) -> None:
 def test_verl_accepts_the_settings(tmp_path: Path) -> None:
     """Whatever is under `engine.verl.*` is an option of verl's, for GPUs."""
     from lightning.engines.protocol import OptimizerConfig
-    from lightning.engines.verl.device import choose
     from lightning.testing.tiny_models import make_tiny_model
+    from lightning_verl.device import choose
 
     choose("cpu")  # what verl looks at while it is imported; the settings are made for GPUs below
-    from lightning.engines.verl.settings import worker_config
+    from lightning_verl.settings import worker_config
 
     model = make_tiny_model(tmp_path / "model")
     for name in NAMES:

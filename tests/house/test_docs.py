@@ -13,7 +13,7 @@ import lightning
 import pytest
 import typer
 from lightning import errors, hooks
-from lightning.cli.app import COMMANDS, build
+from lightning.cli.app import COMMANDS, FROM_PLUGINS, build
 from lightning.config import Config, settings
 from lightning.config.load import NOT_SETTINGS
 from lightning.server.api import PREFIX, ROUTES, description
@@ -58,7 +58,7 @@ def settings_tables() -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    for name in COMMANDS:
+    for name in (*COMMANDS, *FROM_PLUGINS):
         command = typer.main.get_command(build(name)).commands[name]  # type: ignore[attr-defined]
         yield from command_section(f"lightning {name}", command)
         for inner, below in getattr(command, "commands", {}).items():

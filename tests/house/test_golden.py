@@ -104,5 +104,5 @@ def test_the_description_of_the_servers_api() -> None:
 
 def test_every_package_that_is_typed_says_so() -> None:
     root = Path(lightning.__file__).parents[2]
-    for package in (root / "core/lightning", root / "adapters/raw/lightning_raw"):
+    for package in (root / "core/lightning", root / "adapters/raw/lightning_raw", *root.glob("plugins/*/lightning_*")):
         assert (package / "py.typed").is_file(), package

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "engines", "examples", "langchain.langchain_core", "openai-agents.agents",
-    "otel.opentelemetry.trace", "raw", "runners", "stores", "trackers",
+    "algorithms", "autogen.autogen_core", "engines", "examples", "k8s", "langchain.langchain_core", "openai-agents.agents",
+    "otel.opentelemetry.trace", "planner", "raw", "ray", "runners", "stores", "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -96,7 +96,12 @@ def test_doctor_names_the_cure_in_a_bare_environment(fresh: Path, tmp_path: Path
 def test_the_archives_hold_what_they_should(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"lightning/py.typed", "lightning_raw/py.typed", "lightning_examples/__init__.py"} <= names
+    assert {
+        "lightning/py.typed",
+        "lightning_raw/py.typed",
+        "lightning_k8s/py.typed",
+        "lightning_examples/__init__.py",
+    } <= names
     assert {
         f"lightning/store/redis/lua/{file.name}" for file in (ROOT / "core/lightning/store/redis/lua").iterdir()
     } <= names

@@ -1,5 +1,6 @@
 """The `lightning` command: a table of commands, of which only the one that was typed is imported.
 
+Plugins bring more commands.
 The invariant: `lightning --help` is quick whatever the commands need, and an error that lightning raises on purpose is one
 clear line and exit code 2, never a traceback.
 """
@@ -13,13 +14,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from lightning._version import __version__
 from lightning.cli.output import fail
-from lightning.errors import ConfigError, LightningError
+from lightning.errors import ConfigError, LightningError, MissingExtraError, PluginError
+from lightning.plugins import plugins
+
+logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 2
 """Exit code of every error that lightning raises on purpose, as of every wrong usage."""
@@ -27,32 +31,39 @@ LOG_LEVEL = "--log-level"
 LEVELS = ("debug", "info", "warning", "error")
 
 
+Command: TypeAlias = typer.Typer | Callable[..., None]
+"""What typer runs: a group of commands, or a function."""
+
+
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command's module and its line in the help. The module has a function of the command's name, or a group `app`."""
+class CoreCommand:
+    """A command of the core: its module and its line in the help. The module has a function of its name, or a group `app`."""
 
     module: str
     help: str
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType(
+COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     {
-        "demo": Command("lightning.cli.demo", "Watch a real agent learn, in minutes, on this machine."),
-        "train": Command("lightning.cli.train", "Train the model behind your agent."),
-        "runner": Command("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
-        "serve": Command("lightning.cli.serve", "Serve a model through the gateway and record every call."),
-        "runs": Command("lightning.cli.runs", "List runs, or show one."),
-        "resources": Command(
+        "demo": CoreCommand("lightning.cli.demo", "Watch a real agent learn, in minutes, on this machine."),
+        "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
+        "runner": CoreCommand("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
+        "serve": CoreCommand("lightning.cli.serve", "Serve a model through the gateway and record every call."),
+        "runs": CoreCommand("lightning.cli.runs", "List runs, or show one."),
+        "resources": CoreCommand(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
-        "token": Command("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
-        "db": Command("lightning.cli.db", "Look after a database: status, upgrade, backup, restore, prune, export."),
-        "audit": Command("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
-        "plan": Command("lightning.cli.plan", "Simulate a run on other machines, from what a recorded run took."),
-        "adapters": Command("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
-        "doctor": Command("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
+        "token": CoreCommand("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
+        "db": CoreCommand(
+            "lightning.cli.db", "Look after a database: status, upgrade, backup, restore, prune, export."
+        ),
+        "audit": CoreCommand("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
+        "adapters": CoreCommand("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
+        "doctor": CoreCommand("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
     }
 )
+FROM_PLUGINS = MappingProxyType({"plan": "planner"})
+"""Commands that plugins of this distribution bring, with the extra that installs each."""
 
 
 def build(typed: str = "") -> typer.Typer:
@@ -68,12 +79,43 @@ def build(typed: str = "") -> typer.Typer:
     app.callback()(_global_options)
     for name, command in COMMANDS.items():
         module = importlib.import_module(command.module) if name == typed else None
-        if module is not None and hasattr(module, "app"):
-            app.add_typer(module.app, name=name, help=command.help)
-        else:
-            function: Callable[..., None] = _not_typed if module is None else getattr(module, name)
-            app.command(name, help=None if module else command.help)(function)
+        found: Command = _not_typed if module is None else getattr(module, "app", None) or getattr(module, name)
+        _add(app, name, command.help, found)
+    if typed not in COMMANDS:
+        _add_from_plugins(app, typed)
     return app
+
+
+def _add(app: typer.Typer, name: str, text: str, command: Command) -> None:
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name, help=text)
+    else:
+        app.command(name, help=text if command is _not_typed else None)(command)
+
+
+def _add_from_plugins(app: typer.Typer, typed: str) -> None:
+    """Plugins are looked for only where their commands may be asked for: in the help, and for a name that is none of ours."""
+    known = plugins().names("commands")
+    for name in known:
+        if name in COMMANDS:
+            logger.warning(
+                "a plugin registers the command %r, which is lightning's own: the plugin's is left out", name
+            )
+            continue
+        try:
+            make = plugins().command(name)
+        except PluginError as error:  # two claim it: the help goes on without it
+            if name == typed:
+                raise
+            logger.warning("the command %r is left out: %s", name, error)
+            continue
+        text = (make.__doc__ or "").strip().partition("\n")[0]
+        _add(app, name, text, make() if name == typed else _not_typed)
+    if typed in FROM_PLUGINS and typed not in known:
+        extra = FROM_PLUGINS[typed]
+        if any(info.name == extra for info in plugins().plugins()):
+            plugins().command(typed)  # raises: says that it is broken or disabled, and why
+        raise MissingExtraError(extra, f"lightning_{extra}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

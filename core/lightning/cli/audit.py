@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 
 from lightning.audit import AuditReport
-from lightning.cli.locate import locate
-from lightning.cli.runs import with_store
+from lightning.cli.locate import locate, with_store
 
 
 def audit(

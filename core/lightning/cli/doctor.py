@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +18,12 @@ import typer
 
 from lightning._version import __version__
 from lightning.cli.check import Check, Status
-from lightning.cli.cluster import examine_cluster
+from lightning.cli.gpus import check_gpus
 from lightning.cli.installed import Extra, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config
 from lightning.engines.plugin import torch_engine
-from lightning.errors import LightningError, PluginError
+from lightning.errors import ConfigError, LightningError, PluginError
 from lightning.gateway.shown_tools import CURE_OF_TEMPLATE
 from lightning.plugins import plugins
 
@@ -39,16 +39,19 @@ FREE_GB = 2.0
 
 def doctor(
     as_json: AsJson = False,
-    ray_address: Annotated[
-        str,
-        typer.Option(envvar="RAY_ADDRESS", help="Attach to this Ray cluster and say what it has: auto, or HOST:6379."),
-    ] = "",
-    verl: Annotated[bool, typer.Option("--verl", help="Import verl's workers, too; takes half a minute.")] = False,
+    try_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--try",
+            metavar="NAME[=WHAT]",
+            help="Try what takes longer, too: verl imports its workers, ray=HOST:6379 attaches to a cluster; repeatable.",
+        ),
+    ] = None,
     model: Annotated[Path | None, typer.Option(help="Say whether this model folder can be trained.")] = None,
 ) -> None:
     """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run, or the model not be
     trained."""
-    checks = list(examine(ray_address, verl=verl))
+    checks = list(examine(try_ or ()))
     if model is not None:
         checks += [_model(model), _template(model)]
     ok = not any(check.fatal for check in checks)
@@ -60,16 +63,22 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(ray_address: str = "", *, verl: bool = False) -> Iterator[Check]:
-    """Every check, in the order of reading."""
+def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
+    """Every check, in the order of reading. Raises `ConfigError` for something to try that nobody has registered."""
+    tried = dict(one.partition("=")[::2] for one in tries)
+    known = plugins().names("checks")
+    if unknown := sorted(tried.keys() - set(known)):
+        raise ConfigError(f"--try {unknown[0]}: there is nothing of that name; known: {', '.join(known) or 'nothing'}")
     yield _python()
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
-    known = extras()
     yield _vllm()
     yield _torch()
-    yield from examine_cluster(ray_address, verl=verl)
-    needed = {name for extra in known if extra.name == DEMO for name in extra.versions}
-    yield from (_extra(extra, needed) for extra in known if extra.name not in (*VLLM, DEMO))
+    yield from check_gpus()
+    for name in known:
+        yield from plugins().checks(name)(tried.get(name))
+    found = extras()
+    needed = {name for extra in found if extra.name == DEMO for name in extra.versions}
+    yield from (_extra(extra, needed) for extra in found if extra.name not in (*VLLM, DEMO))
     yield _disk()
     yield from _plugins()
 

@@ -1,12 +1,19 @@
-"""Where a run is: a folder, or an id below the folder of runs."""
+"""Finds a run (a folder, or an id below the folder of runs) and opens its store, for commands."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from lightning.errors import ConfigError
-from lightning.store.reference import DATABASE, store_in
+from lightning.plugins import plugins
+from lightning.store.maintenance import check_schema
+from lightning.store.protocol import Store
+from lightning.store.reference import DATABASE, existing_store, store_in
 from lightning.trainer.runs import run_id_of
+
+T = TypeVar("T")
 
 
 def locate(run: str, runs: Path) -> tuple[str, str]:
@@ -18,3 +25,15 @@ def locate(run: str, runs: Path) -> tuple[str, str]:
         f"no run {run!r}: neither {run} nor {runs / run} has a {DATABASE}, or a run.json that names a store. "
         "`lightning runs` lists what there is"
     )
+
+
+async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False, instead: str = "") -> T:
+    """Open a store, use it, and close it. Raises `SchemaError` when opening would bring an older one forward, which says what
+    can be done `instead`, and `ConfigError` or `SchemaError` when it would make one, unless it is to `make` one."""
+    store = plugins().store(url)
+    await check_schema(url if make else existing_store(url), make=make, instead=instead)
+    await store.open()
+    try:
+        return await use(store)
+    finally:
+        await store.close()

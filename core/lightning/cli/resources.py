@@ -17,8 +17,9 @@ from typing import Annotated
 
 import typer
 
+from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.cli.runs import answers, with_store
+from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.reference import Reference, existing_store, find, parse_reference

@@ -16,13 +16,12 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, LightningError
-from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, read_epochs
-from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
-from lightning.store.reference import DATABASE, existing_store, store_in
+from lightning.store.reference import DATABASE, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import changes_of, run_id_of
@@ -136,18 +135,6 @@ def answers(
         else:
             readable = True
             yield url, found
-
-
-async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bool = False, instead: str = "") -> T:
-    """Open a store, use it, and close it. Raises `SchemaError` when opening would bring an older one forward, which says what
-    can be done `instead`, and `ConfigError` or `SchemaError` when it would make one, unless it is to `make` one."""
-    store = plugins().store(url)
-    await check_schema(url if make else existing_store(url), make=make, instead=instead)
-    await store.open()
-    try:
-        return await use(store)
-    finally:
-        await store.close()
 
 
 async def _rows(url: str, store: Store) -> list[RunRow]:

@@ -15,8 +15,8 @@ from typing import Annotated, Final
 
 import typer
 
+from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
-from lightning.cli.runs import with_store
 from lightning.errors import ConfigError
 from lightning.server.auth import issue_token
 from lightning.store.protocol import Store

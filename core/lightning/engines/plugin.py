@@ -1,9 +1,8 @@
-"""The plugin that brings the engines; torch and verl are imported when one is made."""
+"""The plugin that brings the torch engine; torch is imported when one is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lightning.errors import MissingExtraError
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
-    """`torch` and `verl`."""
+    """`torch`."""
     register("torch", torch_engine)
-    register("verl", verl_engine)
 
 
 def torch_engine(config: Config) -> TorchEngine:
@@ -44,13 +42,3 @@ def torch_engine(config: Config) -> TorchEngine:
         critic_trunk=section.critic_trunk,
         max_nonfinite_steps=section.max_nonfinite_steps,
     )
-
-
-def verl_engine(config: Config) -> Engine:
-    """A `VerlEngine` by the `engine` section. Raises `MissingExtraError` when verl or Ray is not installed."""
-    for package in ("verl", "ray"):
-        if find_spec(package) is None:
-            raise MissingExtraError("verl", package)
-    from lightning.engines.verl.engine import VerlEngine
-
-    return VerlEngine(config)

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -27,6 +27,8 @@ from lightning.types import Caller, ToolEvent
 if TYPE_CHECKING:
     from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
+    from lightning.cli.app import Command
+    from lightning.cli.check import Check
     from lightning.config import Config
     from lightning.credit import Credit
     from lightning.demos import Demo
@@ -116,6 +118,14 @@ class Plugins:
     def tracker(self, name: str) -> Callable[[Config], Tracker]:
         """The factory of a tracker."""
         return cast("Callable[[Config], Tracker]", self.get("trackers", name))
+
+    def command(self, name: str) -> Callable[[], Command]:
+        """What imports a command."""
+        return cast("Callable[[], Command]", self.get("commands", name))
+
+    def checks(self, name: str) -> Callable[[str | None], Iterable[Check]]:
+        """A part of what `lightning doctor` looks at."""
+        return cast("Callable[[str | None], Iterable[Check]]", self.get("checks", name))
 
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""

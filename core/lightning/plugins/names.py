@@ -9,7 +9,9 @@ from typing import Literal, TypeAlias, get_args
 
 from lightning.errors import PluginError
 
-Kind: TypeAlias = Literal["algorithms", "credits", "engines", "stores", "runners", "trackers", "demos"]
+Kind: TypeAlias = Literal[
+    "algorithms", "credits", "engines", "stores", "runners", "trackers", "commands", "checks", "demos"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

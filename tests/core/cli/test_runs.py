@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli import runs as runs_module
+from lightning.cli import locate
+from lightning.cli.locate import with_store
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs, read_epochs
 from lightning.store.protocol import Store
@@ -121,7 +122,7 @@ def test_what_a_task_may_hold_is_printed_as_json(lightning, runs: Path) -> None:
     async def add(store: Store) -> None:
         await store.create_rollouts([Rollout("odd", "small", odd, "g")])
 
-    asyncio.run(runs_module.with_store(url, add))
+    asyncio.run(with_store(url, add))
     ran = lightning("runs", "show", "small", "--runs", str(runs), "--json")
     assert ran.code == 0
     shown = json.loads(ran.out)
@@ -136,8 +137,8 @@ def test_no_command_shows_the_password_of_a_store(lightning, runs: Path, monkeyp
 
     async def there(url: str, **_: object) -> None: ...
 
-    monkeypatch.setattr(runs_module, "plugins", Known)
-    monkeypatch.setattr(runs_module, "check_schema", there)
+    monkeypatch.setattr(locate, "plugins", Known)
+    monkeypatch.setattr(locate, "check_schema", there)
     url, shown = "postgresql://me:hunter2@db/l", "postgresql://***@db/l"
     typo = "postgresql:/me:hunter2@db/l"
     prompt = runs.parent / "prompt.txt"

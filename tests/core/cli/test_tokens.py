@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.runs import with_store
+from lightning.cli.locate import with_store
 from lightning.cli.tokens import seconds
 from lightning.errors import ConfigError
 from lightning.server.auth import Authenticator, Principal

@@ -14,12 +14,12 @@ from lightning.batch.sample import Sample
 from lightning.config import Config, LoraConfig
 from lightning.engines.model_contents import as_stored, contents, in_blocks
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.verl.engine import VerlEngine
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.policy_server.model_folder import INDEX, check_weights, folder_tensors
 from lightning.testing.tiny_families import FAMILIES, Family, make_tiny_family
+from lightning_verl.engine import VerlEngine
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

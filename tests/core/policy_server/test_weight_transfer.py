@@ -20,7 +20,6 @@ import torch
 from aiohttp import web
 from lightning.config import Config, with_settings
 from lightning.config.models import PolicyServerConfig
-from lightning.engines.verl.sender import FirstWorker
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
 from lightning.policy_server.weight_transfer import gloo
@@ -28,6 +27,7 @@ from lightning.policy_server.weight_transfer.gloo import Door, Group, Spec, join
 from lightning.policy_server.weight_transfer.layout import Meeting
 from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.policy_server.worker import WorkerExtension
+from lightning_verl.sender import FirstWorker
 from safetensors.torch import load_file
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.cli import db, resources, runs
-from lightning.cli.runs import with_store
+from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.gateway.tracebook import PLACE
 from lightning.store import sql

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.runs import with_store
+from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.store.maintenance import Weight, check_schema, keeper_of, redis
 from lightning.store.maintenance.prune import Choice, carry_out, plan

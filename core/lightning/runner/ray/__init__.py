@@ -1,4 +1,0 @@
-"""Runs agents in a Ray cluster: actors that each have a fork server and worker processes, as the process runner has.
-
-The invariant: see `lightning.runner.ray.runner`. Nothing is imported here, since Ray takes seconds to import.
-"""

@@ -1,0 +1,226 @@
+"""The objects that the runner puts into the cluster: a Secret with the clients' token, pods, Jobs.
+
+The invariant: everything of one run carries its label and belongs to its Secret, so that the cluster removes all of it when
+the Secret goes; what a template says stays, except where it would make the container another than the client of this run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.config import RunnerConfig
+from lightning.errors import ConfigError
+from lightning.runner.protocol import Site
+
+from lightning_k8s.cluster import Object
+
+CONTAINER = "runner"
+RUN_LABEL = "lightning/run"
+TOKEN_KEY = "token"  # noqa: S105 — a name, not a secret
+OURS = frozenset({"concurrency", "max_attempts", "prompts", "ray", "k8s"})
+"""Settings of `runner` that a client does not take over from the trainer: it has its share, or needs none of them."""
+
+_LABELS = {
+    "app.kubernetes.io/name": "lightning",
+    "app.kubernetes.io/component": "runner",
+    "app.kubernetes.io/managed-by": "lightning",
+}
+
+
+def label_of(site: Site) -> str:
+    """The value of the label of a run's objects: at most 63 letters, digits, `-`, `.`.
+
+    Runs of one name on two servers differ; so do those of two databases, which one namespace may well serve.
+    """
+    plain = re.sub(r"[^a-z0-9.-]+", "-", site.run.lower()).strip("-.")[:40].strip("-.")
+    whole = f"{site.run}\n{site.server}"
+    digest = hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()[:10]
+    return f"{plain}-{digest}" if plain else digest
+
+
+def name_for(site: Site, part: str = "") -> str:
+    """A name for an object of a run, at most 63 characters: a fresh one, or that of its one `part`."""
+    return f"lightning-{label_of(site)[-36:].lstrip('-.')}-{part or secrets.token_hex(4)}".replace(".", "-")
+
+
+def read_template(path: str) -> Object:
+    """The pod in a YAML file; empty without a path. Raises `ConfigError` for anything that is no pod."""
+    import yaml  # type: ignore[import-untyped]
+
+    if not path:
+        return {}
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"runner.k8s.template {path} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"runner.k8s.template {path} is not YAML of one document: {error}") from error
+    if isinstance(found, dict) and isinstance(found.get("template"), dict):  # a PodTemplate
+        found = found["template"]
+    if not isinstance(found, dict) or found.get("kind", "Pod") not in ("Pod", "PodTemplate"):
+        raise ConfigError(f"runner.k8s.template {path} is no Pod: write one with metadata and spec")
+    for name in ("metadata", "spec"):
+        if not isinstance(found.get(name) or {}, dict):
+            raise ConfigError(f"runner.k8s.template {path}: its {name} is no mapping")
+    return cast("Object", found)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifests:
+    """Makes the objects of one run. `agent` is `module:name` in the image; `concurrency` is of one client.
+
+    Raises `ConfigError` when settings and template together make no pod.
+    """
+
+    site: Site
+    config: RunnerConfig
+    agent: str
+    template: Object
+
+    def __post_init__(self) -> None:
+        containers = (self.template.get("spec") or {}).get("containers") or []
+        if len(containers) > 1 and not any(one.get("name") == CONTAINER for one in containers):
+            raise ConfigError(f"runner.k8s.template has several containers: call the one of the agents {CONTAINER!r}")
+        if not self._container().get("image"):
+            raise ConfigError(
+                "no image for the runner pods: set runner.k8s.image to one that has lightning and the agent "
+                "(docs/runners.md has a Dockerfile)"
+            )
+
+    @property
+    def grace(self) -> int:
+        """Seconds a client has from SIGTERM to its end: to drain, and to give its leases back."""
+        return int(self.config.drain) + 15
+
+    @property
+    def selector(self) -> str:
+        """What finds the objects of this run."""
+        return f"{RUN_LABEL}={label_of(self.site)}"
+
+    @property
+    def secret_name(self) -> str:
+        """The run's Secret has the same name every time, so that what an earlier trainer left behind is found by it."""
+        return name_for(self.site, "token")
+
+    def secret(self, owner: Object | None) -> Object:
+        """The clients' token, and the owner of everything else; `owner` is the trainer's pod when it runs in one."""
+        token = base64.b64encode(self.site.token.encode()).decode()
+        metadata = self._metadata(self.secret_name, owner)
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": metadata,
+            "type": "Opaque",
+            "data": {TOKEN_KEY: token},
+        }
+
+    def pod(self, secret: Object, concurrency: int) -> Object:
+        """A pod of the pool: a client that works until it is told to end."""
+        body = self._pod(secret, ["--concurrency", str(concurrency)])
+        metadata = self._metadata(name_for(self.site), secret, body["metadata"])
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body["spec"]}
+
+    def job(self, secret: Object) -> Object:
+        """A Job whose client takes one rollout. What failed is not tried again here: leases do that.
+
+        It waits a little longer for a rollout than a lease lasts: one whose client has died can be leased again only then.
+        """
+        idle = self.config.lease_ttl + 30
+        body = self._pod(secret, ["--concurrency", "1", "--rollouts", "1", "--idle", f"{idle:g}"])
+        limit = self.config.k8s.start_timeout + idle + self.config.timeout + self.config.drain
+        spec = {
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": int(limit) + 60,
+            "ttlSecondsAfterFinished": 600,
+            "template": body,
+        }
+        metadata = self._metadata(name_for(self.site), secret)
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+    def _metadata(self, name: str, owner: Object | None, given: Mapping[str, Any] | None = None) -> Object:
+        given = given or {}
+        labels = {**(given.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
+        metadata: Object = {
+            "name": name,
+            "labels": labels,
+            "annotations": {**(given.get("annotations") or {}), "lightning/run-id": self.site.run},
+        }
+        if owner is not None:
+            reference = {"apiVersion": owner["apiVersion"], "kind": owner["kind"]}
+            metadata["ownerReferences"] = [
+                {**reference, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+            ]
+        return metadata
+
+    def _pod(self, secret: Object, arguments: list[str]) -> Object:
+        k8s = self.config.k8s
+        given = self.template.get("spec") or {}
+        spec: Object = {
+            "automountServiceAccountToken": False,  # agents have no business with the cluster
+            "enableServiceLinks": False,
+            **given,
+            "restartPolicy": "Never",  # the keeper replaces pods, so that their last words are read
+            "terminationGracePeriodSeconds": self.grace,
+        }
+        if k8s.service_account:
+            spec["serviceAccountName"] = k8s.service_account
+        if k8s.node_selector:
+            spec["nodeSelector"] = {**(given.get("nodeSelector") or {}), **k8s.node_selector}
+        if k8s.image_pull_secrets:
+            spec["imagePullSecrets"] = [{"name": name} for name in k8s.image_pull_secrets]
+        ours = self._container()
+        others = [one for one in given.get("containers") or () if one is not self._given_container()]
+        spec["containers"] = [
+            {**ours, "command": self._command(arguments), "args": [], "env": self._env(secret, ours)},
+            *others,
+        ]
+        metadata = self.template.get("metadata") or {}
+        labels = {**(metadata.get("labels") or {}), **_LABELS, RUN_LABEL: label_of(self.site)}
+        annotations = {**(metadata.get("annotations") or {}), "lightning/run-id": self.site.run}
+        return {"metadata": {"labels": labels, "annotations": annotations}, "spec": spec}
+
+    def _given_container(self) -> Mapping[str, Any] | None:
+        containers = (self.template.get("spec") or {}).get("containers") or []
+        named = next((one for one in containers if one.get("name") == CONTAINER), None)
+        return named if named is not None or not containers else cast("Mapping[str, Any]", containers[0])
+
+    def _container(self) -> Object:
+        """The client's container without its command and environment."""
+        k8s = self.config.k8s
+        given = self._given_container() or {}
+        container: Object = {
+            "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of the log becomes part of the pod's status
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            **given,
+            "name": CONTAINER,
+        }
+        if k8s.image:
+            container["image"] = k8s.image
+        resources = dict(given.get("resources") or {})
+        for name, values in (("requests", k8s.requests), ("limits", k8s.limits)):
+            if values:
+                resources[name] = {**(resources.get(name) or {}), **values}
+        return {**container, "resources": resources} if resources else container
+
+    def _command(self, arguments: list[str]) -> list[str]:
+        return ["lightning", "runner", "--server", self.site.server, "--run", self.site.run, *arguments, self.agent]
+
+    def _env(self, secret: Object, container: Object) -> list[Object]:
+        """The template's variables, then the settings' and ours, each name once."""
+        runner = self.config.model_dump(mode="json")
+        ours: dict[str, Object] = {name: {"value": value} for name, value in self.config.k8s.env.items()}
+        for name in sorted(runner.keys() - OURS):
+            if runner[name] is not None:
+                ours[f"LIGHTNING_RUNNER__{name.upper()}"] = {"value": json.dumps(runner[name])}
+        reference = {"name": secret["metadata"]["name"], "key": TOKEN_KEY}
+        ours["LIGHTNING_TOKEN"] = {"valueFrom": {"secretKeyRef": reference}}
+        theirs = [one for one in container.get("env") or () if one.get("name") not in ours]
+        return [*theirs, *({"name": name, **value} for name, value in ours.items())]

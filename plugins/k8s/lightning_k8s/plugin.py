@@ -1,0 +1,25 @@
+"""Agents in pods of a Kubernetes cluster, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.runner.protocol import Agent, Runner
+
+
+@hookimpl
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """`k8s`."""
+    register("k8s", kubernetes_runner)
+
+
+def kubernetes_runner(agent: Agent, config: Config) -> Runner:
+    """Pods that are clients of the run's server; see `lightning_k8s`."""
+    from lightning_k8s.runner import KubernetesRunner
+
+    return KubernetesRunner(agent, config.runner)

@@ -1,0 +1,132 @@
+"""The runner called `k8s`: agents run in pods, which lease their work from the run's server as any client does.
+
+The invariant: no agent runs in this process; what runs in the cluster ends with `attend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import socket
+
+from lightning.addresses import leads_to_itself
+from lightning.config import KubernetesConfig, RunnerConfig
+from lightning.errors import ConfigError, RunnerError
+from lightning.runner.calling import check_agent
+from lightning.runner.protocol import Agent, Site
+from lightning.runner.ship import name_of
+from lightning.types import LLM, Lease, Outcome
+
+from lightning_k8s.cluster import Cluster, ClusterError, Object, connect, inside
+from lightning_k8s.health import Pace
+from lightning_k8s.keeper import Keeper, Kind
+from lightning_k8s.kinds import Jobs, Pool
+from lightning_k8s.manifests import Manifests, read_template
+from lightning_k8s.mirror import Mirror
+
+
+class KubernetesRunner:
+    """A pool of runner pods, or a Job for each rollout (`runner.k8s.mode`). See docs/runners.md for what it needs.
+
+    Raises `ConfigError` for settings that make no pod, `RunnerError` for an agent that a pod could not import or call.
+    """
+
+    def __init__(self, agent: Agent, config: RunnerConfig, pace: Pace | None = None) -> None:
+        self._config, self._pace = config, pace or Pace()
+        if not config.k8s.agent:
+            check_agent(agent)
+        self._agent = config.k8s.agent or reference_to(agent)
+        self._cluster: Cluster | None = None
+
+    @property
+    def concurrency(self) -> int:
+        """0: no agent runs in this process."""
+        return 0
+
+    async def start(self) -> None:
+        """Read the template and connect. Raises `ConfigError` or `MissingExtraError`. Idempotent."""
+        if self._cluster is None:
+            self._cluster = await connect(self._config.k8s)
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        """Never called, since nothing is leased for a runner without room. Raises `RunnerError`."""
+        raise RunnerError("the runner k8s runs no agent in this process: its pods lease their work themselves")
+
+    async def attend(self, site: Site) -> None:
+        """Keep clients running until this is cancelled, then delete everything of the run in the cluster.
+
+        Raises `ConfigError` when pods could not reach the server or make no sense, `RunnerError` when there can be no client:
+        the cluster refuses, no pod runs within `runner.k8s.start_timeout`, or each ends as soon as it starts.
+        """
+        if self._cluster is None:
+            raise RunnerError("the runner k8s has not been started: await runner.start() first")
+        cluster = self._cluster
+        check_reachable(site.server)
+        manifests = Manifests(site, self._config, self._agent, read_template(self._config.k8s.template))
+        changed = asyncio.Event()
+
+        def mirror(path: str) -> Mirror:
+            return Mirror(cluster, path, manifests.selector, changed, self._pace)
+
+        pods, each = mirror("pods"), self._config.k8s.mode == "job"
+        kind: Kind = Jobs(cluster, manifests, mirror("jobs")) if each else Pool(cluster, manifests, pods)
+        keeper = Keeper(cluster, manifests, kind, pods, changed, self._pace)
+        watching = asyncio.create_task(_wake(site, changed)) if each else None
+        try:
+            await keeper.run(await _own_pod(cluster, self._config.k8s))
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Disconnect. Idempotent; `start` may follow."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await cluster.close()
+
+
+def reference_to(agent: Agent) -> str:
+    """The agent as `module:name`. Raises `RunnerError` when an import elsewhere would not find this very object."""
+    module, name = getattr(agent, "__module__", ""), getattr(agent, "__qualname__", "")
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        found: object = importlib.import_module(module) if module != "__main__" else None
+        for part in name.split("."):
+            found = getattr(found, part)
+        if found is agent:
+            return f"{module}:{name}"
+    raise RunnerError(
+        f"the agent {name_of(agent)} has no name that a pod could import: put it into a module of the image and set "
+        "runner.k8s.agent to module:name"
+    )
+
+
+def check_reachable(server: str) -> None:
+    """Raise `ConfigError` for a server's URL that leads a pod to itself."""
+    for url in server.split(","):
+        if leads_to_itself(url.strip()):
+            raise ConfigError(
+                f"pods cannot reach the server at {url}: set server.host to 0.0.0.0 and server.public_url to the address "
+                "that the cluster reaches it at, such as that of a Service"
+            )
+
+
+async def _own_pod(cluster: Cluster, config: KubernetesConfig) -> Object | None:
+    """The pod that the trainer runs in, so that what it starts goes with it; None outside, or where it may not be read."""
+    if not inside(config):
+        return None
+    try:
+        pod = await cluster.get("pods", os.environ.get("POD_NAME") or socket.gethostname())
+    except ClusterError:
+        return None
+    return {"apiVersion": "v1", "kind": "Pod", **pod}
+
+
+async def _wake(site: Site, changed: asyncio.Event) -> None:
+    """Look again as soon as rollouts are created, or end. Should the store fail, there is still the look every few seconds."""
+    async with site.store.watch(site.run) as watch:
+        while True:
+            if await watch.wait(60.0):
+                changed.set()

@@ -1,0 +1,205 @@
+"""`lightning plan`: what a run would take on other machines, or with other settings.
+
+The invariant: it only reads, and everything it says begins with saying that it is a simulation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lightning.cli.locate import locate, with_store
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.config import load_config
+from lightning.errors import ConfigError
+
+from lightning_planner.cluster import Assumptions, Cluster, assume, find_gpu
+from lightning_planner.memory import Memory
+from lightning_planner.planner import (
+    LABEL,
+    Plan,
+    Replay,
+    Target,
+    calibrated,
+    make_plan,
+    recorded_config,
+    schedule_of,
+)
+from lightning_planner.recorded import Recorded, read_run
+from lightning_planner.shape import Shape, read_shape
+from lightning_planner.work import Changes
+
+
+def plan(
+    run: Annotated[str, typer.Argument(help="The recorded run: its folder, or its id under --runs.")],
+    runs: Annotated[Path, typer.Option(help="Where runs lie.")] = Path("runs"),
+    model: Annotated[
+        str, typer.Option(help="Model to plan for: a folder, a config.json, or a name on a hub; with --gpus.")
+    ] = "",
+    gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of the cluster; 0 plans for the machine of the recorded run.")
+    ] = 0,
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, a100, or memory=GB,tflops=N,bandwidth=TB/s[,link=GB/s].")
+    ] = "h100",
+    serve_on: Annotated[int, typer.Option(min=0, help="GPUs that only serve; with 0 all of them train.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(min=0, help="GPUs of the policy server; 0: all that may serve.")] = 0,
+    group_size: Annotated[int, typer.Option(min=0, help="Rollouts of a task; 0: as recorded.")] = 0,
+    max_staleness: Annotated[
+        list[int] | None,
+        typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; may be repeated, to compare."),
+    ] = None,
+    tool_seconds: Annotated[float, typer.Option(min=0, help="Seconds that each tool takes longer.")] = 0.0,
+    tool_scale: Annotated[float, typer.Option(min=0, help="How many times as long tools take.")] = 1.0,
+    token_scale: Annotated[float, typer.Option(help="How many times as many tokens calls have.")] = 1.0,
+    agents: Annotated[float, typer.Option(help="How many times the recorded run's machines agents get.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to simulate.")] = 20,
+    seed: Annotated[int, typer.Option(help="Draws the groups.")] = 0,
+    assume_: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="NAME=NUMBER", help="Replace an assumption, such as train_mfu=0.4."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recorded run.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a run: seconds of a step, memory of each GPU, utilisation and staleness, from what a recorded run took."""
+    _check(model, gpus, max_staleness or (), (token_scale, agents))
+    assumptions = assume(assume_ or ())
+    shape = read_shape(model) if model else None
+    cluster = Cluster(find_gpu(gpu), gpus, serve_on, tensor_parallel, assumptions) if gpus else None
+    url, run_id = locate(run, runs)
+    recorded = asyncio.run(with_store(url, lambda store: read_run(store, run_id)))
+    calibration, played = calibrated(recorded)
+    config = load_config(overrides=set_ or (), env={}, base=recorded_config(recorded))
+    schedule = schedule_of(recorded, config, group_size=group_size or recorded.schedule.group_size, steps=steps)
+    changes = Changes(tool_seconds, tool_scale, token_scale)
+    plans = [
+        make_plan(
+            recorded,
+            calibration,
+            Target(replace(schedule, max_staleness=bound), config, changes, agents, shape, cluster, seed),
+        )
+        for bound in max_staleness or [schedule.max_staleness]
+    ]
+    if as_json:
+        print_json(_document(recorded, played, plans, shape, cluster))
+    else:
+        _show(recorded, played, plans, shape, cluster)
+
+
+def _check(model: str, gpus: int, bounds: Sequence[int], factors: Sequence[float]) -> None:
+    """Raises `ConfigError` for options that cannot be meant."""
+    if min(factors) <= 0:
+        raise ConfigError("--token-scale and --agents are factors above 0")
+    if negative := [bound for bound in bounds if bound < 0]:
+        raise ConfigError(f"--max-staleness {negative[0]}: it is a number of steps, 0 or more")
+    if bool(model) != bool(gpus):
+        raise ConfigError(
+            "a plan for other machines needs both --model and --gpus; without them it is for the recorded one"
+        )
+
+
+def _document(
+    recorded: Recorded, played: Replay, plans: Sequence[Plan], shape: Shape | None, cluster: Cluster | None
+) -> dict[str, object]:
+    return {
+        "label": LABEL,
+        "run": recorded.run,
+        "replay": {
+            "recorded": played.recorded,
+            "simulated": played.simulated,
+            "error": played.error,
+            "calls": played.calls,
+        },
+        "model": shape,
+        "cluster": cluster,
+        "plans": [
+            {"plan": one, "seconds_per_step": one.step.total, "fits": all(use.fits for use in one.memory)}
+            for one in plans
+        ],
+    }
+
+
+def _show(
+    recorded: Recorded, played: Replay, plans: Sequence[Plan], shape: Shape | None, cluster: Cluster | None
+) -> None:
+    say(f"[bold yellow]{LABEL}[/]; calibrated on {escape(recorded.run)}, {len(recorded.steps)} steps")
+    print_table(
+        ["seconds of a step", "recorded", "played back"],
+        [
+            *(
+                [phase, f"{getattr(played.recorded, phase):.2f}", f"{getattr(played.simulated, phase):.2f}"]
+                for phase in ("rollout", "train", "checkpoint", "update")
+            ),
+            ["all", f"{played.recorded.total:.2f}", f"{played.simulated.total:.2f} ({played.error:+.0%})"],
+        ],
+    )
+    say("")
+    _show_plans(plans, _where(shape, cluster))
+    if plans and plans[0].memory:
+        say("")
+        for use in plans[0].memory:
+            _show_memory(use)
+    for note in dict.fromkeys(note for one in plans for note in one.notes):
+        say(f"[yellow]note[/] {escape(note)}")
+    if cluster is not None:
+        _show_assumptions(cluster.assumptions)
+
+
+def _where(shape: Shape | None, cluster: Cluster | None) -> str:
+    if shape is None or cluster is None:
+        return "the machine of the recorded run"
+    serving = "all" if cluster.server_gpus == cluster.gpus else str(cluster.server_gpus)
+    how = f"all train, {serving} serve" if cluster.shared else f"{cluster.training} train, {cluster.serving} serve"
+    return f"{shape.name} ({shape.parameters / 1e9:.2f} B) on {cluster.gpus} x {cluster.gpu.name}: {how}"
+
+
+def _show_plans(plans: Sequence[Plan], where: str) -> None:
+    print_table(
+        ["simulated", *(f"max_staleness {one.schedule.max_staleness}" for one in plans)],
+        [
+            ["seconds of a step", *(f"[bold]{one.step.total:.2f}" for one in plans)],
+            ["  waiting for rollouts", *(f"{one.step.rollout:.2f}" for one in plans)],
+            ["  training", *(f"{one.step.train:.2f}" for one in plans)],
+            ["  checkpoint", *(f"{one.step.checkpoint:.2f}" for one in plans)],
+            ["  update", *(f"{one.step.update:.2f}" for one in plans)],
+            ["trained tokens a second", *(f"{one.tokens_per_second:.0f}" for one in plans)],
+            ["staleness, mean / max", *(f"{one.staleness_mean:.2f} / {one.staleness_max}" for one in plans)],
+            ["policy server busy", *(f"{one.server_busy:.0%}" for one in plans)],
+            ["calls decoded at once", *(f"{one.batch:.1f}" for one in plans)],
+            ["places busy", *(f"{one.places_busy:.0%} of {one.schedule.concurrency}" for one in plans)],
+            ["trainer busy", *(f"{one.trainer_busy:.0%}" for one in plans)],
+        ],
+        title=escape(f"{where}; {_rollouts(plans)}"),
+    )
+
+
+def _rollouts(plans: Sequence[Plan]) -> str:
+    schedule = plans[0].schedule
+    return f"{schedule.tasks_per_step} groups of {schedule.group_size} a step, {schedule.concurrency} agents at once"
+
+
+def _show_memory(use: Memory) -> None:
+    verdict = "[green]fits" if use.fits else "[red]does not fit"
+    print_table(
+        ["memory of a GPU, GB", "", "from"],
+        [
+            *([item.name, f"{item.bytes / 1e9:.1f}", escape(item.how)] for item in use.items),
+            ["all", f"[bold]{use.used / 1e9:.1f}", f"of {use.available / 1e9:.0f}: {verdict}"],
+        ],
+        title=escape(use.role),
+    )
+
+
+def _show_assumptions(assumptions: Assumptions) -> None:
+    say("")
+    print_table(
+        ["assumed", "", "--assume NAME=NUMBER changes it"],
+        [[name, f"{value:g}", escape(why)] for name, value, why in assumptions.listed()],
+    )

@@ -1,0 +1,240 @@
+"""A plan: the recorded run played back, then the run that is planned, by the same simulation.
+
+The invariant: a plan never comes without how well the simulation repeats the run that it was calibrated on, and without the
+list of what it assumes; both say of themselves that they are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from lightning.config import Config, EngineConfig, settings, with_settings
+from lightning.types import Json
+
+from lightning_planner.calibration import Calibration, calibrate
+from lightning_planner.cluster import Cluster
+from lightning_planner.costs import Costs, Schedule, Sharing
+from lightning_planner.memory import Memory, memory, uncounted
+from lightning_planner.recorded import PHASES, Recorded, forward_passes
+from lightning_planner.roofline import server_costs, trainer_costs
+from lightning_planner.shape import Shape
+from lightning_planner.simulation import Simulated, simulate
+from lightning_planner.work import Changes, Team, draw
+
+LABEL = "simulation: no number of a plan was measured"
+"""Stands on everything that a plan prints or writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to plan for. Without a `cluster` (and the model's `shape`): the machine of the recorded run, on which agents'
+    machines do `agents` times as much; with one they do so beside it. `seed` draws the groups."""
+
+    schedule: Schedule
+    config: Config
+    changes: Changes = field(default_factory=Changes)
+    agents: float = 1.0
+    shape: Shape | None = None
+    cluster: Cluster | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Mean seconds of a step, by phase."""
+
+    rollout: float
+    train: float
+    checkpoint: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.rollout + self.train + self.checkpoint + self.update
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The recorded run and its simulation, without the first step. `calls` is the share of the variance of the calls'
+    durations that the calibrated costs explain."""
+
+    recorded: Phases
+    simulated: Phases
+    calls: float
+
+    @property
+    def error(self) -> float:
+        """How much longer a simulated step is than a recorded one, as a share of it."""
+        return self.simulated.total / self.recorded.total - 1.0 if self.recorded.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a simulation says of a target. `tokens_per_second` are trained response tokens; staleness is in steps, over the
+    trained tokens; `server_busy`, `places_busy`, `trainer_busy` are shares of the time, `batch` calls decoded at once.
+    `memory` is empty without a cluster."""
+
+    schedule: Schedule
+    costs: Costs
+    step: Phases
+    tokens_per_second: float
+    staleness_mean: float
+    staleness_max: int
+    server_busy: float
+    batch: float
+    places_busy: float
+    trainer_busy: float
+    memory: tuple[Memory, ...]
+    notes: tuple[str, ...]
+
+
+def make_plan(recorded: Recorded, calibration: Calibration, target: Target) -> Plan:
+    """Simulate a target with a calibrated run's work. Raises `ConfigError` for a model that its cluster has no room for, and
+    for an engine that cannot be planned."""
+    teams = [target.changes.apply(team) for team in calibration.steady]
+    memories: Sequence[Memory] = ()
+    if target.shape is not None and target.cluster is not None:
+        share = target.config.policy_server.gpu_memory_utilization
+        memories = memory(target.shape, target.cluster, target.config.engine, share)
+    costs, notes = _costs(recorded, calibration, target, teams)
+    simulated = simulate(target.schedule, costs, draw(teams, target.schedule.group_size, target.seed))
+    total = simulated.mean(lambda step: step.seconds)
+    notes += [
+        f"{use.role}: {use.used / 1e9:.0f} GB do not fit into {use.available / 1e9:.0f} GB"
+        for use in memories
+        if not use.fits
+    ]
+    return Plan(
+        schedule=target.schedule,
+        costs=costs,
+        step=_phases(simulated),
+        tokens_per_second=simulated.mean(lambda step: step.tokens) / total if total else 0.0,
+        staleness_mean=simulated.mean(lambda step: step.staleness_mean),
+        staleness_max=max(step.staleness_max for step in simulated.steps),
+        server_busy=simulated.server_busy,
+        batch=simulated.batch,
+        places_busy=simulated.places_busy,
+        trainer_busy=simulated.trainer_busy,
+        memory=tuple(memories),
+        notes=tuple(notes),
+    )
+
+
+def replay(recorded: Recorded, calibration: Calibration) -> Replay:
+    """Simulate the recorded run itself: the same groups in the same order, in as many steps."""
+    schedule = replace(recorded.schedule, steps=len(recorded.steps))
+    # Where sampling goes on all the time, more groups begin than committed steps took.
+    teams = chain(calibration.teams, draw(calibration.steady, schedule.group_size, 0))
+    simulated = simulate(schedule, calibration.costs, teams)
+    means = {phase: statistics.fmean(step.seconds.get(phase, 0.0) for step in recorded.steady) for phase in PHASES}
+    return Replay(Phases(**means), _phases(simulated), calibration.fit)
+
+
+def calibrated(recorded: Recorded) -> tuple[Calibration, Replay]:
+    """Costs of a recorded run, and how well they repeat it. Raises as `calibrate` does."""
+    calibration = calibrate(recorded)
+    return calibration, replay(recorded, calibration)
+
+
+def recorded_config(recorded: Recorded) -> Config:
+    """The settings of the recorded run; what this release does not know any more is left out."""
+    stored = recorded.config.get("config")
+    known: dict[str, object] = {}
+    keys = [setting.key for setting in settings()]
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in keys:
+        value: Json = stored
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None and key not in sections:
+            known[key] = value
+    return with_settings(Config(), known)
+
+
+def schedule_of(recorded: Recorded, config: Config, *, group_size: int, steps: int) -> Schedule:
+    """The loop as settings say, with the recorded algorithm's way of sampling."""
+    trainer = config.trainer
+    return Schedule(
+        tasks_per_step=trainer.tasks_per_step,
+        group_size=group_size,
+        concurrency=config.runner.concurrency,
+        max_staleness=trainer.max_staleness,
+        steps=steps,
+        checkpoint_every=trainer.checkpoint_every or 1,
+        dynamic_sampling=recorded.schedule.dynamic_sampling,
+        max_waves=trainer.max_waves,
+    )
+
+
+def _size(schedule: Schedule) -> int:
+    return schedule.tasks_per_step * schedule.group_size
+
+
+def _costs(
+    recorded: Recorded, calibration: Calibration, target: Target, teams: Sequence[Team]
+) -> tuple[Costs, list[str]]:
+    known, shape, cluster = calibration.costs, target.shape, target.cluster
+    power = known.sharing.agents * target.agents
+    notes = []
+    if math.isinf(known.sharing.agents):
+        notes.append(
+            "agents were not in each other's way when they were recorded: that holds for any number of them here"
+        )
+    if shape is None or cluster is None:
+        # In a run that sampled all the time, training was recorded as slow as agents beside it made it.
+        alone = recorded.schedule.max_staleness == 0
+        sharing = Sharing(agents=power, trainer_with_agents=math.isfinite(power) and alone)
+        if recorded.schedule.max_staleness == 0 < target.schedule.max_staleness:
+            notes.append(
+                "recorded in turns: how much training slows down calls on the same machine is not known from it"
+            )
+        if not known.trainer.step and _size(target.schedule) * target.changes.token_scale != _size(recorded.schedule):
+            notes.append(
+                "what a step's training takes whatever its size does not show in the recorded steps: it is taken to grow with "
+                "the tokens"
+            )
+        return replace(known, sharing=sharing), notes
+    share = target.config.policy_server.gpu_memory_utilization
+    calls = [call for team in teams for agent in team.agents for call in agent.calls]
+    context = statistics.fmean(call.prompt + call.response / 2 for call in calls) if calls else 1.0
+    rows = [agent.rows for team in teams for agent in team.agents if agent.rows]
+    length = statistics.fmean(rows) if rows else 1.0
+    passes = forward_passes(recorded) or 0
+    return (
+        Costs(
+            server=server_costs(shape, cluster, share, context),
+            trainer=trainer_costs(shape, cluster, target.config.engine, length, passes),
+            sharing=Sharing(agents=power, one_device=cluster.shared),
+            dispatch=known.dispatch,
+            turn=known.turn,
+        ),
+        [*notes, *_notes_on_gpus(recorded, target.config.engine, cluster)],
+    )
+
+
+def _notes_on_gpus(recorded: Recorded, engine: EngineConfig, cluster: Cluster) -> list[str]:
+    notes = ["calls are as many and as long as those of the recorded model"]
+    if forward_passes(recorded) is None:
+        notes.append(
+            "the record does not say what the algorithm computes before a step's gradient: passes for a reference model, a "
+            "loss of whole steps or a critic are not in the seconds of training"
+        )
+    if cluster.server_gpus > 1:
+        notes.append(
+            f"one policy server on {cluster.server_gpus} GPUs, since a run has one: what these exchange is not in its seconds"
+        )
+    return [*notes, *uncounted(engine, cluster.training)]
+
+
+def _phases(simulated: Simulated) -> Phases:
+    return Phases(
+        simulated.mean(lambda step: step.rollout),
+        simulated.mean(lambda step: step.train),
+        simulated.mean(lambda step: step.checkpoint),
+        simulated.mean(lambda step: step.update),
+    )

@@ -1,0 +1,290 @@
+"""What a recorded run took, read from its store.
+
+The invariant: only what the store holds is used, so a run can be planned from at any time, on any machine that reaches it.
+Which call followed which is decided by the recorded times: a call follows the one that ended last before it began. No
+rollout is taken to have begun before the step that it was made for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from lightning.algorithms.low_level import PRESETS
+from lightning.batch import Trajectory, build_samples
+from lightning.errors import DataError
+from lightning.store.protocol import Store
+from lightning.trainer.collect import all_rollouts, is_trainable
+from lightning.trainer.plan import TRAIN
+from lightning.trainer.publishing import HELD_SECONDS
+from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition
+
+from lightning_planner.costs import Schedule
+
+CHUNK = 256
+"""Rollouts whose calls are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A call with its times (Unix seconds). `ready` is when the call that it follows (`after`) had ended, or when the rollout
+    began; from then to `started` the agent was at work. `tools` is how many tools it had to run then."""
+
+    after: int
+    ready: float
+    started: float
+    ended: float
+    prompt: int
+    fresh: int
+    response: int
+    tools: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """A rollout that ended, with its calls; from the last one's end to `end` its agent was at work. `rows` are the tokens of
+    the training rows it became."""
+
+    calls: tuple[RecordedCall, ...]
+    start: float
+    end: float
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group that step `step` looked at; `teaches` when the step was trained on it."""
+
+    step: int
+    rollouts: tuple[RecordedRollout, ...]
+    teaches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """Wall seconds of a step by phase, and the tokens of its rows; `staleness` is the mean and the largest. `held` are the
+    seconds of the update in which calls stood still: all of them in runs of releases that did not record it."""
+
+    step: int
+    seconds: Mapping[str, float]
+    rows: int
+    staleness: tuple[float, float]
+    held: float = math.inf
+
+    @property
+    def total(self) -> float:
+        """All phases, without an evaluation."""
+        return sum(self.seconds.values())
+
+
+PHASES = ("rollout", "train", "checkpoint", "update")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One run. `schedule` is the loop as it was set."""
+
+    run: str
+    model: str
+    schedule: Schedule
+    groups: tuple[RecordedGroup, ...]
+    steps: tuple[RecordedStep, ...]
+    config: Mapping[str, Json]
+
+    @property
+    def rollouts(self) -> Iterator[RecordedRollout]:
+        """All of them."""
+        return (rollout for group in self.groups for rollout in group.rollouts)
+
+    @property
+    def steady(self) -> Sequence[RecordedStep]:
+        """The steps without the first one, in which processes start, if there are others."""
+        return self.steps[1:] or self.steps
+
+
+async def read_run(store: Store, run: str) -> Recorded:
+    """Read a run. Raises `DataError` for one that has no committed step, or whose calls were pruned."""
+    stored = await store.get_run(run)
+    records = await store.list_steps(run)
+    if stored is None or not records:
+        raise DataError(
+            f"run {run!r} has no committed step: a plan needs one that has trained; `lightning runs` lists them"
+        )
+    points = {point.step: point.values for point in await store.metrics(run)}
+    rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
+    reader = _Reader(store, records, _strings(stored.config.get("train_agents")))
+    groups = await reader.groups(rollouts)
+    if not any(rollout.calls for group in groups for rollout in group.rollouts):
+        raise DataError(
+            f"the calls of run {run!r} are not in its store any more (`lightning db prune`): plan from another run"
+        )
+    rows: dict[int, int] = {}
+    for group in groups:
+        rows[group.step] = rows.get(group.step, 0) + sum(rollout.rows for rollout in group.rollouts)
+    steps = tuple(_step(record, points.get(record.step, {}), rows.get(record.step, 0)) for record in records)
+    schedule = _schedule(stored.config, max(len(group.rollouts) for group in groups))
+    groups = groups if schedule.max_staleness else _within_steps(groups, steps)
+    return Recorded(run, str(stored.config.get("model", "")), schedule, groups, steps, stored.config)
+
+
+def forward_passes(recorded: Recorded) -> int | None:
+    """Forward passes over each trained row before its gradient's, as the recorded algorithm makes them: of the reference model,
+    of the policy for a loss of whole steps (`StepLoss`), and of a critic. None where the record does not tell."""
+    algorithm = _table(recorded.config.get("algorithm"))
+    name, arguments = algorithm.get("name"), _table(algorithm.get("arguments"))
+    if name == "dpo":
+        return 2
+    if name == "sft":
+        return 0
+    preset = next((preset for level, preset in PRESETS.items() if level == arguments.get("low_level")), None)
+    own = _table(arguments.get("credit"))
+    credit = own.get("type", own.get("function", arguments.get("credit")))
+    if name != "lightning_rl" or preset is None or (own and not str(credit).startswith("lightning.")):
+        return None  # a function or an object of one's own may be a critic
+    correction = _table(arguments.get("correction"))
+    decoupled = correction.get("kind") in ("tis", "mis", "icepop") or arguments.get("tis_cap") is not None
+    by_call = correction.get("level", "token") != "token"
+    prepares = by_call or (preset.ratio == "sequence" and not decoupled)
+    return bool(arguments.get("kl_coefficient")) + prepares + (credit in ("critic", "lightning.credit.critic.Critic"))
+
+
+def _within_steps(groups: Sequence[RecordedGroup], steps: Sequence[RecordedStep]) -> tuple[RecordedGroup, ...]:
+    """The groups of a run in turns, none of whose rollouts begins before its step.
+
+    How long an agent ran is stored, not when: what it did after its last call is first taken to come before its first one. A
+    step ends no earlier than its last call, which shows where that would be before the step, while the engine trained, so
+    that agents would seem to do work that there was no time for. So much comes after the last call.
+    """
+    ends = dict.fromkeys((group.step for group in groups), -math.inf)
+    for group in groups:
+        ends[group.step] = max([ends[group.step], *(rollout.end for rollout in group.rollouts if rollout.calls)])
+    began = {step.step: ends.get(step.step, -math.inf) - step.seconds.get("rollout", math.inf) for step in steps}
+    return tuple(
+        replace(group, rollouts=tuple(_not_before(rollout, began[group.step]) for rollout in group.rollouts))
+        for group in groups
+    )
+
+
+def _not_before(rollout: RecordedRollout, began: float) -> RecordedRollout:
+    """The rollout, as long as it was, begun at that moment if it seems to have begun earlier.
+
+    One that called before it is of an interrupted step, whose seconds are those after the interruption: it stays as it is.
+    """
+    if not rollout.calls or rollout.start >= began or rollout.calls[0].started < began:
+        return rollout
+    calls = tuple(replace(call, ready=began) if call.after < 0 else call for call in rollout.calls)
+    return replace(rollout, calls=calls, start=began, end=rollout.end + began - rollout.start)
+
+
+def _step(record: StepRecord, values: Mapping[str, float], rows: int) -> RecordedStep:
+    seconds = {phase: values[f"seconds/{phase}"] for phase in PHASES if f"seconds/{phase}" in values}
+    staleness = (record.metrics.get("staleness_mean", 0.0), record.metrics.get("staleness_max", 0.0))
+    return RecordedStep(record.step, seconds, rows, staleness, values.get(HELD_SECONDS, math.inf))
+
+
+def _schedule(config: Mapping[str, Json], size: int) -> Schedule:
+    """The loop as it was set; what an old release did not record is at its default."""
+    settings = _table(config.get("config"))
+    trainer, runner = _table(settings.get("trainer")), _table(settings.get("runner"))
+    arguments = _table(_table(config.get("algorithm")).get("arguments"))
+    return Schedule(
+        tasks_per_step=_whole(trainer.get("tasks_per_step"), 16),
+        group_size=_whole(arguments.get("group_size"), size),
+        concurrency=_whole(runner.get("concurrency"), 32),
+        max_staleness=_whole(trainer.get("max_staleness"), 0),
+        checkpoint_every=_whole(trainer.get("checkpoint_every"), 1),
+        dynamic_sampling=bool(arguments.get("dynamic_sampling")),
+        max_waves=_whole(trainer.get("max_waves"), 4),
+    )
+
+
+def _table(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _whole(value: Json, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _strings(value: Json) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else []
+
+
+class _Reader:
+    """Reads the calls of rollouts; what of them was trained, and by which step, is in the records."""
+
+    def __init__(self, store: Store, records: Sequence[StepRecord], agents: Sequence[str]) -> None:
+        self._store, self._agents = store, agents
+        self._step_of = {group: record.step for record in records for group in record.groups}
+        self._steps = {record.step for record in records if not record.groups}
+        self._trained = {key for record in records for key in record.rollouts}
+        self._first: TokenIds | None = None
+
+    async def groups(self, rollouts: Sequence[Rollout]) -> tuple[RecordedGroup, ...]:
+        """The groups that a step looked at, in the order they began."""
+        taken: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            if rollout.group in self._step_of or rollout.step in self._steps:
+                taken.setdefault(rollout.group, []).append(rollout)
+        flat = [rollout for members in taken.values() for rollout in members]
+        read: dict[str, RecordedRollout] = {}
+        for first in range(0, len(flat), CHUNK):
+            some = flat[first : first + CHUNK]
+            calls = await self._store.transitions_of([(rollout.id, rollout.attempt) for rollout in some])
+            read |= {rollout.id: self._rollout(rollout, own) for rollout, own in zip(some, calls, strict=True)}
+        return tuple(
+            RecordedGroup(
+                self._step_of.get(group, members[0].step),
+                tuple(read[rollout.id] for rollout in members),
+                any((rollout.id, rollout.attempt) in self._trained for rollout in members),
+            )
+            for group, members in taken.items()
+        )
+
+    def _rollout(self, rollout: Rollout, transitions: Sequence[Transition]) -> RecordedRollout:
+        ok = sorted((call for call in transitions if call.status.answered), key=lambda call: call.started_at)
+        if not ok:
+            return RecordedRollout((), 0.0, rollout.seconds, 0)
+        begun, end = ok[0].started_at, max(call.ended_at for call in ok)
+        start = min(begun, end - rollout.seconds)
+        calls: list[RecordedCall] = []
+        for place, call in enumerate(ok):
+            before = [index for index in range(place) if ok[index].ended_at <= call.started_at]
+            after = max(before, key=lambda index: ok[index].ended_at, default=-1)
+            calls.append(
+                RecordedCall(
+                    after=after,
+                    ready=ok[after].ended_at if before else start,
+                    started=call.started_at,
+                    ended=call.ended_at,
+                    prompt=len(call.prompt_ids),
+                    fresh=len(call.prompt_ids) - self._known(call, ok[:place]),
+                    response=len(call.response_ids),
+                    tools=len(ok[after].tool_calls) if before else 0,
+                )
+            )
+        self._first = ok[0].prompt_ids
+        return RecordedRollout(tuple(calls), start, end, self._rows(rollout, ok))
+
+    def _known(self, call: Transition, before: Sequence[Transition]) -> int:
+        """Tokens of the prompt that a prefix cache has: of the rollout's calls before, or of the rollout before."""
+        seen = [array for other in before for array in (other.prompt_ids + other.response_ids,)]
+        if self._first is not None:
+            seen.append(self._first)
+        return max((_shared(call.prompt_ids, array) for array in seen), default=0)
+
+    def _rows(self, rollout: Rollout, calls: Sequence[Transition]) -> int:
+        if (rollout.id, rollout.attempt) not in self._trained:
+            return 0
+        trainable = tuple(is_trainable(call.caller, self._agents) for call in calls)
+        trajectory = Trajectory(rollout, tuple(calls), trainable)
+        return sum(map(len, build_samples([trajectory], [[0.0] * len(calls)])))
+
+
+def _shared(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens two rows have in common from their beginning."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(np.frombuffer(one, np.int32)[:length] != np.frombuffer(other, np.int32)[:length])
+    return int(differ[0]) if len(differ) else length

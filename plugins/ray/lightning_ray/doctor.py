@@ -1,0 +1,64 @@
+"""What `lightning doctor` says of Ray: its version, and a cluster's nodes and GPUs.
+
+The invariant: a cluster is attached to only when one was named, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+from lightning.cli.check import Check, ProbeError, probe
+from lightning.cli.installed import version_of
+
+CONNECT_SECONDS, RAY_SECONDS = 3, 60
+"""Time limits: for a connection, for attaching to a cluster."""
+RAY_PORT = 6379
+REFUSED = "InvalidAuthToken"
+"""What Ray writes when a cluster was started with a token and this process has not sent it."""
+AUTHENTICATE = (
+    "copy ~/.ray/auth_token of the cluster's head to this machine, and set RAY_AUTH_MODE=token here and for training"
+)
+
+
+def check_ray(tried: str | None) -> Iterator[Check]:
+    """Ray, and the cluster that `--try ray=ADDRESS` or RAY_ADDRESS names."""
+    address = os.environ.get("RAY_ADDRESS", "") if tried is None else tried or "auto"
+    found = version_of("ray")
+    if found is None:
+        if address:
+            yield Check("ray", "missing", f"{address} cannot be attached to", "pip install 'lightning[ray]<1'")
+        return
+    if not address:
+        detail = f"{found}; no cluster was named (--try ray=ADDRESS, RAY_ADDRESS): training starts Ray on this machine"
+        yield Check("ray", "ok", detail)
+        return
+    start = f"ray start --head --port={RAY_PORT} on one machine, ray start --address=HOST:{RAY_PORT} on the others"
+    try:
+        _listening(address)
+        answer = probe("lightning_ray.probe", address, seconds=RAY_SECONDS)
+    except ProbeError as error:
+        if REFUSED in error.log:
+            yield Check("ray", "broken", f"the cluster at {address} wants a token", AUTHENTICATE)
+        else:
+            yield Check("ray", "broken", f"no cluster answers at {address}: {error}", start)
+        return
+    gpus = answer["gpus"]
+    assert isinstance(gpus, list), "the probe counts them by node"
+    detail = f"{answer['version']} at {address}: {len(gpus)} nodes, GPUs on them: {', '.join(map(str, gpus))}"
+    if any(gpus):
+        yield Check("ray", "ok", detail)
+    else:
+        yield Check("ray", "low", detail, f"workers need GPUs: {start}, with --num-gpus=N where Ray does not find them")
+
+
+def _listening(address: str) -> None:
+    """Raise `ProbeError` at once where nobody listens: Ray would try for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # `auto`, `local`
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ProbeError(str(error)) from error

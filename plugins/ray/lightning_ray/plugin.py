@@ -1,0 +1,39 @@
+"""Agents in a Ray cluster, as a plugin; Ray is imported when a runner is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.cli.check import Check
+    from lightning.config import Config
+    from lightning.runner.protocol import Agent, Runner
+
+
+@hookimpl
+def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]], None]) -> None:
+    """`ray`."""
+    register("ray", ray_runner)
+
+
+@hookimpl
+def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
+    """`ray`."""
+    register("ray", check_ray)
+
+
+def ray_runner(agent: Agent, config: Config) -> Runner:
+    """Actors of a Ray cluster; see `lightning_ray`."""
+    from lightning_ray.runner import RayRunner
+
+    return RayRunner(agent, config.runner)
+
+
+def check_ray(tried: str | None) -> Iterable[Check]:
+    """See `lightning_ray.doctor`."""
+    from lightning_ray import doctor
+
+    return doctor.check_ray(tried)

@@ -1,0 +1,81 @@
+"""What `lightning doctor` says of verl: flash attention, its workers, Megatron.
+
+The invariant: importing verl, which takes half a minute, is done only when it was asked for, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+
+from lightning.cli.check import Check, ProbeError, probe
+from lightning.cli.installed import version_of
+
+VERL_SECONDS = 300
+"""Time limit for importing verl."""
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
+"""Versions of verl: the first with the workers that are used, and the first that was not looked at."""
+
+
+def check_verl(tried: str | None) -> Iterator[Check]:
+    """verl and what its engine uses besides; with `--try verl` its workers are imported."""
+    gpus = shutil.which("nvidia-smi") is not None
+    if gpus:
+        yield _flash_attention()
+    yield _verl(try_it=tried is not None)
+    if tried is not None:
+        yield from _megatron(gpus=gpus)
+
+
+def _flash_attention() -> Check:
+    if importlib.util.find_spec("flash_attn") is not None:
+        return Check("flash-attn", "ok", version_of("flash-attn") or "installed")
+    detail = "the verl engine takes torch's attention instead, which computes what lies between packed rows, too"
+    return Check("flash-attn", "missing", detail, "pip install flash-attn --no-build-isolation")
+
+
+def _verl(*, try_it: bool) -> Check:
+    found = version_of("verl")
+    if found is None:
+        return Check("verl", "missing", "for training on many GPUs (--engine verl)", "pip install 'lightning[verl]<1'")
+    if not OLDEST <= _numbers(found) < TOO_NEW:
+        detail = f"{found} has not the workers that the verl engine uses"
+        return Check("verl", "broken", detail, "pip install 'verl>=0.9.1,<0.10'")
+    if not try_it:
+        return Check(
+            "verl", "ok", f"{found}; `lightning doctor --try verl` imports its workers, which takes half a minute"
+        )
+    try:
+        answer = probe("lightning_verl.probe", "worker", seconds=VERL_SECONDS)
+    except ProbeError as error:
+        detail = f"{found}, but its workers cannot be imported: {error}"
+        return Check("verl", "broken", detail, "pip install --upgrade 'lightning[verl]<1'")
+    return Check("verl", "ok", f"{found}; its workers can be imported, and would compute on {answer['device']}")
+
+
+def _megatron(*, gpus: bool) -> Iterator[Check]:
+    """Of the strategy `megatron`, which few need."""
+    found, install = version_of("megatron-core"), "pip install 'lightning[verl-megatron]<1'"
+    if found is None:
+        yield Check("megatron", "missing", "for engine.verl.strategy = megatron; fsdp2 needs none", install)
+        return
+    if version_of("mbridge") is None:
+        yield Check("mbridge", "missing", "engine.verl.strategy = megatron loads and exports models by it", install)
+    if gpus and version_of("transformer-engine") is None:
+        cure = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+        yield Check("transformer-engine", "missing", "engine.verl.strategy = megatron computes with it on GPUs", cure)
+    try:
+        answer = probe("lightning_verl.probe", "megatron", seconds=VERL_SECONDS)
+    except ProbeError as error:
+        yield Check("megatron", "broken", f"{found}, but verl's engine over it cannot be imported: {error}", install)
+    else:
+        detail = f"{found}; verl's engine over it can be imported, and would compute on {answer['device']}"
+        yield Check("megatron", "ok", detail)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version, as numbers."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in release.group().split(".")) if release else ()

@@ -1,0 +1,415 @@
+"""The verl engine: our rows and losses on verl's workers, however many GPUs they are.
+
+The invariant: the loss and its gradient are those of the rows alone. Rows are dealt out to ranks whole; where they cannot
+be dealt evenly some get a copy of a row without weights; and every rank's loss is a sum, so that their sum is the step's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+from lightning.batch.sample import FloatArray, Sample
+from lightning.engines import rows
+from lightning.engines.critics import Trunk, no_critic, refuse_targets
+from lightning.engines.files import recover, whole_folder
+from lightning.engines.memory import MORE_ROOM
+from lightning.engines.model_contents import UNTRAINABLE, contents
+from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
+from lightning.engines.prepare import prepared_by, with_numbers
+from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.tally import Tally
+from lightning.engines.tokens import Numbers, Tokens, trained_tokens
+from lightning.errors import ConfigError, EngineError, WorkersLostError
+from lightning.losses.protocol import Loss, StepLoss, needs_reference
+from lightning.types import Json
+
+from lightning_verl.deal import deal, share
+from lightning_verl.device import choose
+from lightning_verl.megatron_settings import layout, refuse_critic
+from lightning_verl.sender import FirstWorker
+from lightning_verl.state import Taken, read_state, write_state
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+
+    from lightning_verl.group import Group
+    from lightning_verl.passes import Report
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What `open` was called with, so that workers that died can be made again."""
+
+    model: Path
+    optimizer: OptimizerConfig
+    seed: int
+    vocab_size: int
+    trunk: Trunk | None
+    """Of the critic, if there is one."""
+
+
+class VerlEngine:
+    """Implements `lightning.engines.protocol.Engine`. All that is set is in `Config.engine` and `Config.engine.verl`."""
+
+    revives_workers: Literal[True] = True
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._device = ""
+        self._opened: _Opened | None = None
+        self._group: Group | None = None
+        self._own_cluster = False
+        self._ranks: list[tuple[int, bool]] = []
+        self._taken = Taken()
+        self._saved: tuple[Path, Taken] | None = None
+        self._restarts, self._died_at = 0, 0
+        self._turn = threading.Lock()
+        """Held during a call, and during a transfer: weights may have to be sent to a vLLM that was started again while a step
+        is computed."""
+        self._sends = threading.Lock()
+        """Held during one call of a transfer: the call that leaves it is made while another is under way."""
+        self._budget = config.engine.tokens_per_microbatch
+        self._nonfinite = NonFiniteSteps(config.engine.max_nonfinite_steps)
+        self._longest = 0
+        """Tokens of the longest row that is computed on; no micro-batch is smaller. 0 where none is."""
+
+    def check(self, model: Path) -> str:
+        """See `lightning.engines.protocol.ChecksModel`."""
+        found = contents(model)
+        if found.fp8:
+            raise ConfigError(f"the weights in {model} are FP8, which verl does not train: {UNTRAINABLE}")
+        return found.remark()
+
+    def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
+        """Start the workers and load a model folder, which every machine of the cluster must see."""
+        if self._config.engine.step == "tree":
+            logger.info("rows are computed one by one, not as a tree: verl's models take packed rows")
+        self.close()
+        if critic and self._config.engine.verl.strategy == "megatron":
+            raise refuse_critic()
+        self._device = choose(self._config.engine.device)
+        trunk: Trunk | None = self._config.engine.critic_trunk if critic else None
+        self._opened = _Opened(model, optimizer, seed, _vocab_size(model), trunk)
+        self._taken, self._saved = Taken(), None
+        self._start()
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Current policy's logprobs, shape (T,) each; index 0 is NaN."""
+        self._checked(samples)
+        return self._again(lambda: self._read("logprobs", samples, reference=False))
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """The critic's value of the state before each span, shape (spans,) each."""
+        self._checked(samples)
+        if self._ready().trunk is None:
+            raise no_critic()
+        valued = [_cut(sample, max(span.start for span in sample.spans)) for sample in samples if sample.spans]
+        found = iter(self._again(lambda: self._read("values", valued)))
+        return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
+
+    def step(self, samples: Sequence[Sample], loss: Loss) -> StepResult:
+        """One optimizer step on the sum of the rows' losses. Without any weight no step is taken (`stepped` is 0).
+
+        Where a loss or gradient is not finite none is taken either (`skipped_nonfinite` is 1), and the weights are as before.
+        Raises `DataError` for a row that cannot be computed on and `EngineError` when too many steps in a row are not finite
+        (`engine.max_nonfinite_steps`). Workers that die are made again from the last checkpoint, if that is the last step's.
+        """
+        self._checked(samples)
+        if self._ready().trunk is None:
+            refuse_targets(samples)
+        trained = [_cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
+        return self._nonfinite.guard(lambda: self._again(lambda: self._step(trained, loss)) if trained else _nothing())
+
+    def save(self, folder: Path) -> None:
+        """Write the whole training state to a folder, atomically; one that exists is replaced."""
+        opened, taken = self._ready(), self._taken
+        with self._turn, whole_folder(folder) as path:
+            for host, files in self._run("save", path.resolve(), taken.policy):
+                _check_seen(host, [path / file for file in files], folder)
+            write_state(path, taken, opened.optimizer, opened.trunk, layout(self._config))
+        self._saved = folder.resolve(), taken
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, with however many workers (Megatron's: with as many, cut alike); the optimizer's settings
+        stay those given to `open`."""
+        opened = self._ready()
+        recover(folder)
+        taken = read_state(folder, opened.trunk, layout(self._config))
+        self._again(lambda: self._run("load", folder.resolve(), taken.policy, taken.critic))
+        self._taken, self._saved = taken, (folder.resolve(), taken)
+
+    def export(self, folder: Path) -> Path:
+        """Write a model folder that `transformers` and vLLM load, LoRA merged; return it."""
+        opened = self._ready()
+        self._again(lambda: self._run("write_model", opened.model.resolve(), folder.resolve(), self._dtype()))
+        _check_seen("the first worker's machine", [folder / "config.json"], folder)
+        return folder
+
+    def weights(self, file: Path) -> Path:
+        """Write the current full weights as one safetensors file, LoRA merged; return it."""
+        opened = self._ready()
+        self._again(lambda: self._run("write_weights", opened.model.resolve(), file.resolve(), self._dtype()))
+        _check_seen("the first worker's machine", [file], file)
+        return file
+
+    def numerics(self) -> dict[str, Json]:
+        """In what it computes (`trainer.context.Numeric`)."""
+        self._ready()
+        return {
+            "dtype": self._dtype(),
+            "device": f"{max(1, self._config.engine.verl.world_size)} x {self._device}",
+            "threads": self._config.engine.threads,
+            "tokens_per_microbatch": self._budget,
+        }
+
+    def sender(self) -> FirstWorker:
+        """The first worker, which writes the file of `weights`."""
+        return FirstWorker(self._sending, self._turn, self._config.engine)
+
+    def close(self) -> None:
+        """End the workers, and the cluster if it was started here. Idempotent."""
+        self._opened = None  # first: a call in another thread would start again the workers that die of this
+        group, self._group = self._group, None
+        self._end(group)
+
+    def _end(self, group: Group | None) -> None:
+        if group is not None:
+            group.close()
+        own, self._own_cluster = self._own_cluster, False
+        if own:
+            import ray
+
+            ray.shutdown()
+
+    def _ready(self) -> _Opened:
+        if self._opened is None:
+            raise EngineError("the engine has no model: call open() first")
+        return self._opened
+
+    def _sending(self, method: str, *arguments: object) -> tuple[Any, str]:
+        """A call of the first worker's sender, by who holds the turn: what it answers, and what went wrong."""
+        with self._sends:
+            answer: tuple[Any, str] = self._until_done(lambda: self._run("sending", method, arguments))[0]
+        return answer
+
+    def _checked(self, samples: Sequence[Sample]) -> None:
+        opened = self._ready()
+        for sample in samples:
+            rows.check(sample, opened.vocab_size)
+
+    def _dtype(self) -> str:
+        from lightning_verl.settings import compute_dtype
+
+        return compute_dtype(self._config, self._device)
+
+    def _start(self, *, again: bool = False) -> None:
+        """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
+        from lightning_verl.group import Alone, OnRay, connect
+        from lightning_verl.settings import refuse_holes, worker_config
+
+        opened, engine = self._ready(), self._config.engine
+        made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)
+        if not again:
+            refuse_holes(made)
+        arguments = {
+            "seed": opened.seed, "threads": engine.threads, "optimizer": opened.optimizer, "trunk": opened.trunk,
+        }  # fmt: skip
+        group: Group | None = None
+        try:
+            if engine.verl.world_size:
+                self._own_cluster = connect(engine.verl, self._device) or self._own_cluster
+                group = OnRay(engine.verl, made, arguments, self._device, again=again)
+            else:
+                group = Alone(made, arguments)
+            self._ranks = group.run("place", [()] * group.size)
+            self._group = group
+        finally:
+            if self._opened is None:  # `close` was called meanwhile, and saw nothing of these
+                self._group = None
+                self._end(group)
+        self._ready()
+
+    def _again(self, call: Callable[[], T]) -> T:
+        """What a call returns, made when no other is under way; see `_until_done`."""
+        with self._turn:
+            return self._until_done(call)
+
+    def _until_done(self, call: Callable[[], T]) -> T:
+        """What a call returns; when workers die, they are made again and it is made again."""
+        lost: WorkersLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self._revive(lost)
+                return call()
+            except WorkersLostError as error:
+                lost = error
+
+    def _revive(self, error: WorkersLostError) -> None:
+        if self._opened is None:
+            raise EngineError("the engine was closed while it computed") from error
+        allowed, short, cure = self._config.engine.verl.restarts, "out of memory" in str(error), "resume the run"
+        longest, self._longest = self._longest, 0
+        if short:
+            if self._budget <= longest:
+                raise EngineError(
+                    f"{error}; no smaller micro-batch is left, for one row has {longest} tokens: set "
+                    "engine.gradient_checkpointing = true and resume; or begin a new run with LoRA adapters (engine.lora) or "
+                    "shorter calls (policy_server.max_model_len)"
+                ) from error
+            cure = (
+                f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
+            )
+        steps = self._taken.steps
+        if steps != self._died_at:  # a step was taken: workers work, and what they died of weeks ago is over
+            self._restarts, self._died_at = 0, steps
+        if self._restarts >= allowed:
+            raise EngineError(f"{error}; engine.verl.restarts = {allowed} were used up: {cure}") from error
+        if steps and (self._saved is None or self._saved[1].steps != steps):
+            raise EngineError(
+                f"{error}; the last checkpoint is older than step {steps}, so nothing can be done again from here "
+                f"(trainer.checkpoint_every = 1 lets the engine go on by itself): {cure}"
+            ) from error
+        self._restarts += 1
+        if short:
+            self._budget = max(1, longest, self._budget // 2)
+            logger.warning("going on with %d tokens per micro-batch", self._budget)
+        logger.warning("%s; starting the workers again at step %d", error, steps)
+        self._start(again=True)
+        if self._saved is not None:
+            folder, taken = self._saved
+            self._run("load", folder, taken.policy, taken.critic)
+
+    def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
+        if isinstance(loss, StepLoss) or needs_reference(loss):
+            trained = self._prepared(trained, loss)
+        steps = self._taken.steps
+        reports: list[Report] = [report for _, report in self._dealt("accumulate", trained, loss, steps)]
+        problems = [report.problem for report in reports if report.problem]
+        nonfinite = [report.nonfinite for report in reports if report.nonfinite]
+        if problems or nonfinite:
+            self._run("discard")
+            if problems:
+                raise EngineError(f"{problems[0]}, so the step was not taken and the weights are as before")
+            raise NonFiniteError(nonfinite[0])
+        tally = Tally()
+        for report in reports:
+            tally.merge(report.tally)
+        optimizer = self._ready().optimizer
+        warm = min(1.0, (steps + 1) / max(1, optimizer.warmup_steps))
+        policy, critic = self._moves(trained)
+        rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
+        norms: dict[str, float] = self._run("update", *rates)[0]
+        if not all(map(math.isfinite, norms.values())):
+            raise NonFiniteError(f"the gradient is not finite at step {steps}", tally)
+        self._taken = Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
+        return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
+
+    def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
+        """Whether a step on these rows has a gradient for the policy, and for the critic. What has none is left alone: by a
+        gradient of 0 Adam would move it on. (A shared trunk whose rows have values alone takes its output layer with it.)"""
+        critic = any(span.value_weight for sample in trained for span in sample.spans)
+        shared = critic and self._ready().trunk == "shared"
+        return shared or any(bool(sample.weights.any()) for sample in trained), critic
+
+    def _prepared(self, samples: Sequence[Sample], loss: Loss) -> list[Sample]:
+        """The rows with what the loss wants to know of their trained tokens before the gradient pass."""
+        tokens = trained_tokens(samples)
+        reference: Numbers | None = None
+        prepared: Numbers | None = None
+        if needs_reference(loss):
+            reference = _chosen(self._read("logprobs", samples, reference=True), tokens)
+        if isinstance(loss, StepLoss) and len(tokens):
+            current = _chosen(self._read("logprobs", samples, reference=False), tokens)
+            prepared = prepared_by(loss, samples, tokens, current, reference)
+        return with_numbers(samples, tokens, reference, prepared)
+
+    def _read(self, method: str, samples: Sequence[Sample], **named: Any) -> list[FloatArray]:
+        """What a method of the workers reads of each row, in their order."""
+        if not samples:
+            return []
+        found: dict[int, FloatArray] = {}
+        for hand, own in self._dealt(method, samples, **named):
+            found.update(zip(hand, own, strict=False))  # what filled the place up comes last and is nobody's
+        return [found[index] for index in range(len(samples))]
+
+    def _dealt(
+        self, method: str, samples: Sequence[Sample], *arguments: Any, **named: Any
+    ) -> list[tuple[list[int], Any]]:
+        """For each place the numbers of its rows, and what it answers about them."""
+        hands = deal([len(sample) for sample in samples], self._places())
+        count = max(len(hand) for hand in hands)
+        shares = [share(samples, hand, count) for hand in hands]
+        self._longest = max(len(sample) for sample in samples)
+        parts = [(shares[place], *arguments, max(self._budget, self._longest)) for place, _ in self._ranks]
+        answers = self._working().run(method, parts, **named)
+        self._longest = 0
+        spoken = {place: answer for (place, speaks), answer in zip(self._ranks, answers, strict=True) if speaks}
+        return [(hand, spoken[place]) for place, hand in enumerate(hands)]
+
+    def _places(self) -> int:
+        return max(place for place, _ in self._ranks) + 1
+
+    def _run(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """The same call on every rank."""
+        group = self._working()
+        return group.run(method, [arguments] * group.size, **named)
+
+    def _working(self) -> Group:
+        group = self._group
+        if group is None:
+            self._ready()
+            raise EngineError("the workers of the verl engine have not been started: call open() again")
+        return group
+
+
+def _nothing() -> StepResult:
+    """Of a step on rows without any weight."""
+    return StepResult({**Tally().metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
+
+
+def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
+    """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        raise EngineError(
+            f"{host} wrote {', '.join(missing) or 'nothing'} where the trainer's machine does not see it: every machine of the "
+            f"cluster must see {target.resolve()} under this path, on a disk that all share"
+        )
+
+
+def _cut(sample: Sample, length: int) -> Sample:
+    """The beginning of a row, when what follows cannot influence what is wanted."""
+    stop = slice(length)
+    arrays = ("ids", "weights", "advantages", "logprobs", "versions")
+    return replace(sample, **{name: getattr(sample, name)[stop] for name in arrays})
+
+
+def _chosen(logprobs: Sequence[FloatArray], tokens: Tokens) -> Numbers:
+    """Logprobs (N,) of some tokens of rows."""
+    return np.array(
+        [logprobs[row][column] for row, column in zip(tokens.rows, tokens.columns, strict=True)], np.float32
+    )
+
+
+def _vocab_size(model: Path) -> int:
+    if not (model / "config.json").is_file():
+        raise EngineError(
+            f"{model} is not a model folder: it has no config.json. Give a folder that transformers can load"
+        )
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"cannot read the model's configuration in {model}: {error}") from error

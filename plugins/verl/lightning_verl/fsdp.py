@@ -1,0 +1,100 @@
+"""The model of a job that FSDP2 cuts: every weight and its moments in pieces, one for each rank.
+
+The invariant: what is saved may be read by any number of ranks; and weights and moments are touched in one of verl's modes,
+since outside of them those that it offloads may still be on their way.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.engines import export
+from lightning.engines.dropout import silence_dropout
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_verl import api
+from lightning_verl.critic import Learner, PolicyEngine
+from lightning_verl.reference import ReferenceWeights
+from lightning_verl.shards import load_shards, save_shards
+
+
+# verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.
+@api.EngineRegistry.register(
+    model_type="language_model", backend="fsdp2", device=api.get_device_name(), vendor=api.get_vendor()
+)
+class Fsdp2Engine(PolicyEngine):
+    """Implements `lightning_verl.strategy.Strategy`."""
+
+    def begin(self) -> None:
+        """See `Strategy.begin`."""
+        silence_dropout(self.trained)
+        # verl takes the softmax in the dtype of the logits: in bfloat16 a logprob would be off by up to 0.04.
+        self.trained.register_forward_hook(_in_float32)
+        _spare_vectors(self.optimizer)
+
+    @property
+    def trained(self) -> nn.Module:
+        """See `Strategy.trained`."""
+        module: nn.Module = self.module
+        return module
+
+    def first_weights(self, *, moved: bool) -> ReferenceWeights:
+        """See `Strategy.first_weights`."""
+        if not moved:
+            with self.eval_mode():
+                return ReferenceWeights.of(self.trained)
+        found = ReferenceWeights.of(self.read_again())
+        _let_go()
+        return found
+
+    def whole_weights(self, dtype: torch.dtype, *, wanted: bool) -> dict[str, torch.Tensor]:
+        """See `Strategy.whole_weights`."""
+        with self.eval_mode():
+            found = export.whole_weights(self.trained, dtype, _whole, wanted=wanted)
+            return {
+                name: tensor.clone() for name, tensor in found.items()
+            }  # the model's own may be moved behind this block
+
+    def save(self, critic: Learner | None, folder: Path, steps: int) -> None:
+        """See `Strategy.save`."""
+        with self.train_mode(zero_grad_on_exit=False):
+            save_shards(self, critic, folder, steps)
+
+    def load(self, critic: Learner | None, folder: Path, steps: int, critic_steps: int) -> None:
+        """See `Strategy.load`."""
+        with self.train_mode(zero_grad_on_exit=True):
+            load_shards(self, critic, folder, steps, critic_steps)
+
+    def end(self) -> None:
+        """See `Strategy.end`."""
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _in_float32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """A forward hook."""
+    if getattr(output, "logits", None) is not None:
+        output.logits = output.logits.float()
+    return output
+
+
+def _spare_vectors(optimizer: torch.optim.Optimizer) -> None:
+    """Weight decay is for matrices; norms and biases do without, as in the torch engine."""
+    (group,) = optimizer.param_groups
+    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+    group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+    if vectors:
+        optimizer.add_param_group({**group, "params": vectors, "weight_decay": 0.0})
+
+
+def _let_go() -> None:
+    """Give the memory of a sharded model back that nothing uses: FSDP2 leaves it in cycles, which Python seldom looks for."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

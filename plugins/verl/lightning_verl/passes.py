@@ -1,0 +1,136 @@
+"""What verl's engine calls with a micro-batch's outputs: our losses on exactly the tokens of its rows.
+
+The invariant: every trained token and every valued state of a rank's rows is in one call of the loss, with its own weight;
+filler rows have none, and how verl packs and orders rows changes nothing. Nothing is raised here: a rank that stopped would
+leave the others waiting for it in a collective for ever, so what is wrong is noted, and the trainer acts on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.batch.sample import Sample
+from lightning.engines.batches import Seen, state_loss, token_batch
+from lightning.engines.rows import name
+from lightning.engines.tally import Tally
+from lightning.engines.tokens import Ints, reordered, states_of, trained_tokens
+from lightning.losses.protocol import Loss
+
+if TYPE_CHECKING:
+    from lightning_verl.api import TensorDict
+
+
+@dataclass(slots=True)
+class Report:
+    """What one rank says of its share of a step."""
+
+    tally: Tally = field(default_factory=Tally)
+    problem: str = ""
+    """What is wrong with a loss; empty when nothing is."""
+    nonfinite: str = ""
+    """Which loss is not finite; empty when none is."""
+
+
+class LossPass:
+    """A loss function as verl calls it. `samples` are the rank's rows, in the order of the `row` numbers of its data."""
+
+    def __init__(self, samples: Sequence[Sample], loss: Loss, step: int) -> None:
+        self._samples, self._loss, self._step = samples, loss, step
+        self._tokens = trained_tokens(samples)
+        self._states = states_of(samples, every=False)
+        self._starts, self._firsts = (
+            np.searchsorted(entries.rows, np.arange(len(samples) + 1)) for entries in (self._tokens, self._states)
+        )
+        self._seen = Seen(self._tokens)
+        self._computed = 0
+        self.report = Report()
+
+    def __call__(
+        self, model_output: Mapping[str, torch.Tensor], data: TensorDict, dp_group: object = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss of a micro-batch, times the number of data-parallel ranks, over which gradients will be averaged."""
+        ids, rows = data["input_ids"], data["row"].tolist()
+        self._computed += ids.values().numel()
+        self.report.tally.parts += 1
+        loss = self._policy_loss(model_output, ids, rows)
+        if loss is None:  # a rank that computed nothing backwards would leave the others waiting for it
+            loss = model_output["log_probs"].values().sum() * 0.0
+        value = self._value_loss(model_output, ids, rows)
+        return (loss if value is None else loss + value) * float(data["dp_size"]), {}
+
+    def _policy_loss(
+        self, model_output: Mapping[str, torch.Tensor], ids: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor | None:
+        """The loss of some rows' tokens; None without any, or when there is a problem."""
+        chosen = _entries(self._starts, rows)
+        if not len(chosen):
+            return None
+        tokens = reordered(self._tokens, chosen)
+        logprobs = model_output["log_probs"].values()
+        places = self._places(tokens.rows, tokens.columns, ids, rows)
+        batch, sampled = token_batch(
+            tokens, logprobs.float()[places - 1], model_output["entropy"].values().float()[places - 1]
+        )
+        self._seen.note(chosen, ids.values()[places], sampled)
+        try:
+            output = self._loss(batch)
+        except Exception as error:  # noqa: BLE001 — it is anybody's function, and the other ranks go on
+            self._note(f"the loss raised {error!r}", rows)
+            return None
+        value = float(output.loss.detach())
+        if not output.loss.requires_grad:
+            self._note(f"the loss is {value}, without a gradient", rows)
+            return None
+        if not math.isfinite(value):
+            self._note_nonfinite(f"the loss is {value}", rows)
+            return None
+        self.report.tally.add(batch, value, output.metrics)
+        return output.loss
+
+    def _value_loss(
+        self, model_output: Mapping[str, torch.Tensor], ids: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor | None:
+        """The critic's loss of some rows' states; None without any, or when there is a problem."""
+        chosen = _entries(self._firsts, rows)
+        if not len(chosen):
+            return None
+        states = reordered(self._states, chosen)
+        values = model_output["values"].values()[self._places(states.rows, states.columns, ids, rows)]
+        output = state_loss(states, values)
+        value = float(output.loss.detach())
+        if not math.isfinite(value):
+            self._note_nonfinite(f"the value loss is {value}", rows)
+            return None
+        self.report.tally.add_values(output.metrics)
+        return output.loss
+
+    def finished(self) -> Report:
+        """The report, when all micro-batches are through."""
+        self.report.tally.computed(self._computed, self._seen.digests(self._samples))
+        return self.report
+
+    def _places(self, rows: Ints, columns: Ints, ids: Any, packed: Sequence[int]) -> torch.Tensor:
+        """Where some tokens of the packed rows stand in the packed ids."""
+        offsets = np.zeros(len(self._samples), np.int64)
+        offsets[packed] = ids.offsets()[:-1].cpu().numpy()
+        return torch.from_numpy(offsets[rows] + columns).to(ids.device)
+
+    def _note(self, problem: str, rows: Sequence[int]) -> None:
+        self.report.problem = self.report.problem or f"{problem} {self._where(rows)}"
+
+    def _note_nonfinite(self, problem: str, rows: Sequence[int]) -> None:
+        self.report.nonfinite = self.report.nonfinite or f"{problem} {self._where(rows)}"
+
+    def _where(self, rows: Sequence[int]) -> str:
+        return f"at step {self._step} in {len(rows)} rows (the first: {name(self._samples[rows[0]])})"
+
+
+def _entries(starts: Ints, rows: Sequence[int]) -> Ints:
+    """The numbers of some rows' entries; `starts` says where each row's begin."""
+    found: Ints = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+    return found

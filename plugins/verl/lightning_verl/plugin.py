@@ -1,0 +1,44 @@
+"""The engine over verl, as a plugin; verl is imported when one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lightning.errors import MissingExtraError
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.cli.check import Check
+    from lightning.config import Config
+    from lightning.engines.protocol import Engine
+
+
+@hookimpl
+def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]) -> None:
+    """`verl`."""
+    register("verl", verl_engine)
+
+
+@hookimpl
+def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
+    """`verl`."""
+    register("verl", check_verl)
+
+
+def verl_engine(config: Config) -> Engine:
+    """A `VerlEngine` by the `engine` section. Raises `MissingExtraError` when verl or Ray is not installed."""
+    for package in ("verl", "ray"):
+        if find_spec(package) is None:
+            raise MissingExtraError("verl", package)
+    from lightning_verl.engine import VerlEngine
+
+    return VerlEngine(config)
+
+
+def check_verl(tried: str | None) -> Iterable[Check]:
+    """See `lightning_verl.doctor`."""
+    from lightning_verl import doctor
+
+    return doctor.check_verl(tried)

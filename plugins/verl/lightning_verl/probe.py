@@ -1,0 +1,14 @@
+"""What `lightning doctor --try verl` imports, in a process of its own: `python -m lightning_verl.probe worker|megatron`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+
+from lightning_verl.device import choose
+
+if __name__ == "__main__":
+    device = choose("auto")
+    import_module(f"lightning_verl.{sys.argv[1]}")
+    sys.stdout.write(json.dumps({"device": device}) + "\n")

@@ -1,0 +1,211 @@
+"""Our settings in verl's words.
+
+The invariant: every option of verl's can be given, one that verl does not know is refused by name, and so is one that this
+engine decides itself, with the setting that decides it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning.engines.loading import read_model
+from lightning.engines.protocol import OptimizerConfig
+from lightning.errors import ConfigError
+
+from lightning_verl import api
+from lightning_verl.megatron_settings import (
+    OWN_ENGINE,
+    OWN_OPTIMIZER,
+    given,
+    megatron_engine,
+    megatron_optimizer,
+    refuse,
+    refuse_model,
+)
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+
+T = TypeVar("T")
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+OWN = {
+    "model": {
+        "path": "the model that is trained",
+        "lora_rank": "engine.lora.rank",
+        "lora_alpha": "engine.lora.alpha",
+        "target_modules": "engine.lora.target_modules",
+        "enable_gradient_checkpointing": "engine.gradient_checkpointing",
+        "use_fused_kernels": "the engine, whose losses want the entropy",
+        "model_type": "the engine",
+        "load_tokenizer": "the engine",
+    },
+    "sharding": {
+        "strategy": "engine.verl.strategy",
+        "max_token_len_per_gpu": "engine.tokens_per_microbatch",
+        "infer_max_token_len_per_gpu": "engine.tokens_per_microbatch",
+        "use_dynamic_bsz": "the engine",
+        "forward_only": "the engine",
+        "reshard_after_forward": "the engine, which reads shards",
+        "mixed_precision": "engine.dtype",
+        "seed": "trainer.seed",
+    },
+    "optimizer": {
+        "lr": "engine.lr",
+        "betas": "engine.betas",
+        "weight_decay": "engine.weight_decay",
+        "clip_grad": "engine.max_grad_norm",
+        "grad_clip": "engine.max_grad_norm",
+        "override_optimizer_config": "engine.betas and engine.eps",
+        "lr_warmup_steps": "engine.warmup_steps",
+        "lr_scheduler_type": "engine.warmup_steps",
+    },
+}
+"""Options of verl's that other settings decide."""
+
+
+def worker_config(config: Config, model: Path, optimizer: OptimizerConfig, *, seed: int, device: str) -> Any:
+    """verl's `TrainingWorkerConfig`. Raises `ConfigError` for what verl does not know or cannot do, and `MissingExtraError`
+    for a strategy that is not installed."""
+    theirs = config.engine.verl
+    cut, unused, other = (
+        ("megatron", "sharding", "fsdp2") if theirs.strategy == "megatron" else ("fsdp2", "megatron", "megatron")
+    )
+    if options := getattr(theirs, unused):
+        raise ConfigError(
+            f"engine.verl.{unused} is not for engine.verl.strategy = {cut}: leave {', '.join(sorted(options))} away, or set "
+            f"engine.verl.strategy = {other}"
+        )
+    if theirs.strategy == "megatron":
+        refuse(config, device)
+    of_model = _model(config, model, device)
+    if theirs.strategy == "megatron":
+        refuse_model(config, of_model.hf_config)
+        return api.TrainingWorkerConfig(
+            model_type="language_model",
+            model_config=of_model,
+            engine_config=_megatron(config, seed, device),
+            optimizer_config=_made(
+                api.McoreOptimizerConfig, "optimizer", megatron_optimizer(optimizer), theirs.optimizer, OWN_OPTIMIZER
+            ),
+            checkpoint_config=api.CheckpointConfig(),
+        )
+    sharding = _made(api.FSDPEngineConfig, "sharding", _sharding(config, seed, device), theirs.sharding)
+    attention = of_model.hf_config._attn_implementation  # noqa: SLF001 — where transformers keeps it
+    if sharding.ulysses_sequence_parallel_size > 1 and attention != "flash_attention_2":
+        raise ConfigError(
+            "engine.verl.sharding.ulysses_sequence_parallel_size needs flash_attention_2, and the model computes with "
+            f"{attention}: install flash-attn and train in bfloat16 on GPUs, or leave it away"
+        )
+    return api.TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=of_model,
+        engine_config=sharding,
+        optimizer_config=_made(api.FSDPOptimizerConfig, "optimizer", _optimizer(optimizer), theirs.optimizer),
+        checkpoint_config=api.CheckpointConfig(),
+    )
+
+
+def refuse_holes(made: Any) -> None:
+    """Raises `EngineError` naming the folder where it does not hold all weights of the model as the settings have it, which
+    verl's workers would make up: they read the folder the same way, and do not look at what was missing."""
+    model = made.model_config
+    read_model(
+        Path(model.local_path),
+        api.get_hf_auto_model_class(model.hf_config),
+        config=model.hf_config,
+        trust_remote_code=model.trust_remote_code,
+        device_map="meta",
+        attn_implementation="eager",  # this machine may lack what the workers' attention needs
+    )
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """What is computed in, and exported: `float32` or `bfloat16`; weights are trained in float32."""
+    auto = "float32" if device == "cpu" else "bfloat16"
+    return auto if config.engine.dtype == "auto" else config.engine.dtype
+
+
+def _model(config: Config, model: Path, device: str) -> Any:
+    ours, theirs = config.engine, dict(config.engine.verl.model)
+    override = theirs.pop("override_config", {})
+    if not isinstance(override, dict):
+        raise ConfigError("engine.verl.model.override_config must be a table of options of the model's configuration")
+    flash = compute_dtype(config, device) == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None
+    values: dict[str, object] = {
+        "path": str(model.resolve()),
+        "use_remove_padding": True,
+        "enable_gradient_checkpointing": ours.gradient_checkpointing,
+        # Packed rows are kept apart by their positions; flash attention does that without computing what lies between.
+        "override_config": {"attn_implementation": "flash_attention_2" if flash else "sdpa", **override},
+    }
+    if ours.lora is not None:
+        if ours.lora.alpha != int(ours.lora.alpha):
+            raise ConfigError(f"engine.lora.alpha is {ours.lora.alpha}: verl takes whole numbers only")
+        modules = ours.lora.target_modules
+        values |= {
+            "lora_rank": ours.lora.rank,
+            "lora_alpha": int(ours.lora.alpha),
+            "target_modules": modules if isinstance(modules, str) else list(modules),
+        }
+    return _made(api.HFModelConfig, "model", values, theirs)
+
+
+def _sharding(config: Config, seed: int, device: str) -> dict[str, object]:
+    return {
+        "strategy": "fsdp2",
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": config.engine.tokens_per_microbatch,
+        "infer_max_token_len_per_gpu": config.engine.tokens_per_microbatch,
+        "seed": seed,
+        "mixed_precision": {"param_dtype": _DTYPES[compute_dtype(config, device)], "reduce_dtype": "fp32"},
+        "use_torch_compile": device == "cuda",
+    }
+
+
+def _megatron(config: Config, seed: int, device: str) -> Any:
+    dtype = compute_dtype(config, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that mbridge is the older bridge, and that one rank shares out no sequence
+        made = _made(api.McoreEngineConfig, "megatron", megatron_engine(config, seed), given(config), OWN_ENGINE)
+    object.__setattr__(made, "dtype", dtype)  # verl's check knows bfloat16 alone, its engine float32 as well
+    return made
+
+
+def _optimizer(optimizer: OptimizerConfig) -> dict[str, object]:
+    return {
+        "lr": optimizer.lr,
+        "betas": optimizer.betas,
+        "weight_decay": optimizer.weight_decay,
+        "clip_grad": optimizer.max_grad_norm,
+        "override_optimizer_config": {"eps": optimizer.eps},
+    }
+
+
+def _made(
+    kind: type[T],
+    section: str,
+    ours: Mapping[str, object],
+    theirs: Mapping[str, object],
+    own: Mapping[str, str] | None = None,
+) -> T:
+    """One of verl's dataclasses from our values and the user's, but for `own` options, which other settings decide."""
+    own = OWN[section] if own is None else own
+    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]  # verl has no types
+    for name in theirs:
+        setting = f"engine.verl.{section}.{name}"
+        if name in own:
+            raise ConfigError(f"{setting} is decided by {own[name]}: leave it away")
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{setting}: verl's {kind.__name__} has no option {name!r}.{meant}")
+    try:
+        return kind(**{**ours, **theirs})
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(f"verl refuses the options of engine.verl.{section}: {error}") from error

@@ -1,0 +1,216 @@
+"""One rank of a training job: verl's worker, which computes our losses on rows and writes our files.
+
+The invariant: whatever goes wrong with data is returned, not raised, so that no rank waits for one that stopped; what is
+raised (no memory, a dead peer) ends the whole group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.batch.sample import FloatArray, Sample
+from lightning.engines.critics import Trunk
+from lightning.engines.export import write_file, write_folder
+from lightning.engines.protocol import OptimizerConfig
+from lightning.errors import LightningError
+from lightning.losses.protocol import Loss
+from lightning.policy_server.weight_transfer.sender import LocalSender
+
+from lightning_verl import api
+from lightning_verl.critic import WANTED, Learner, Wanted
+from lightning_verl.passes import LossPass, Report
+from lightning_verl.reference import ReferenceWeights
+from lightning_verl.strategy import Strategy
+
+MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
+"""By strategy, what says how a model is cut: Megatron is imported where it is used."""
+
+
+class PolicyWorker(api.TinkerTrainingWorker):  # type: ignore[misc]  # verl has no types
+    """Holds this rank's shard of the model and of its optimizer, and a critic where one is told on which `trunk`. `seed` is
+    that of new adapters, the same on all ranks; `optimizer` is how a critic learns, `config` says so of the model."""
+
+    def __init__(
+        self, config: Any, *, seed: int, threads: int, optimizer: OptimizerConfig, trunk: Trunk | None
+    ) -> None:
+        if api.get_device_name() == "cpu":
+            if threads:
+                torch.set_num_threads(threads)
+            if not dist.is_initialized():  # verl would ask for gloo twice, which torch refuses
+                dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+        torch.manual_seed(seed)
+        # Each makes its engine known to verl.
+        import_module(f"lightning_verl.{MODULES[config.engine_config.strategy]}")
+        super().__init__(config)
+        self.engine.initialize()
+        self._part: Strategy = self.engine
+        self._part.begin()
+        self._sender = LocalSender()
+        self._moved = False
+        # Adapters are small; whole weights are kept when a loss wants them, see `_first_weights`.
+        self._reference = self._part.first_weights(moved=False) if config.model_config.lora_rank else None
+        self._learner = None if trunk is None else Learner(self._part.trained, trunk, optimizer)
+        if self._learner is not None:
+            self.engine.attach(self._learner.critic)
+
+    def place(self) -> tuple[int, bool]:
+        """The rank's place among those that share out rows, and whether it is the one of its place that answers."""
+        return int(self.engine.get_data_parallel_rank()), bool(self.engine.is_mp_src_rank_with_outputs())
+
+    def accumulate(self, samples: Sequence[Sample], loss: Loss, step: int, budget: int) -> Report:
+        """Compute the gradient of this rank's rows; what was there before is forgotten."""
+        self.discard()
+        found = LossPass(samples, loss, step)
+        valued = any(span.value_weight for sample in samples for span in sample.spans)
+        data = self._data(samples, budget, calculate_entropy=True, values="also" if valued else "none")
+        with self.engine.train_mode(zero_grad_on_exit=False):
+            self.engine.forward_backward_batch(data, loss_function=found, forward_only=False)
+        return found.finished()
+
+    def discard(self) -> None:
+        """Forget the gradient."""
+        if self._learner is not None:
+            self._learner.discard()
+        with self.engine.train_mode(zero_grad_on_exit=False):
+            self.engine.optimizer_zero_grad()
+
+    def update(self, lr: float | None, critic_lr: float | None) -> dict[str, float]:
+        """Clip the policy's gradient and the critic's, each by its own norm, and take a step at these rates; without a rate
+        there is none. Returns the norms as they were; where one is not finite nothing is changed."""
+        norms = {"grad_norm": 0.0} if self._learner is None else {"grad_norm": 0.0, "critic_grad_norm": 0.0}
+        if self._learner is not None and critic_lr is not None:
+            norms["critic_grad_norm"] = self._learner.clip()
+        with self.engine.train_mode(zero_grad_on_exit=True):
+            if lr is not None and all(map(math.isfinite, norms.values())):
+                for group in self.engine.optimizer.param_groups:
+                    group["lr"] = lr
+                norms["grad_norm"] = float(self.engine.optimizer_step())
+                self._moved = True
+        if self._learner is not None and critic_lr is not None and all(map(math.isfinite, norms.values())):
+            self._learner.update(critic_lr)
+        return norms
+
+    def logprobs(self, samples: Sequence[Sample], budget: int, *, reference: bool) -> list[FloatArray]:
+        """Logprobs (T,) of this rank's rows, by the model or by the one that training began with; index 0 is NaN."""
+        data = self._data(samples, budget, calculate_entropy=False, values="none")
+        first = self._first_weights() if reference else None
+        with self.engine.eval_mode(), torch.no_grad(), self._other_weights(first):
+            found = self._infer(data, "log_probs")
+        return [] if found is None else _rows(found)
+
+    def values(self, samples: Sequence[Sample], budget: int) -> list[FloatArray]:
+        """What the states before the calls (spans,) of each of this rank's rows are worth to the critic."""
+        data = self._data(samples, budget, calculate_entropy=False, values="only")
+        with self.engine.eval_mode(), torch.no_grad():
+            found = self._infer(data, "values")
+        assert found is not None, "all ranks of FSDP2 have the last layer, and others no critic"
+        columns = [[span.start - 1 for span in sample.spans] for sample in samples]
+        return [own[at].cpu().numpy() for own, at in zip(found.unbind(), columns, strict=True)]
+
+    def write_weights(self, source: Path, file: Path, dtype: str) -> None:
+        """Write the full weights; every rank takes part, the first one writes."""
+        weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
+        if self.rank == 0:
+            write_file(source, weights, getattr(torch, dtype), file)
+
+    def write_model(self, source: Path, folder: Path, dtype: str) -> None:
+        """Write a model folder; every rank takes part, the first one writes."""
+        weights = self._part.whole_weights(getattr(torch, dtype), wanted=self.rank == 0)
+        if self.rank == 0:
+            write_folder(source, weights, getattr(torch, dtype), folder)
+
+    def sending(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, str]:
+        """A call of the first rank's sender: what it answers, and what went wrong, whatever it is: a transfer that failed
+        ends no worker. Other ranks have nothing to send."""
+        if self.rank:
+            return None, ""
+        try:
+            return getattr(self._sender, method)(*arguments), ""
+        except LightningError as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001 — raised, it would end all workers
+            return None, f"{type(error).__name__}: {error}"
+
+    def save(self, folder: Path, steps: int) -> tuple[str, list[str]]:
+        """Write this rank's shards of weights and moments, after so many steps, into a folder that exists; returns this
+        machine's name and the files that it sees there."""
+        self._part.save(self._learner, folder, steps)
+        return socket.gethostname(), sorted(file.name for file in folder.iterdir())
+
+    def load(self, folder: Path, steps: int, critic_steps: int) -> None:
+        """Read weights and moments, written by however many ranks; the policy took so many steps, and the critic so many."""
+        self._part.load(self._learner, folder, steps, critic_steps)
+        self._moved = steps > 0
+
+    def end(self) -> None:
+        """Leave this process as it was before."""
+        self._part.end()
+
+    def _first_weights(self) -> ReferenceWeights:
+        """What training began with, kept from when it is first asked for, which all ranks do together. Where the weights have
+        moved by then, as in a run that was resumed, the folder's are read again."""
+        if self._reference is None:
+            self._reference = self._part.first_weights(moved=self._moved)
+        return self._reference
+
+    def _other_weights(self, other: ReferenceWeights | None) -> AbstractContextManager[None]:
+        return nullcontext() if other is None else other.in_place(self._part.trained)
+
+    def _infer(self, data: Any, name: str) -> torch.Tensor | None:
+        """None on a rank that has not the last layer."""
+        output = self.engine.forward_backward_batch(data, loss_function=None, forward_only=True)
+        found: torch.Tensor | None = output["model_output"][name] if output else None
+        return found
+
+    def _data(self, samples: Sequence[Sample], budget: int, *, calculate_entropy: bool, values: Wanted) -> Any:
+        """Rows in verl's form: packed ids, with a number for each row by which its tokens are found."""
+        lengths = [len(sample) for sample in samples]
+        ids = [torch.from_numpy(sample.ids.astype(np.int64)) for sample in samples]
+        heat = [sample.temperature for sample in samples]
+        data = api.TensorDict(
+            {
+                "input_ids": _jagged(ids),
+                "position_ids": _jagged([torch.arange(length) for length in lengths]),
+                "loss_mask": _jagged(
+                    [torch.from_numpy((sample.weights != 0).astype(np.float32)) for sample in samples]
+                ),
+                "row": torch.arange(len(samples)),
+            },
+            batch_size=[len(samples)],
+        )
+        own = {} if all(value == 1.0 for value in heat) else {"temperature": torch.tensor(heat)}
+        for name, value in own.items():
+            data[name] = value
+        api.assign_non_tensor(
+            data,
+            **({} if own else {"temperature": 1.0}),
+            calculate_entropy=calculate_entropy,
+            use_remove_padding=True,
+            use_dynamic_bsz=True,
+            use_fused_kernels=False,
+            max_token_len_per_gpu=budget,
+            micro_batch_size_per_gpu=None,
+            return_model_output=not calculate_entropy,
+            **{WANTED: values},
+        )
+        return data
+
+
+def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def _rows(logprobs: torch.Tensor) -> list[FloatArray]:
+    """verl's entry t of a row is what token t + 1 was predicted with."""
+    blank = np.array([np.nan], np.float32)
+    return [np.append(blank, own[:-1].float().cpu().numpy()) for own in logprobs.unbind()]
