@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.trajectory import Group
 from lightning.errors import DataError, StoreError
+from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
-from lightning.store.maintenance.prune import PRUNED
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
 from lightning.trainer.context import NUMERIC

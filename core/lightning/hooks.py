@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning.credit import Credit
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
+    from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
@@ -71,6 +72,11 @@ def register_engines(register: Callable[[str, Callable[[Config], Engine]], None]
 @hookspec
 def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
     """Stores by URL scheme: a function from the URL to a `Store`."""
+
+
+@hookspec
+def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
+    """What `lightning db` looks after a database with, by URL scheme: a function from the URL to a `Keeper`."""
 
 
 @hookspec

@@ -23,10 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lightning.store import Store
-from lightning.store.postgres import PostgresStore
-from lightning.store.redis import RedisStore
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Caller, Outcome, Rollout, Run, Status, Task, Transition, VersionRun, logprobs, token_ids
+from lightning_postgres.store import PostgresStore
+from lightning_redis.store import RedisStore
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.servers.postgres import PostgresServer

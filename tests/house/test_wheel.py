@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "engines", "examples", "k8s", "langchain.langchain_core", "openai-agents.agents",
-    "otel.opentelemetry.trace", "planner", "raw", "ray", "runners", "stores", "trackers", "verl",
+    "algorithms", "autogen.autogen_core", "engines", "examples", "k8s", "keepers", "langchain.langchain_core",
+    "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "raw", "ray", "redis", "runners", "stores",
+    "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -103,7 +104,7 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
         "lightning_examples/__init__.py",
     } <= names
     assert {
-        f"lightning/store/redis/lua/{file.name}" for file in (ROOT / "core/lightning/store/redis/lua").iterdir()
+        f"lightning_redis/lua/{file.name}" for file in (ROOT / "plugins/redis/lightning_redis/lua").iterdir()
     } <= names
     assert not [name for name in names if name.startswith(("tests/", "core/", "docs/"))]
     assert any(

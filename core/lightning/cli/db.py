@@ -18,11 +18,11 @@ import typer
 
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
+from lightning.maintenance import Status, check_schema, keeper_of, look
+from lightning.maintenance.export import TABLES, Scope, chosen_runs, read_table
+from lightning.maintenance.files import Format, write_lines, write_table
+from lightning.maintenance.prune import Choice, RunPlan, carry_out, plan
 from lightning.plugins import plugins
-from lightning.store.maintenance import Status, check_schema, keeper_of, look
-from lightning.store.maintenance.export import TABLES, Scope, chosen_runs, read_table
-from lightning.store.maintenance.files import Format, write_lines, write_table
-from lightning.store.maintenance.prune import Choice, RunPlan, carry_out, plan
 from lightning.store.protocol import Store
 from lightning.store.reference import existing_store
 from lightning.store.url import parse, redacted, sqlite_url

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning.errors import ConfigError
+from lightning.maintenance import check_schema
 from lightning.plugins import plugins
-from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
 from lightning.store.reference import DATABASE, existing_store, store_in
 from lightning.trainer.runs import run_id_of

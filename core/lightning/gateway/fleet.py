@@ -18,7 +18,7 @@ gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have 
 the store has acknowledged.
 
 Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
-(`lightning.store.maintenance.queries`), so that their numbers may be taken once more by a gateway that read an older notice.
+(`lightning.maintenance.queries`), so that their numbers may be taken once more by a gateway that read an older notice.
 """
 
 from __future__ import annotations

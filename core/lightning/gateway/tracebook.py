@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PLACE = "gateway/traces"
 """The name under which the store's state has them; no run has it, since a run's id is a folder's name. Pruning a database
-removes those that have expired (`lightning.store.maintenance.queries`)."""
+removes those that have expired (`lightning.maintenance.queries`)."""
 UNKNOWN_SECONDS = 10.0
 """How long an id that the store did not know is not asked for again."""
 UNKNOWN_IDS = 10_000

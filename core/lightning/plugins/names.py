@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 from lightning.errors import PluginError
 
 Kind: TypeAlias = Literal[
-    "algorithms", "credits", "engines", "stores", "runners", "trackers", "commands", "checks", "demos"
+    "algorithms", "credits", "engines", "stores", "keepers", "runners", "trackers", "commands", "checks", "demos"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

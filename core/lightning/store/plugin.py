@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pluggy
 
-from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
 
 hookimpl = pluggy.HookimplMarker("lightning")
@@ -25,24 +24,10 @@ def _sqlite(url: str) -> Store:
     return SqliteStore.from_url(url)
 
 
-def _postgres(url: str) -> Store:
-    from lightning.store.postgres import PostgresStore
-
-    return PostgresStore.from_url(url)
-
-
 def _http(url: str) -> Store:
     from lightning.store.http import HttpStore
 
     return HttpStore.from_url(url)
-
-
-def _redis(url: str) -> Store:
-    try:
-        from lightning.store.redis import RedisStore
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("redis", error.name or "") from error
-    return RedisStore.from_url(url)
 
 
 @hookimpl
@@ -50,9 +35,5 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
     """The schemes of the built-in stores."""
     register("memory", _memory)
     register("sqlite", _sqlite)
-    register("postgresql", _postgres)
-    register("postgres", _postgres)
     register("http", _http)
     register("https", _http)
-    register("redis", _redis)
-    register("rediss", _redis)

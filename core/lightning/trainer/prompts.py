@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning.errors import ConfigError, StoreError
+from lightning.maintenance import check_schema
 from lightning.plugins import plugins
 from lightning.server.auth import ALL_PROJECTS
 from lightning.server.projects import of_project
 from lightning.store.http import HttpStore
-from lightning.store.maintenance import check_schema
 from lightning.store.protocol import Store
 from lightning.store.reference import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lightning.errors import ConflictError
 from lightning.gateway.fleet import BEAT, GONE, LAPSE, Notice, Seat, Stance, notice_key, seat_key
 from lightning.gateway.upstreams import GRACE, Upstream
-from lightning.store.maintenance.queries import empty_seats
+from lightning.maintenance.queries import empty_seats
 
 from tests.core.gateway.fleet_world import RUN, Call, Gateway, World
 

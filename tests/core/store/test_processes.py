@@ -15,13 +15,11 @@ from lightning.types import Outcome, Rollout, Run, Status, Task
 
 APPEND = """
     import asyncio, os, sys
-    from lightning.store.plugin import register_stores
+    from lightning.plugins import plugins
     from lightning.types import Rollout, Task, Transition, logprobs, token_ids
 
     async def main(url):
-        stores = {}
-        register_stores(stores.__setitem__)
-        store = stores[url.partition(":")[0]](url)
+        store = plugins().store(url)
         await store.open()
         names = [f"r{i}" for i in range(8)]
         await store.create_rollouts([Rollout(name, "run", Task("q"), "g") for name in names])
@@ -41,13 +39,11 @@ APPEND = """
 """
 WORK = """
     import asyncio, random, sys
-    from lightning.store.plugin import register_stores
+    from lightning.plugins import plugins
     from lightning.types import Outcome
 
     async def main(url, worker):
-        stores = {}
-        register_stores(stores.__setitem__)
-        store = stores[url.partition(":")[0]](url)
+        store = plugins().store(url)
         await store.open()
         rng = random.Random(worker)
         while held := await store.lease("run", worker, limit=rng.randint(1, 4), ttl=3600):
@@ -122,13 +118,11 @@ async def test_many_processes_never_hold_one_attempt_twice(store_url: str) -> No
 EXPIRE = """
     import asyncio, random, sys
     from lightning.errors import StaleAttemptError
-    from lightning.store.plugin import register_stores
+    from lightning.plugins import plugins
     from lightning.types import Outcome, Status, Transition, logprobs, token_ids
 
     async def main(url, name):
-        stores = {}
-        register_stores(stores.__setitem__)
-        store = stores[url.partition(":")[0]](url)
+        store = plugins().store(url)
         await store.open()
         rng = random.Random(name)
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from lightning.errors import DataError, StoreError
 from lightning.store import Store
-from lightning.store.redis import spans as redis_spans
 from lightning.store.relational import spans as relational_spans
 from lightning.types import Fault, Outcome, Rollout, Span
+from lightning_redis import spans as redis_spans
 
 from tests.core.store.backends import everywhere
 

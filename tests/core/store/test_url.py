@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning import hooks
 from lightning.errors import ConfigError
+from lightning.maintenance import keeper_of
 from lightning.plugins import plugins
 from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
-from lightning.store.maintenance import keeper_of
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import redacted, split_userinfo

@@ -9,8 +9,8 @@ import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import StoreError
-from lightning.store.maintenance import keeper_of
-from lightning.store.maintenance.prune import Choice, carry_out, plan
+from lightning.maintenance import keeper_of
+from lightning.maintenance.prune import Choice, carry_out, plan
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.collect import all_rollouts, load_groups, record_step

@@ -1,0 +1,185 @@
+"""What can be done with a database as a whole, whichever it is, and who does it for a URL.
+
+The invariant: a keeper looks at a database of any schema without bringing it forward, so that looking never changes it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
+from lightning.plugins import plugins
+from lightning.store.pages import each_rollout
+from lightning.store.protocol import Store
+from lightning.store.url import parse, redacted
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is in a database. Times are Unix seconds; None where there is nothing, or where this store cannot tell.
+
+    `schema` is the version it has, `newest_schema` the one that this release works with. `rollouts` are counted by status,
+    `tokens` (of the control API) by `active`, `expired` and `revoked`. `oldest` is when the first run began, `newest` when an
+    attempt last began or ended.
+    """
+
+    store: str
+    schema: int | None
+    newest_schema: int | None
+    bytes: int | None
+    runs: int
+    rollouts: Mapping[str, int]
+    calls: int | None
+    spans: int | None
+    steps: int
+    resources: int
+    tokens: Mapping[str, int] | None
+    oldest: float | None
+    newest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """How much is kept of some rollouts: model calls, spans, and bytes of their tokens as they are stored."""
+
+    calls: int = 0
+    spans: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Weight) -> Weight:
+        return Weight(self.calls + other.calls, self.spans + other.spans, self.bytes + other.bytes)
+
+
+class Keeper(Protocol):
+    """Looks after one database. Every method raises `StoreError` (or a subclass) when the database refuses."""
+
+    async def schema(self) -> tuple[int, int]:
+        """The version of its schema, 0 while it is an empty file, and the newest, which this release works with. Raises
+        `SchemaError` or `ConfigError` where there is no store."""
+
+    async def status(self) -> Status:
+        """What is in it, read at one moment."""
+
+    async def backup(self, target: Path) -> None:
+        """Write all of it, as it is at one moment, into the new SQLite file `target`, while others may go on writing.
+
+        Raises `StoreError` when there is a file already; a backup that was broken off leaves none.
+        """
+
+    async def restore(self, source: Path) -> None:
+        """Fill this database, which must be new or empty, from a backup, or from any SQLite store."""
+
+    async def activity(self) -> dict[str, float]:
+        """When an attempt of each run last began or ended, Unix seconds; a run without one is absent."""
+
+    async def busy_runs(self) -> frozenset[str]:
+        """Runs with an attempt that somebody holds a lease on at this moment."""
+
+    async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
+        """How much is kept of each of these groups of a run."""
+
+    async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
+        """Remove calls, spans, tool events, step rewards and labels of whole groups; rollouts and their rewards stay.
+
+        Groups, because the calls of siblings are stored as differences to one another. One of which a rollout has not ended
+        is left as it is.
+        """
+
+    async def forget_run(self, run: str) -> None:
+        """Remove a run with everything that is its own. Raises `StoreError` while somebody works on it."""
+
+    async def vacuum(self) -> str:
+        """Remove what gateways keep of traces whose keys have expired and of runs that are gone, seats that no gateway can have
+        any more, and answers that nobody asks for again; and give the space of what was removed back to the file system, where
+        the database does not do so by itself and nobody has to wait for it. Returns why it was not given back, or nothing."""
+
+
+async def look(store: Store, url: str) -> Status:
+    """The status of a store that has no keeper: what can be asked of any. Raises `StoreError` when it refuses."""
+    rollouts: Counter[str] = Counter()
+    steps = 0
+    runs = await store.list_runs(brief=True)
+    for run in runs:
+        async for rollout in each_rollout(store, run.id):
+            rollouts[rollout.status.value] += 1
+        steps += len(await store.list_steps(run.id))
+    return Status(
+        store=redacted(url),
+        schema=None,
+        newest_schema=None,
+        bytes=None,
+        runs=len(runs),
+        rollouts=dict(rollouts),
+        calls=None,
+        spans=None,
+        steps=steps,
+        resources=len(await store.list_resources()),
+        tokens=await _tokens(store),
+        oldest=min((run.created_at for run in runs), default=None),
+        newest=None,
+    )
+
+
+async def _tokens(store: Store) -> dict[str, int] | None:
+    """None where whoever asks may not see tokens."""
+    try:
+        found = await store.list_tokens()
+    except UnavailableError:
+        raise
+    except StoreError:
+        return None
+    return count_tokens([(token.expires_at, token.revoked_at) for token in found], time.time())
+
+
+def count_tokens(tokens: Sequence[tuple[float | None, float | None]], now: float) -> dict[str, int]:
+    """How many of `(expires_at, revoked_at)` are active, expired and revoked."""
+    found = {"active": 0, "expired": 0, "revoked": 0}
+    for expires_at, revoked_at in tokens:
+        expired = expires_at is not None and expires_at <= now
+        found["revoked" if revoked_at is not None else "expired" if expired else "active"] += 1
+    return found
+
+
+async def check_schema(url: str, *, make: bool = False, instead: str = "") -> None:
+    """Raise unless opening the store leaves it as it is: `SchemaError` where its schema is an older one, which would be brought
+    forward, and `SchemaError` or `ConfigError` where there is no store, so that one would be made, unless it is to `make` one.
+    `instead` is what else can be done about an older one."""
+    where = parse(url)
+    if where.scheme not in plugins().names("keepers"):
+        return
+    try:
+        schema, newest = await keeper_of(url).schema()
+    except (ConfigError, SchemaError):
+        if make:
+            return  # there is none, or one that opening refuses and leaves as it is
+        raise
+    place = where.path if where.scheme == "sqlite" else url
+    shown = redacted(place)
+    if not schema and not make:
+        raise SchemaError(f"{shown} is empty: a store is made in it by whoever writes first")
+    if 0 < schema < newest:
+        cure = f"{shlex.quote(place)}`" if shown == place else "URL` with the same URL"  # one with *** cannot be pasted
+        cure += f", or {instead}" if instead else ""
+        raise SchemaError(
+            f"{shown} has schema version {schema}, this release works on {newest}. Older releases could not go on with a newer "
+            f"one: end their trainers and servers that use it, then run `lightning db upgrade {cure}"
+        )
+
+
+def keeper_of(url: str) -> Keeper:
+    """The keeper of the database behind a store's URL. Raises `ConfigError` for a store that has no database of its own."""
+    scheme = parse(url).scheme
+    if scheme in plugins().names("keepers"):
+        return cast("Callable[[str], Keeper]", plugins().get("keepers", scheme))(url)
+    if scheme in ("http", "https"):
+        raise ConfigError(
+            f"{redacted(url)} is a server, not a database: give this command the URL of the database that the server was "
+            "started with"
+        )
+    raise ConfigError(f"a {scheme} store keeps nothing that this command could look after: give a database's URL")

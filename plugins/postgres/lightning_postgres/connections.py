@@ -1,0 +1,222 @@
+"""The connections of one process to the database, and what is done when an operation fails on one.
+
+The invariant: an operation takes effect once. What clashed with another transaction is run again; what lost its connection is
+run again on a new one; and where nobody knows whether it was committed, the operation's `again` finds out first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator
+from typing import Any, Final, Generic, TypeVar
+
+from lightning.errors import StoreError
+from lightning.store.relational.parents import ParentCache
+from lightning.store.relational.transaction import Again, Operation
+
+from lightning_postgres import failures
+from lightning_postgres.connection import PostgresTransaction, connect
+from lightning_postgres.failures import Failure
+from lightning_postgres.parents import TransactionParents
+from lightning_postgres.settings import Settings
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+CLASHES: Final = 20
+"""How often an operation is run again because another transaction was in its way."""
+FIRST_DELAY, LAST_DELAY = 0.02, 2.0
+"""Seconds before the second attempt to reach a server that is away, and between the later ones at most."""
+
+
+class _Doubt(Exception, Generic[T]):  # noqa: N818 — not a failure of its own: it carries one
+    """A COMMIT was sent and its answer did not come; `result` is what the operation would have given."""
+
+    def __init__(self, result: T) -> None:
+        super().__init__()
+        self.result = result
+
+
+class Connections:
+    """Belongs to one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._idle: list[Any] = []
+        self._slots = asyncio.Semaphore(settings.pool)
+        self._parents = ParentCache()
+
+    async def write(self, operation: Operation[T], again: Again[T] | None) -> T:
+        """Run an operation and commit it. Raises what the operation raises, else an error of `lightning.errors`."""
+        doubt: _Doubt[T] | None = None
+        patience = _Patience(self._settings)
+        while True:
+            run = operation
+            if doubt is not None and again is not None:
+                run = _again(again, doubt.result)
+            try:
+                async with self._connection(patience) as connection:
+                    return await self._transact(connection, run)
+            except _Doubt as unknown:
+                doubt = unknown
+                await patience.wait(unknown.__cause__ or unknown)
+            except Exception as error:  # noqa: BLE001 — `patience` raises what cannot be helped
+                await patience.wait(error)
+
+    async def read(self, operation: Operation[T], *, whole: bool) -> T:
+        """Run an operation that changes nothing: statement by statement, each sees all that was committed before it, or as a
+        `whole`, on one snapshot."""
+        patience = _Patience(self._settings)
+        while True:
+            try:
+                async with self._connection(patience) as connection:
+                    transaction = PostgresTransaction(connection, self._settings)
+                    return await (_on_snapshot(connection, transaction, operation) if whole else operation(transaction))
+            except Exception as error:  # noqa: BLE001 — likewise
+                await patience.wait(error)
+
+    async def close(self) -> None:
+        """Say good-bye to the server. Nothing may be running."""
+        while self._idle:
+            with contextlib.suppress(Exception):  # a server that is gone has noticed
+                await self._idle.pop().close(timeout=2)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self, patience: _Patience) -> AsyncIterator[Any]:
+        """One of the pool's connections for the length of the block. Raises `TimeoutError` when none is to be had in time."""
+        patience.anew = patience.answered = False
+        async with self._slot(patience.deadline):
+            while self._idle and self._idle[-1].is_closed():
+                self._idle.pop()
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                patience.anew = True
+                async with asyncio.timeout_at(patience.deadline):
+                    connection = await connect(self._settings, statement_seconds=self._settings.timeout)
+                patience.answered = True
+            try:
+                yield connection
+            except BaseException as error:
+                if _is_usable(connection, error):
+                    self._idle.append(connection)
+                else:
+                    connection.terminate()
+                    self.distrust()
+                raise
+            self._idle.append(connection)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise TimeoutError(f"all {self._settings.pool} connections, see ?pool=, were busy") from None
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+    def distrust(self) -> None:
+        """The server went away: so did all connections, and after a failover perhaps some of what they committed."""
+        for connection in self._idle:
+            connection.terminate()
+        self._idle.clear()
+        self._parents.clear()
+
+    async def _transact(self, connection: Any, operation: Operation[T]) -> T:
+        parents = TransactionParents(self._parents)
+        transaction = PostgresTransaction(connection, self._settings, parents)
+        await connection.execute("BEGIN")
+        try:
+            result = await operation(transaction)
+        except Exception as error:
+            if _is_usable(connection, error):
+                await connection.execute("ROLLBACK")
+            raise
+        try:
+            status = await connection.execute(transaction.commit)
+        except Exception as error:
+            if failures.in_doubt(error):
+                raise _Doubt(result) from error
+            if (
+                not connection.is_closed() and connection.is_in_transaction()
+            ):  # NOTIFY failed: the transaction is neither committed nor ended
+                connection.terminate()
+            raise
+        if status != "COMMIT":
+            raise StoreError(
+                f"store {self._settings.place} rolled back what it was to commit ({status}): nothing was changed"
+            )
+        parents.publish()
+        return result
+
+
+async def _on_snapshot(connection: Any, transaction: PostgresTransaction, operation: Operation[T]) -> T:
+    await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        result = await operation(transaction)
+    except Exception as error:
+        if _is_usable(connection, error):
+            await connection.execute("ROLLBACK")
+        raise
+    await connection.execute("COMMIT")
+    return result
+
+
+def _again(again: Again[T], result: T) -> Operation[T]:
+    return lambda transaction: again(transaction, result)
+
+
+def _is_usable(connection: Any, error: BaseException) -> bool:
+    """Whether the connection may serve the next operation after an operation failed so."""
+    return (
+        not connection.is_closed()
+        and isinstance(error, Exception)
+        and not isinstance(error, _Doubt)
+        and (failures.kind(error) is Failure.FINAL or failures.kind(error) is Failure.CLASHED)
+    )
+
+
+class _Patience:
+    """Waits between the tries of one operation, until they are no longer worth it.
+
+    `anew` says whether the last try was on a new connection, `answered` whether a server was there to make it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.deadline = asyncio.get_running_loop().time() + settings.timeout
+        self.anew = self.answered = False
+        self._prolonged = False
+        self._warned = False
+        self._delay = FIRST_DELAY
+        self._clashes = 0
+
+    async def wait(self, error: BaseException) -> None:
+        """Return when it is time for the next try; else raise the error, in the words for the caller."""
+        what = failures.kind(error)
+        now = asyncio.get_running_loop().time()
+        if what is Failure.CLASHED and self._clashes < CLASHES:
+            self._clashes += 1
+            await asyncio.sleep(random.uniform(0, 0.001 * 2 ** min(self._clashes, 6)))  # noqa: S311 — jitter
+            return
+        if what is Failure.LOST:
+            if not self._warned:
+                self._warned = True
+                log.warning("store %s does not answer (%s): waiting for it", self._settings.place, type(error).__name__)
+            if not self.anew and not self._prolonged:
+                # A server that is gone without a word, as in a failover, leaves connections on which nothing is ever answered,
+                # and a statement may take all the time on one of them: it says nothing of the server that is there now.
+                self._prolonged = True
+                self.deadline = now + self._settings.timeout
+            if now < self.deadline:
+                await asyncio.sleep(min(self._delay * random.uniform(0.5, 1.0), self.deadline - now))  # noqa: S311
+                self._delay = min(self._delay * 2, LAST_DELAY)
+                return
+        slow = self.answered and isinstance(error, TimeoutError)
+        refused = failures.translate(error, self._settings, slow=slow)
+        raise refused from (None if refused is error else error)

@@ -1,0 +1,47 @@
+"""The store in PostgreSQL, as a plugin; its driver is imported when a store is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.errors import MissingExtraError
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.maintenance.keeper import Keeper
+    from lightning.store.protocol import Store
+
+SCHEMES = ("postgresql", "postgres")
+
+
+@hookimpl
+def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
+    """`postgresql://` and `postgres://`."""
+    for scheme in SCHEMES:
+        register(scheme, postgres_store)
+
+
+@hookimpl
+def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
+    """`postgresql://` and `postgres://`."""
+    for scheme in SCHEMES:
+        register(scheme, postgres_keeper)
+
+
+def postgres_store(url: str) -> Store:
+    """See `lightning_postgres.store`. Raises `MissingExtraError` when the driver is not installed."""
+    try:
+        from lightning_postgres.store import PostgresStore
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("postgres", error.name or "") from error
+    return PostgresStore.from_url(url)
+
+
+def postgres_keeper(url: str) -> Keeper:
+    """See `lightning_postgres.keeper`. Raises as `postgres_store` does."""
+    try:
+        from lightning_postgres.keeper import PostgresKeeper
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("postgres", error.name or "") from error
+    return PostgresKeeper(url)

@@ -1,0 +1,147 @@
+"""`PostgresStore`: the `Store` protocol over one thread that talks to the server.
+
+The invariant: methods may be awaited from any event loop and any thread of the process that opened the store; a write that was
+awaited is committed, and every later read, of any process, sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from lightning.errors import StoreError
+from lightning.store.relational.bell import Bell
+from lightning.store.relational.store import RelationalStore
+from lightning.store.relational.transaction import Again, Operation
+
+from lightning_postgres.connection import watched
+from lightning_postgres.connections import Connections
+from lightning_postgres.migrations import migrate
+from lightning_postgres.settings import Settings, from_url
+from lightning_postgres.thread import LoopThread
+from lightning_postgres.watching import EventWatch, Listener
+
+T = TypeVar("T")
+OPENING_SECONDS: Final = 5.0
+"""How long `open` waits for a server: whoever mistyped its name must not wait as long as an operation does."""
+
+
+class _Session:
+    """What an open store has: everything but the thread belongs to the thread."""
+
+    def __init__(self, settings: Settings, bell: Bell) -> None:
+        self.settings = settings
+        self.process = os.getpid()
+        self.thread = LoopThread("lightning-store-postgres")
+        self.connections = Connections(settings)
+        self.listener = Listener(settings, bell, self.connections.distrust)
+        self.opened = False
+
+    async def open(self) -> None:
+        """Reach the server and bring its schema to the newest version."""
+        if self.opened:
+            return
+        await migrate(replace(self.settings, timeout=min(self.settings.timeout, OPENING_SECONDS)))
+        self.opened = True
+
+    async def close(self) -> None:
+        """The last thing that the thread does."""
+        await self.listener.close()
+        await self.connections.close()
+
+
+_inherited: Final[list[_Session]] = []
+"""Those of the process that this one was forked from. Their threads are not here, and a connection that nobody held any more
+would close itself and with it what the other process waits on."""
+
+
+class PostgresStore(RelationalStore):
+    """A store in a schema of a PostgreSQL database, see `Settings`. The schema is created if it is missing."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._bell = Bell()
+        self._session: _Session | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> PostgresStore:
+        """`postgresql://user:password@host:5432/database`, with `?schema=`, `pool=`, `timeout=`, `ssl=`, `ca=`, `host=`."""
+        return cls(from_url(url))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings.place!r})"
+
+    async def open(self) -> None:
+        """See `Store.open`."""
+        with self._lock:
+            if self._session is not None and self._session.process != os.getpid():
+                _inherited.append(self._session)
+                self._session, self._bell = None, Bell()
+            if self._session is None:
+                self._session = _Session(self._settings, self._bell)
+            session = self._session
+        try:
+            await self._submit(session, session.open)
+        except Exception:
+            await self._disconnect(session)
+            raise
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        if self._session is not None:
+            await self._disconnect(self._session)
+
+    async def _disconnect(self, session: _Session) -> None:
+        with self._lock:
+            if self._session is not session:  # someone else was faster, and may have opened the store again
+                return
+            self._session = None
+        if session.process == os.getpid():
+            await asyncio.to_thread(session.thread.close, session.close)
+        else:
+            _inherited.append(session)
+
+    @asynccontextmanager
+    async def watch(self, run: str) -> AsyncIterator[EventWatch]:
+        """See `Store.watch`."""
+        session = self._open_session()
+        await self._submit(session, session.listener.begin)
+        event = asyncio.Event()
+        with self._bell.listening(watched(run), event):
+            yield EventWatch(event, self._open_session)
+
+    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
+        session = self._open_session()
+        return await self._submit(session, lambda: session.connections.write(operation, again))
+
+    async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
+        session = self._open_session()
+        return await self._submit(session, lambda: session.connections.read(operation, whole=whole))
+
+    async def _submit(self, session: _Session, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        waiter = session.thread.submit(work)
+        if waiter is None:
+            raise self._closed()
+        return await waiter
+
+    def _open_session(self) -> _Session:
+        session = self._session
+        if session is None or not session.opened:
+            raise self._closed()
+        if session.process != os.getpid():
+            raise StoreError(
+                f"store {self._settings.place} was opened in process {session.process} and is used in its fork {os.getpid()}: "
+                "open a store of its own in each process"
+            )
+        return session
+
+    def _closed(self) -> StoreError:
+        return StoreError(
+            f"store {self._settings.place} is not open: await store.open() first, and use it before close()"
+        )

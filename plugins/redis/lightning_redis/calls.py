@@ -1,0 +1,134 @@
+"""A call as it lies in Redis: its digest, its columns as JSON with the name of its parent, its compressed tokens.
+
+The invariant: a call is decoded against the parent it was encoded against, and one that was damaged or edited is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning.errors import DataError, StoreError
+from lightning.store import codec, json_text, rows, rules
+from lightning.types import Transition
+
+from lightning_redis.keys import encoded
+from lightning_redis.parents import CallKey, Known
+
+DIGEST_BYTES: Final = codec.DIGEST_BYTES
+WITHOUT_CONVERSATION: Final = 11
+"""Columns of a call that has none: it takes no place, and calls that were kept before there was one are read."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The parts of a call that was read. `columns` are those of `sql.CALL_COLUMNS` without the first."""
+
+    key: CallKey
+    digest: bytes
+    parent: CallKey | None
+    columns: tuple[Any, ...]
+    blob: bytes
+
+
+def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: bytes) -> bytes:
+    """The value to be kept. Raises `DataError` for what a database cannot hold."""
+    what = f"of transition {transition.key}"
+    if transition.seq < 0:
+        raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
+    for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
+        encoded(part, f"a part {what}")
+    text = json_text.dump(
+        [
+            parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
+            transition.id,
+            json_text.dump(json_text.caller_to_json(transition.caller)),
+            json_text.versions_to_text(transition.versions),
+            transition.status.value,
+            transition.finish_reason,
+            transition.choice,
+            json_text.finite(transition.temperature, f"the temperature {what}"),
+            int(transition.constrained),
+            json_text.finite(transition.started_at, f"started_at {what}"),
+            json_text.finite(transition.ended_at, f"ended_at {what}"),
+            json_text.dump(list(transition.tool_calls), f"a tool call {what}"),
+            *([json_text.conversation_to_text(transition.conversation)] if transition.conversation else []),
+        ]
+    ).encode()
+    return b"".join((digest, _LENGTH.pack(len(text)), text, blob))
+
+
+def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored:
+    """The parts of a value. Raises `StoreError` when they make no sense."""
+    try:
+        start = DIGEST_BYTES + _LENGTH.size
+        (length,) = _LENGTH.unpack_from(value, DIGEST_BYTES)
+        key = (rollout, attempt, int(seq))
+        parent, *columns = json.loads(value[start : start + length])
+        if len(columns) == WITHOUT_CONVERSATION:
+            columns.append("")
+        if isinstance(parent, int):
+            above: CallKey | None = (rollout, attempt, parent)
+        else:
+            above = None if parent is None else (str(parent[0]), int(parent[1]), int(parent[2]))
+        return Stored(key, value[:DIGEST_BYTES], above, tuple(columns), value[start + length :])
+    except (ValueError, TypeError, LookupError, struct.error) as error:
+        raise StoreError(f"its value makes no sense ({error})") from error
+
+
+def caller_text(stored: Stored) -> str:
+    """The caller that the call was appended with."""
+    return str(stored.columns[1])
+
+
+class Decoder:
+    """Decodes calls, each once, its ancestors before it. `stored` holds all that may be an ancestor."""
+
+    def __init__(self, stored: Mapping[CallKey, Stored]) -> None:
+        self._stored = stored
+        self._full: dict[CallKey, bytes] = {}
+
+    def known(self, key: CallKey) -> Known:
+        """The full tokens of a call. Raises `StoreError` when it or an ancestor is damaged."""
+        self._resolve(key)
+        return Known(key, self._stored[key].digest, self._full[key])
+
+    def transition(self, key: CallKey) -> Transition:
+        """The call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""
+        found = self._stored[key]
+        if found.parent is not None:
+            self._resolve(found.parent, (key,))
+        tokens = self._decode(found)
+        rollout, attempt, seq = key
+        made = rows.transition_from_row(
+            rollout, attempt, (seq, *found.columns), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
+        )
+        if rules.transition_digest(made, codec.stored_digest(found.blob)) != found.digest:
+            raise StoreError("it does not match the digest that was written with it")
+        return made
+
+    def _resolve(self, key: CallKey, below: Iterable[CallKey] = ()) -> None:
+        """Decode the chain of ancestors, oldest first: a long chain must not be a deep recursion."""
+        chain: list[Stored] = []
+        met = set(below)
+        at: CallKey | None = key
+        while at is not None and at not in self._full:
+            found = self._stored.get(at)
+            if found is None:
+                raise StoreError(f"transition {at}, an ancestor of it, is missing")
+            if at in met:
+                raise StoreError(f"transition {at} is an ancestor of itself")
+            met.add(at)
+            chain.append(found)
+            at = found.parent
+        for found in reversed(chain):
+            self._decode(found)
+
+    def _decode(self, found: Stored) -> codec.Tokens:
+        tokens = codec.decode(found.blob, b"" if found.parent is None else self._full[found.parent])
+        self._full[found.key] = codec.full_tokens(tokens)
+        return tokens

@@ -1,0 +1,361 @@
+"""`RedisKeeper`: looks after the keys of one prefix.
+
+The invariant: a group loses its calls in one script, which looks whether all of its rollouts have ended, and a rollout all that
+is its own in one transaction; what is broken off in between can be asked for again. Whoever appends has Redis look for the
+parent of a call, so that one which was removed is not taken.
+
+Redis makes copies of itself by its own means, and of all its prefixes: `backup` and `restore` name them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning.errors import ConfigError, StoreError
+from lightning.maintenance import queries
+from lightning.maintenance.keeper import Status, Weight, count_tokens
+from lightning.store.url import redacted
+from lightning.types import Status as RolloutStatus
+from redis.exceptions import RedisError
+
+from lightning_redis import records, scripts
+from lightning_redis.keys import Keys, encoded
+from lightning_redis.lane import Lane
+from lightning_redis.link import Link
+from lightning_redis.opening import SCHEMA, Ask, asker, check_server, schema_of
+from lightning_redis.settings import from_url
+from lightning_redis.standing import home_of, stand
+from lightning_redis.tokens import every as every_token
+from lightning_redis.wire import Command, Wire, translate
+
+BATCH: Final = 500
+"""Commands on their way at once."""
+OWN_OF_RUN: Final = ("all", *RolloutStatus, "leases", "steps", "proofs", "metrics", "state", "changes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rollout of a run: its number, group and step, and its attempts so far. `worker` holds it, if any does."""
+
+    rollout: str
+    number: int
+    group: str
+    step: int
+    attempts: int
+    worker: str
+
+
+class RedisKeeper:
+    """The keeper of the prefix that a `redis://` URL names."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._settings = from_url(url)
+        self._keys = Keys(self._settings.prefix)
+
+    async def schema(self) -> tuple[int, int]:
+        """See `Keeper.schema`."""
+        async with self._connected() as wire:
+            (mark,) = await self._ask(wire, [(b"EXISTS", self._keys("meta"))])
+            if not mark:
+                raise ConfigError(
+                    f"there is no store at {self._settings.place}: name its database and its ?prefix= as whoever made it did"
+                )
+            return await schema_of(asker(wire.exchange), self._settings, self._keys), SCHEMA
+
+    async def status(self) -> Status:
+        """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
+        `ConfigError` where there is no store."""
+        schema, newest = await self.schema()
+
+        async def greet(ask: Ask) -> None:
+            await check_server(ask, self._settings)
+
+        link = Link(self._settings, self._keys, greet)  # a store would bring an older schema forward
+        try:
+            with link.in_use():
+                runs, tokens = await records.list_runs(link), await every_token(link)
+        finally:
+            await link.close()
+        async with self._connected() as wire:
+            counts, size = await self._measure(wire)
+            rollouts: dict[str, int] = {}
+            for status in RolloutStatus:
+                found = await self._ask(wire, [(b"ZCARD", self._keys(status.value, run.id)) for run in runs])
+                rollouts[status.value] = sum(found)
+        activity = await self.activity()
+        return Status(
+            store=redacted(self._url),
+            schema=schema,
+            newest_schema=newest,
+            bytes=size,
+            runs=len(runs),
+            rollouts={status: count for status, count in rollouts.items() if count},
+            calls=counts["calls"],
+            spans=counts["spans"],
+            steps=counts["steps"],
+            resources=counts["versions"],
+            tokens=count_tokens([(token.expires_at, token.revoked_at) for token in tokens], time.time()),
+            oldest=min((run.created_at for run in runs), default=None),
+            newest=max(activity.values(), default=None),
+        )
+
+    async def backup(self, target: Path) -> None:
+        """See `Keeper.backup`. Raises `ConfigError`: Redis has its own means."""
+        raise ConfigError(
+            f"{target} cannot be made of Redis, which copies itself: run `redis-cli --rdb {target}`, while runs go on; "
+            "`lightning db export` writes the content to files"
+        )
+
+    async def restore(self, source: Path) -> None:
+        """See `Keeper.restore`. Raises `ConfigError`: Redis has its own means."""
+        raise ConfigError(
+            f"{source} cannot be read into Redis: start Redis with a copy that it made itself (dbfilename), and restore a "
+            "backup that this program made into PostgreSQL or a file"
+        )
+
+    async def activity(self) -> dict[str, float]:
+        """See `Keeper.activity`."""
+        newest: dict[str, float] = {}
+
+        def note(run: str | None, at: object) -> None:
+            if run is not None and at is not None:
+                newest[run] = max(newest.get(run, 0.0), float(str(at)))
+
+        runs: dict[str, str] = {}
+        async with self._connected() as wire:
+            async for rollout, text in self._fields(wire, "standing"):
+                found = stand(text, rollout)
+                runs[rollout] = found["run"]
+                note(found["run"], found.get("leased_at"))
+            async for place, text in self._fields(wire, "attempts"):
+                note(runs.get(place.rpartition(":")[0]), json.loads(text).get("ended_at"))
+        return newest
+
+    async def busy_runs(self) -> frozenset[str]:
+        """See `Keeper.busy_runs`."""
+        async with self._connected() as wire:
+            (names, (seconds, micros)) = await self._ask(wire, [(b"HKEYS", self._keys("runs")), (b"TIME",)])
+            now = b"(%d.%06d" % (int(seconds), int(micros))
+            held = await self._ask(
+                wire, [(b"ZCOUNT", self._keys("leases", name.decode()), now, b"+inf") for name in names]
+            )
+        return frozenset(name.decode() for name, count in zip(names, held, strict=True) if count)
+
+    async def weigh(self, run: str, groups: Sequence[str]) -> list[Weight]:
+        """See `Keeper.weigh`."""
+        async with self._connected() as wire:
+            members = await self._members(wire, run)
+            found = []
+            for group in groups:
+                keys = [self._of_attempts(member) for member in members if member.group == group]
+                calls = [key for each in keys for key in each[0]]
+                spans = [key for each in keys for key in each[1]]
+                sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in calls])
+                found.append(
+                    Weight(
+                        sum(await self._ask(wire, [(b"HLEN", key) for key in calls])),
+                        sum(await self._ask(wire, [(b"HLEN", key) for key in spans])),
+                        sum(size or 0 for size in sizes),
+                    )
+                )
+        return found
+
+    async def forget_calls(self, run: str, groups: Sequence[str]) -> None:
+        """See `Keeper.forget_calls`."""
+        async with self._connected() as wire, self._lane() as lane:
+            members: dict[str, list[_Member]] = {}
+            newest = await self._sort(wire, run, members, 0)
+            for group in groups:
+                while not await self._forget(lane, run, group, members.get(group, ()), newest):
+                    newest = await self._sort(wire, run, members, newest)
+
+    async def forget_run(self, run: str) -> None:
+        """See `Keeper.forget_run`. Rollout by rollout, the run itself last."""
+        if run in await self.busy_runs():
+            raise StoreError(f"somebody works on run {run!r}: end its trainer and its runners first")
+        async with self._connected() as wire:
+            members = await self._members(wire, run)
+            await self._forget_uses(wire, run)
+            await self._forget_servers_state(wire, run, {member.rollout for member in members})
+            for member in members:
+                await self._transact(wire, self._removal(run, member))
+            steps = {member.step for member in members}
+            groups = {member.group for member in members}
+            own = [self._keys(name, run) for name in OWN_OF_RUN]
+            own += [self._keys("step", step, run) for step in steps]
+            own += [self._keys("roots", _name(run, group)) for group in groups]
+            await self._ask(wire, [(b"DEL", key) for key in own])
+            await self._ask(wire, [(b"HDEL", self._keys("runs"), encoded(run))])
+
+    async def vacuum(self) -> str:
+        """See `Keeper.vacuum`. Redis gives space back by itself, memory at once and its append-only file at the next rewrite,
+        and removes old answers by itself."""
+        async with self._connected() as wire:
+            traces = {name: queries.trace_of(value) for name, value in await self._state(wire, queries.TRACES_RUN)}
+            there = [(b"HEXISTS", self._keys("standing"), encoded(rollout)) for rollout, _ in traces.values()]
+            (seconds, _), *known = await self._ask(wire, [(b"TIME",), *there])
+            gone = [
+                name
+                for (name, (_, expires_at)), exists in zip(traces.items(), known, strict=True)
+                if expires_at < int(seconds) or not exists
+            ]
+            await self._forget_state(wire, queries.TRACES_RUN, gone)
+            # Notices before runs: whoever announces one has put the run before.
+            state = dict(await self._state(wire, ""))
+            (runs,) = await self._ask(wire, [(b"HKEYS", self._keys("runs"))])
+            await self._forget_state(wire, "", queries.empty_seats(state, {name.decode() for name in runs}))
+        return ""
+
+    # keys -------------------------------------------------------------------------------------------------------
+    async def _members(self, wire: Wire, run: str, after: int = 0) -> list[_Member]:
+        """The rollouts of a run, in the order of their creation; those with numbers beyond `after`."""
+        (found,) = await self._ask(
+            wire, [(b"ZRANGEBYSCORE", self._keys("all", run), b"(%d" % after, b"+inf", b"WITHSCORES")]
+        )
+        names, numbers = found[::2], found[1::2]
+        columns = await self._ask(wire, [(b"HGET", self._keys("columns"), name) for name in names])
+        standings = await self._ask(wire, [(b"HGET", self._keys("standing"), name) for name in names])
+        members = []
+        for name, number, text, standing in zip(names, numbers, columns, standings, strict=True):
+            rollout = name.decode()
+            position = stand(standing, rollout)
+            _, group = home_of(text, rollout)
+            step = int(json.loads(text)[4])
+            worker = position.get("worker", "")
+            members.append(_Member(rollout, int(number), group, step, position["attempt"], worker))
+        return members
+
+    async def _sort(self, wire: Wire, run: str, members: dict[str, list[_Member]], newest: int) -> int:
+        """Put rollouts with numbers beyond `newest` to those of their groups; return the number of the newest there is now."""
+        for member in await self._members(wire, run, newest):
+            members.setdefault(member.group, []).append(member)
+            newest = member.number
+        return newest
+
+    def _of_attempts(self, member: _Member) -> tuple[list[bytes], list[bytes]]:
+        """The keys of its calls and of its spans."""
+        attempts = range(1, member.attempts + 1)
+        calls = [self._keys("calls", attempt, member.rollout) for attempt in attempts]
+        return calls, [self._keys("spans", attempt, member.rollout) for attempt in attempts]
+
+    async def _forget(self, lane: Lane, run: str, group: str, members: Sequence[_Member], newest: int) -> bool:
+        """Remove the calls of a group with these rollouts, if they have ended. False when there may be more of them by now."""
+        keys = [self._keys(name) for name in ("standing", "attempts", "labels")]
+        keys += [self._keys("all", run), self._keys("roots", _name(run, group))]
+        arguments: list[int | str] = [newest, len(members)]
+        for member in members:
+            keys += [key for each in self._of_attempts(member) for key in each]
+            arguments += [member.rollout, member.attempts]
+        (word, *_) = await lane.run(scripts.FORGET, keys, [encoded(argument) for argument in arguments])
+        return bool(word != b"grown")
+
+    def _removal(self, run: str, member: _Member) -> list[Command]:
+        """What takes a rollout out of everything but the counts of resources."""
+        rollout = encoded(member.rollout)
+        commands: list[Command] = [(b"DEL", key) for keys in self._of_attempts(member) for key in keys]
+        for attempt in range(1, member.attempts + 1):
+            place = encoded(f"{member.rollout}:{attempt}")
+            commands += [(b"HDEL", self._keys(name), place) for name in ("attempts", "labels")]
+        lists = [self._keys(name, run) for name in ("all", *RolloutStatus, "leases")]
+        commands += [(b"ZREM", key, rollout) for key in (*lists, self._keys("step", member.step, run))]
+        commands.append((b"ZREM", self._keys("held"), encoded(f"{member.worker}\0{member.rollout}")))
+        return [*commands, *((b"HDEL", self._keys(name), rollout) for name in ("standing", "columns"))]
+
+    async def _state(self, wire: Wire, run: str) -> list[tuple[str, str]]:
+        return [(name, value.decode()) async for name, value in self._fields(wire, "state", run)]
+
+    async def _forget_state(self, wire: Wire, run: str, names: Sequence[str]) -> None:
+        await self._ask(wire, [(b"HDEL", self._keys("state", run), encoded(name)) for name in names])
+
+    async def _forget_servers_state(self, wire: Wire, run: str, rollouts: Collection[str]) -> None:
+        """Remove what gateways and trainers keep of a run in the state of the whole store."""
+        names = [name for name, _ in await self._state(wire, "")]
+        await self._forget_state(wire, "", queries.fleet_state(run, names))
+        traces = await self._state(wire, queries.TRACES_RUN)
+        await self._forget_state(wire, queries.TRACES_RUN, queries.traces_of(rollouts, traces))
+
+    async def _forget_uses(self, wire: Wire, run: str) -> None:
+        fields = [field async for field, _ in self._fields(wire, "uses")]
+        mine = [field for field in fields if json.loads(field.partition(" ")[2])[0] == run]
+        await self._ask(wire, [(b"HDEL", self._keys("uses"), encoded(field)) for field in mine])
+
+    async def _measure(self, wire: Wire) -> tuple[dict[str, int], int]:
+        """How many entries the hashes of calls, spans, steps and versions have, and the bytes of all keys."""
+        counts = dict.fromkeys(("calls", "spans", "steps", "versions"), 0)
+        size, cursor = 0, b"0"
+        start = len(self._settings.prefix) + 1
+        while True:
+            ((cursor, keys),) = await self._ask(
+                wire, [(b"SCAN", cursor, b"MATCH", f"{self._settings.prefix}:*".encode(), b"COUNT", b"%d" % BATCH)]
+            )
+            sizes = await self._ask(wire, [(b"MEMORY", b"USAGE", key) for key in keys])
+            size += sum(found or 0 for found in sizes)
+            for kind in counts:
+                mine = [key for key in keys if key[start:].startswith(f"{kind}:".encode())]
+                counts[kind] += sum(await self._ask(wire, [(b"HLEN", key) for key in mine]))
+            if cursor == b"0":
+                return counts, size
+
+    async def _fields(self, wire: Wire, name: str, *parts: str) -> AsyncIterator[tuple[str, bytes]]:
+        """The fields of a table, some of them twice when it grows meanwhile."""
+        table, cursor = self._keys(name, *parts), b"0"
+        while True:
+            ((cursor, flat),) = await self._ask(wire, [(b"HSCAN", table, cursor, b"COUNT", b"%d" % BATCH)])
+            for field, value in zip(flat[::2], flat[1::2], strict=True):
+                yield field.decode(), value
+            if cursor == b"0":
+                return
+
+    # the connection ---------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def _lane(self) -> AsyncIterator[Lane]:
+        """Runs scripts, as the store does it."""
+
+        async def greet(ask: Ask) -> None:
+            await check_server(ask, self._settings)
+
+        lane = Lane(self._settings, self._keys, greet)
+        try:
+            yield lane
+        finally:
+            await lane.close()
+
+    async def _ask(self, wire: Wire, commands: Sequence[Command]) -> list[Any]:
+        """The replies, asked for in batches. Raises the error that one of them is."""
+        replies: list[Any] = []
+        for begin in range(0, len(commands), BATCH):
+            for reply in await wire.exchange(commands[begin : begin + BATCH]):
+                if isinstance(reply, Exception):
+                    raise reply
+                replies.append(reply)
+        return replies
+
+    async def _transact(self, wire: Wire, commands: Sequence[Command]) -> None:
+        """All of the commands, or none."""
+        *queued, done = await wire.exchange([(b"MULTI",), *commands, (b"EXEC",)])
+        for reply in (*queued, done, *(done if isinstance(done, list) else ())):
+            if isinstance(reply, Exception):
+                raise reply
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Wire]:
+        wire = Wire(self._settings)
+        try:
+            await wire.connect()
+            yield wire
+        except (RedisError, OSError, EOFError) as error:
+            raise translate(error, self._settings) from error
+        finally:
+            await wire.disconnect()
+
+
+def _name(run: str, group: str) -> str:
+    """As the list of a group's roots is called."""
+    return json.dumps([run, group], separators=(",", ":"))

@@ -1,0 +1,47 @@
+"""The store in Redis, as a plugin; its client is imported when a store is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.errors import MissingExtraError
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.maintenance.keeper import Keeper
+    from lightning.store.protocol import Store
+
+SCHEMES = ("redis", "rediss")
+
+
+@hookimpl
+def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
+    """`redis://` and `rediss://`."""
+    for scheme in SCHEMES:
+        register(scheme, redis_store)
+
+
+@hookimpl
+def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
+    """`redis://` and `rediss://`."""
+    for scheme in SCHEMES:
+        register(scheme, redis_keeper)
+
+
+def redis_store(url: str) -> Store:
+    """See `lightning_redis.store`. Raises `MissingExtraError` when the client is not installed."""
+    try:
+        from lightning_redis.store import RedisStore
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("redis", error.name or "") from error
+    return RedisStore.from_url(url)
+
+
+def redis_keeper(url: str) -> Keeper:
+    """See `lightning_redis.keeper`."""
+    try:
+        from lightning_redis.keeper import RedisKeeper
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("redis", error.name or "") from error
+    return RedisKeeper(url)

@@ -1,0 +1,215 @@
+"""Runs, committed steps, metrics, what attempts were completed with, and small state.
+
+The invariant: a step and the marks of the rollouts it trained are written together or not at all, and a rollout is marked once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.errors import ConflictError, StaleAttemptError, StoreError
+from lightning.store import json_text, rows, rules
+from lightning.store.protocol import MetricPoint
+from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
+
+from lightning_redis import scripts
+from lightning_redis.keys import encoded
+from lightning_redis.link import Link, unexpected
+from lightning_redis.standing import stand
+from lightning_redis.transitions import current_attempt
+
+
+def time_text(at: float) -> str:
+    """A time of the caller's own; empty when Redis is to say it."""
+    return repr(float(at)) if at else ""
+
+
+def listed(text: str, what: str) -> list[Any]:
+    """A list that was kept as JSON. Raises `StoreError` when it was damaged."""
+    found = json_text.load(text, what)
+    if not isinstance(found, list):
+        raise StoreError(f"{what} is corrupt in the database: expected a list. Restore the database from a backup")
+    return found
+
+
+def numbered(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], str]:
+    """The numbers before a text, and the text. Raises `StoreError` when they were damaged."""
+    *found, text = value.decode(errors="replace").split(" ", numbers)
+    try:
+        times = [float(number) for number in found]
+    except ValueError as error:
+        raise StoreError(f"{what} is corrupt in the database: {error}. Restore the database from a backup") from error
+    return times, text
+
+
+def stamped(value: bytes, what: str, numbers: int = 1) -> tuple[list[float], list[Any]]:
+    """The numbers before a list that was kept as JSON, and the list."""
+    times, text = numbered(value, what, numbers)
+    return times, listed(text, what)
+
+
+# runs -----------------------------------------------------------------------------------------------------------
+
+
+async def put_run(link: Link, run: Run) -> Run:
+    """See `Store.put_run`. A run without a time of its own is created now."""
+    config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
+    text = json_text.dump([run.name, config, run.project])
+    word, *rest = await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text))
+    if word != "ok":
+        raise unexpected([word, *rest])
+    return _run(run.id, rest[0])
+
+
+async def get_run(link: Link, run: str) -> Run | None:
+    """See `Store.get_run`."""
+    (value,) = await link.reads.read((b"HGET", link.keys("runs"), encoded(run)))
+    return None if value is None else _run(run, value)
+
+
+async def list_runs(
+    link: Link, project: str | None = None, after: str = "", limit: int | None = None, brief: bool = False
+) -> list[Run]:
+    """See `Store.list_runs`. Of those that are not asked for only the times are read: a configuration is long."""
+    rules.check_page(limit)
+    (flat,) = await link.reads.read((b"HGETALL", link.keys("runs")))
+    kept = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    if after and (after not in kept or project not in (None, _run(after, kept[after], brief=True).project)):
+        raise rules.no_cursor(after)
+    newest_first = sorted(kept, key=lambda run: numbered(kept[run], f"run {run!r}", 2)[0], reverse=True)
+    behind = newest_first[newest_first.index(after) + 1 if after else 0 :]
+    found = (_run(run, kept[run], brief) for run in behind)
+    return list(itertools.islice((run for run in found if project in (None, run.project)), limit))
+
+
+def _run(run: str, value: bytes, brief: bool = False) -> Run:
+    (at, _), (name, config, project) = stamped(value, f"run {run!r}", 2)
+    return rows.run_from_row((run, name, "{}" if brief else config, at, project))
+
+
+# what attempts were completed with ------------------------------------------------------------------------------
+
+
+async def tool_events(link: Link, rollout: str, attempt: int | None) -> list[ToolEvent]:
+    """See `Store.tool_events`."""
+    return json_text.tool_events_from_text(await _of_attempt(link, "tool_events", rollout, attempt))
+
+
+async def step_rewards(link: Link, rollout: str, attempt: int | None) -> list[StepReward]:
+    """See `Store.step_rewards`."""
+    return json_text.step_rewards_from_text(await _of_attempt(link, "step_rewards", rollout, attempt))
+
+
+async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) -> str:
+    current = await current_attempt(link, rollout)
+    field = encoded(f"{rollout}:{current if attempt is None else attempt}")
+    (text,) = await link.reads.read((b"HGET", link.keys("attempts"), field))
+    if text is None:
+        return "[]"
+    found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
+    return str(found.get(what, "[]")) if isinstance(found, Mapping) else ""
+
+
+# steps ----------------------------------------------------------------------------------------------------------
+
+
+async def commit_step(link: Link, record: StepRecord) -> None:
+    """See `Store.commit_step`. A record without a time of its own is committed now."""
+    text = json_text.dump(rows.step_values(record)[2:])
+    word, *rest = await link.run(
+        scripts.COMMIT,
+        [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
+        *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts)),
+        *(part for trained in record.rollouts for part in trained),
+    )
+    if word == "conflict":
+        raise ConflictError(
+            f"step {record.step} of run {record.run!r} is committed already with another batch (digest "
+            f"{rest[0].decode()!r}, not {record.digest!r}): is another trainer working on this run?"
+        )
+    if word == "unknown":
+        raise rules.unknown_rollout(rest[0].decode())
+    if word == "untrainable":
+        raise _untrainable(record, *record.rollouts[int(rest[0])], rest[1])
+    if word != "ok":
+        raise unexpected([word, *rest])
+
+
+def _untrainable(record: StepRecord, rollout: str, attempt: int, standing: bytes) -> StoreError:
+    found = stand(standing, rollout)
+    what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
+    if found["run"] != record.run:
+        return StoreError(f"{what}: it belongs to run {found['run']!r}")
+    if found["status"] != Status.SUCCEEDED or found["attempt"] != attempt:
+        return StaleAttemptError(f"{what} by attempt {attempt}: it is {found['status']} at attempt {found['attempt']}")
+    return ConflictError(f"{what}: step {found['trained']} trained it already, and a rollout enters exactly one step")
+
+
+async def list_steps(link: Link, run: str) -> list[StepRecord]:
+    """See `Store.list_steps`."""
+    (flat,) = await link.reads.read((b"HGETALL", link.keys("steps", run)))
+    steps = []
+    for step, value in sorted((int(step), value) for step, value in zip(flat[::2], flat[1::2], strict=True)):
+        (at,), columns = stamped(value, f"step {step} of run {run!r}")
+        values = (*columns, "{}")[:8]  # releases before there was a context kept seven
+        steps.append(rows.step_from_row((run, step, *values, at)))
+    return steps
+
+
+# metrics and state ----------------------------------------------------------------------------------------------
+
+
+async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, float], once: str) -> None:
+    """See `Store.log_metrics`."""
+    if not values:
+        return
+    pairs: list[str] = []
+    for name, value in values.items():
+        pairs += [name, repr(float(value))]
+    known_as = rules.known_as(once, "log_metrics", run, step, *pairs)
+    word, *rest = await link.run_once(
+        scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
+    )
+    if word != "ok":
+        raise unexpected([word, *rest])
+
+
+async def metrics(link: Link, run: str) -> list[MetricPoint]:
+    """See `Store.metrics`."""
+    (flat,) = await link.reads.read((b"HGETALL", link.keys("metrics", run)))
+    steps: dict[int, dict[str, tuple[float, float]]] = {}
+    for field, value in zip(flat[::2], flat[1::2], strict=True):
+        step, _, name = field.decode().partition(":")
+        number, at = value.split()
+        steps.setdefault(int(step), {})[name] = (float(number), float(at))
+    return [
+        MetricPoint(step, {name: found[name][0] for name in sorted(found)}, max(at for _, at in found.values()))
+        for step, found in sorted(steps.items())
+    ]
+
+
+async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
+    """See `Store.put_state`."""
+    text = json_text.dump(value, f"the state {key!r}")
+    known_as = rules.known_as(once or "", "put_state", run, key, text)
+    keys = [link.keys("state", run), link.keys("changes", run)]
+    word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
+    if word != "ok":
+        raise unexpected([word, *rest])
+
+
+async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
+    """See `Store.keep_state`."""
+    text = json_text.dump(value, f"the state {key!r}")
+    word, *rest = await link.run(scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
+    if word != "ok":
+        raise unexpected([word, *rest])
+    return json_text.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
+
+
+async def get_state(link: Link, run: str, key: str) -> Json:
+    """See `Store.get_state`."""
+    (text,) = await link.reads.read((b"HGET", link.keys("state", run), encoded(key)))
+    return None if text is None else json_text.load(text.decode(errors="replace"), f"the state {key!r} of run {run!r}")

@@ -1,0 +1,232 @@
+"""Creating, listing, leasing and ending rollouts.
+
+The invariant: of all processes, one holds the running attempt of a rollout; each lease raises the attempt number, so whoever
+held an earlier one is fenced off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.store import rules
+from lightning.store.protocol import Page
+from lightning.types import Lease, Rollout, Status
+
+from lightning_redis import scripts
+from lightning_redis.keys import encoded
+from lightning_redis.link import Link, unexpected
+from lightning_redis.standing import columns_of, position_of, read_rollout, refuse, stand, uses_of
+from lightning_redis.wire import Reply
+
+LEASED_AT_ONCE: Final = 10_000
+"""Rollouts in one lease at most: Redis answers nobody else meanwhile."""
+SMALLEST_LOOK, LARGEST_LOOK = 100, 1000
+"""Rollouts looked at in one go when a page is filtered."""
+_RELEASE_TRIES: Final = 100
+
+
+async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
+    """See `Store.create_rollouts`."""
+    columns = [columns_of(rollout) for rollout in rollouts]
+    if not rollouts:
+        return 0
+    keys: list[bytes] = []
+    places: dict[bytes, int] = {}
+
+    def place(name: str, *parts: str | int) -> int:
+        key = link.keys(name, *parts)
+        if key not in places:
+            keys.append(key)
+            places[key] = len(keys)
+        return places[key]
+
+    arguments: list[str | int] = [len(rollouts)]
+    for rollout, text in zip(rollouts, columns, strict=True):
+        run = rollout.run
+        arguments += [rollout.id, run, rollout.max_attempts, text, uses_of(rollout)]
+        arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
+    tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
+    word, *rest = await link.run(scripts.CREATE, (*tables, *keys), *arguments)
+    if word == "elsewhere":
+        rollout = rollouts[int(rest[0])]
+        raise ConflictError(
+            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+            "Begin the ids of rollouts with the id of their run"
+        )
+    if word != "ok":
+        raise unexpected([word, *rest])
+    for rollout in rollouts:
+        link.remember_home(rollout.id, (rollout.run, rollout.group))
+    return int(rest[0])
+
+
+async def get(link: Link, rollout: str) -> Rollout | None:
+    """See `Store.get_rollout`."""
+    (found,) = await _read(link, [rollout])
+    return found
+
+
+async def _read(link: Link, names: Sequence[str]) -> list[Rollout | None]:
+    if not names:
+        return []
+    fields = [encoded(name) for name in names]
+    columns, standings = await link.reads.read(
+        (b"HMGET", link.keys("columns"), *fields), (b"HMGET", link.keys("standing"), *fields)
+    )
+    return [
+        None if text is None or standing is None else read_rollout(text, standing, name)
+        for name, text, standing in zip(names, columns, standings, strict=True)
+    ]
+
+
+async def page(
+    link: Link,
+    run: str,
+    split: str | None,
+    step: int | None,
+    status: Status | None,
+    cursor: str,
+    limit: int,
+) -> Page:
+    """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
+    rules.check_page(limit)
+    if cursor and not cursor.isdecimal():
+        raise rules.no_cursor(cursor)
+    index = link.keys("all", run)
+    if step is not None:
+        index = link.keys("step", step, run)
+    elif status is not None:
+        index = link.keys(Status(status).value, run)
+    found: list[tuple[Rollout, int]] = []
+    last = int(cursor or 0)
+    count = min(max(limit + 1, SMALLEST_LOOK), LARGEST_LOOK)
+    while len(found) <= limit:
+        (members,) = await link.reads.read(
+            (b"ZRANGEBYSCORE", index, b"(%d" % last, b"+inf", b"WITHSCORES", b"LIMIT", b"0", b"%d" % count)
+        )
+        names, numbers = [name.decode() for name in members[::2]], [int(number) for number in members[1::2]]
+        for rollout, number in zip(await _read(link, names), numbers, strict=True):
+            if rollout is not None and _fits(rollout, split, step, status):
+                found.append((rollout, number))
+        if len(numbers) < count:
+            break
+        last = numbers[-1]
+    rollouts = tuple(rollout for rollout, _ in found[:limit])
+    return Page(rollouts, str(found[limit - 1][1]) if len(found) > limit else "")
+
+
+def _fits(rollout: Rollout, split: str | None, step: int | None, status: Status | None) -> bool:
+    return (
+        (split is None or rollout.split == split)
+        and (step is None or rollout.step == step)
+        and (status is None or rollout.status == status)
+    )
+
+
+async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:
+    """See `Store.lease`."""
+    _check_ttl(ttl)
+    if limit < 0:
+        raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
+    if not worker:
+        raise DataError("a lease needs the name of its worker: release() finds leases by it")
+    word, till, *found = await link.run_once(
+        scripts.LEASE,
+        [
+            *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
+            *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
+        ],
+        rules.known_as(once, "lease", run, worker, ttl),
+        *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
+        seconds=ttl,
+    )
+    if word != "ok":
+        raise unexpected([word, till])
+    leases = []
+    for columns, standing in zip(found[::2], found[1::2], strict=True):
+        rollout = read_rollout(columns, standing, "of a lease")
+        link.remember_home(rollout.id, (rollout.run, rollout.group))
+        leases.append(Lease(rollout, worker, float(till)))
+    return leases
+
+
+async def renew(link: Link, held: Lease, ttl: float) -> Lease:
+    """See `Store.renew`."""
+    _check_ttl(ttl)
+    rollout = held.rollout.id
+    run, _ = await link.home(rollout)
+    word, *rest = await link.run(
+        scripts.RENEW,
+        (link.keys("standing"), link.keys("leases", run)),
+        *(rollout, held.attempt, held.worker, float(ttl)),
+    )
+    if word == "ok":
+        return Lease(held.rollout, held.worker, float(rest[0]))
+    if word != "refused":
+        raise _refused(word, rest, rollout, held.attempt)
+    rules.check_fence(position_of(rest[0], rollout), held.attempt)
+    worker = stand(rest[0], rollout).get("worker", "")
+    raise StaleAttemptError(
+        f"attempt {held.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {held.worker!r}"
+    )
+
+
+async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *, spend: bool) -> Rollout:
+    """See `Store.complete`; `end` is the checked outcome."""
+    run, _ = await link.home(rollout)
+    word, *rest = await link.run(
+        scripts.COMPLETE,
+        [
+            *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
+            *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
+        ],
+        *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
+        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rules.EXCUSED),
+    )
+    if word != "ok":
+        raise _refused(word, rest, rollout, attempt)
+    return read_rollout(rest[0], rest[1], rollout)
+
+
+async def release(link: Link, worker: str, once: str) -> int:
+    """See `Store.release`."""
+    known_as = rules.known_as(once, "release", worker)
+    name = encoded(worker)
+    held = (b"ZRANGEBYLEX", link.keys("held"), b"[" + name + b"\0", b"(" + name + b"\1")
+    for _ in range(_RELEASE_TRIES):
+        (members,) = await link.reads.read(held)
+        if not members and not once:
+            return 0
+        rollouts = [member[len(name) + 1 :].decode() for member in members]
+        runs = sorted({(await link.home(rollout))[0] for rollout in rollouts})
+        keys = [link.keys(what, run) for run in runs for what in ("pending", "running", "leases", "changes")]
+        word, *rest = await link.run_once(
+            scripts.RELEASE,
+            [link.keys(table) for table in ("standing", "attempts", "held")],
+            known_as,
+            worker,
+            len(runs),
+            more=keys,
+            rest=runs,
+        )
+        if word == "ok":
+            return int(rest[0])
+        if word != "elsewhere":  # the worker took something of yet another run meanwhile
+            raise unexpected([word, *rest])
+    raise StoreError(f"worker {worker!r} takes rollouts of ever more runs: let it stop before its work is given back")
+
+
+def _refused(word: str, rest: Sequence[Reply], rollout: str, attempt: int) -> StoreError:
+    if word == "unknown":
+        return rules.unknown_rollout(rollout)
+    if word == "refused":
+        return refuse(rest[0], rollout, attempt)
+    return unexpected([word, *rest])
+
+
+def _check_ttl(ttl: float) -> None:
+    if not (math.isfinite(ttl) and ttl >= 0):
+        raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")

@@ -1,0 +1,72 @@
+"""Tokens of the control API: kept by the digest of their secret, never deleted.
+
+The invariant: a token that was revoked stays revoked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning.errors import ConflictError, StoreError
+from lightning.store import json_text, rows, rules
+from lightning.types import Token
+
+from lightning_redis import scripts
+from lightning_redis.keys import encoded
+from lightning_redis.link import Link, unexpected
+from lightning_redis.records import stamped, time_text
+
+
+async def put(link: Link, token: Token, once: str) -> Token:
+    """See `Store.put_token`. A token without a time of its own is created now."""
+    text = json_text.dump([*rows.token_values(token), token.expires_at, token.revoked_at])
+    known_as = rules.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
+    word, *rest = await link.run_once(
+        scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text
+    )
+    if word == "taken":
+        raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
+    if word != "ok":
+        raise unexpected([word, *rest])
+    return await _existing(link, token.id)
+
+
+async def get(link: Link, token: str) -> Token | None:
+    """See `Store.get_token`."""
+    value, revoked = await link.reads.read(
+        *((b"HGET", link.keys(table), encoded(token)) for table in ("tokens", "revoked"))
+    )
+    return None if value is None else _token(token, value, revoked)[1]
+
+
+async def every(link: Link) -> list[Token]:
+    """See `Store.list_tokens`."""
+    flat, ended = await link.reads.read(*((b"HGETALL", link.keys(table)) for table in ("tokens", "revoked")))
+    revoked = dict(zip(ended[::2], ended[1::2], strict=True))
+    found = [_token(name.decode(), value, revoked.get(name)) for name, value in zip(flat[::2], flat[1::2], strict=True)]
+    return [token for _, token in sorted(found, key=lambda each: each[0])]
+
+
+async def revoke(link: Link, token: str) -> Token:
+    """See `Store.revoke_token`."""
+    word, *rest = await link.run(scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token)
+    if word == "unknown":
+        raise StoreError(f"there is no token {token!r}: list_tokens() says which there are")
+    if word != "ok":
+        raise unexpected([word, *rest])
+    return await _existing(link, token)
+
+
+async def _existing(link: Link, token: str) -> Token:
+    found = await get(link, token)
+    assert found is not None, "a token is never deleted"
+    return found
+
+
+def _token(token: str, value: bytes, revoked: bytes | None) -> tuple[float, Token]:
+    (at, number), columns = stamped(value, f"token {token!r}", 2)
+    *first, expires_at, revoked_at = columns
+    found = rows.token_from_row((*first, at, expires_at, revoked_at))
+    if revoked is not None and revoked_at is None:
+        found = replace(found, revoked_at=float(revoked))
+    return number, found

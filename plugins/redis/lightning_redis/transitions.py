@@ -1,0 +1,301 @@
+"""Appending model calls and reading them back.
+
+The invariant: a call is stored once, by the running attempt; one that is sent again is a no-op if and only if it is the same.
+
+The names that an agent gave to its calls afterwards (labels) are kept with the attempt and put on a call when it is read: the
+stored call stays what it was, and its digest with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Final
+
+from lightning.errors import ConflictError, StoreError
+from lightning.store import codec, json_text, rules
+from lightning.store.relational.parents import choose
+from lightning.types import Caller, Transition
+
+from lightning_redis import calls, scripts
+from lightning_redis.calls import Decoder, Stored
+from lightning_redis.keys import encoded
+from lightning_redis.link import Link, unexpected
+from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
+from lightning_redis.standing import refuse, stand
+from lightning_redis.wire import Command
+
+ATTEMPTS_AT_ONCE: Final = 32
+"""Attempts read in one go: their calls are held in memory twice for a moment."""
+
+Attempt = tuple[str, int]
+Group = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One `append` on its way: the candidates for parents, those in the batch itself among them, and the script's input."""
+
+    link: Link
+    candidates: dict[Attempt | Group, tuple[Known, ...]]
+    keys: list[bytes] = field(default_factory=list)
+    places: dict[bytes, int] = field(default_factory=dict)
+    arguments: list[str | int | bytes] = field(default_factory=list)
+    made: list[tuple[Attempt, Group | None, Known]] = field(default_factory=list)
+
+    def place(self, key: bytes) -> int:
+        """Where a key is among those of the script, from 1 on."""
+        if key not in self.places:
+            self.keys.append(key)
+            self.places[key] = len(self.keys)
+        return self.places[key]
+
+    def add(self, transition: Transition, group: Group, digest: bytes | None) -> None:
+        """Encode a call against its parent. `digest` is given when it is not that of the call as it is."""
+        rollout, number, seq = transition.key
+        attempt = (rollout, number)
+        prompt = codec.pack(transition.prompt_ids)
+        own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
+        parent = choose(prompt, chain(reversed(own), roots[:GROUP_ROOTS]))
+        tokens = codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
+        blob = codec.encode(tokens, parent.full if parent else b"")
+        digest = digest or rules.transition_digest(transition, codec.stored_digest(blob))
+        value = calls.pack(transition, parent.key if parent else None, digest, blob)
+        keys = self.link.keys
+        above: tuple[int, int, bytes] = (0, 0, b"")
+        if parent is not None:
+            above = (self.place(keys("calls", parent.key[1], parent.key[0])), parent.key[2], parent.digest)
+        root: tuple[int, str] = (0, "")
+        if parent is None:
+            root = (self.place(keys("roots", json_text.dump(list(group)))), json_text.dump([rollout, number, seq]))
+        place = self.place(keys("calls", number, rollout))
+        self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
+        known = Known(transition.key, digest, prompt + codec.pack(transition.response_ids))
+        self.candidates[attempt] = extended(own, known)
+        if parent is None:
+            self.candidates[group] = extended(roots, known)
+        self.made.append((attempt, group if parent is None else None, known))
+
+
+async def append(link: Link, transitions: Sequence[Transition]) -> int:
+    """See `Store.append`."""
+    if not transitions:
+        return 0
+    groups = [await link.home(transition.rollout) for transition in transitions]
+    digests: dict[int, bytes] = {}
+    lost_parents = 0
+    while True:
+        batch = _Batch(link, await _candidates(link, transitions, groups) if lost_parents <= 1 else {})
+        for i, (transition, group) in enumerate(zip(transitions, groups, strict=True)):
+            batch.add(transition, group, digests.get(i))
+        head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
+        word, *rest = await link.run(scripts.APPEND, (link.keys("standing"), *batch.keys), *head, *batch.arguments)
+        if word == "ok":
+            _remember(link, batch)
+            return int(rest[0])
+        at = int(rest[0])
+        transition = transitions[at]
+        if (
+            word == "orphan" and lost_parents <= 1
+        ):  # what was remembered of the database is no longer so: look again, then do without
+            _forget(link, transitions, groups)
+            lost_parents += 1
+        elif word == "conflict" and at not in digests:
+            digests[at] = await _digest_before_label(link, transition, rest[1])
+        elif word == "conflict":
+            raise _conflict(transition)
+        elif word == "unknown":
+            raise rules.unknown_rollout(transition.rollout)
+        elif word == "refused":
+            raise refuse(rest[1], transition.rollout, transition.attempt)
+        else:
+            raise unexpected([word, *rest])
+
+
+def _remember(link: Link, batch: _Batch) -> None:
+    for attempt, group, known in batch.made:
+        link.parents.add(attempt, known)
+        if group is not None:
+            link.parents.add(group, known)
+
+
+def _forget(link: Link, transitions: Iterable[Transition], groups: Iterable[Group]) -> None:
+    for transition, group in zip(transitions, groups, strict=True):
+        link.parents.drop((transition.rollout, transition.attempt))
+        link.parents.drop(group)
+
+
+def _conflict(transition: Transition) -> ConflictError:
+    return ConflictError(
+        f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
+        "(next_seq() says the first unused one)"
+    )
+
+
+async def _digest_before_label(link: Link, transition: Transition, value: bytes) -> bytes:
+    """The digest of a stored call if it is this one and was labelled since. Raises `ConflictError` when it is another."""
+    attempt = (transition.rollout, transition.attempt)
+    labels = (await _labels(link, [attempt]))[0]
+    if labels.get(transition.id) == transition.caller:
+        stored = calls.unpack(*attempt, transition.seq, value)
+        original = replace(transition, caller=json_text.caller_from_text(calls.caller_text(stored)))
+        content = codec.content_digest(
+            codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
+        )
+        if rules.transition_digest(original, content) == stored.digest:
+            return stored.digest
+    raise _conflict(transition)
+
+
+async def _candidates(
+    link: Link, transitions: Sequence[Transition], groups: Sequence[Group]
+) -> dict[Attempt | Group, tuple[Known, ...]]:
+    """Calls of the attempts and the roots of their groups, those at hand and those of the database."""
+    found: dict[Attempt | Group, tuple[Known, ...]] = {}
+    for transition, group in zip(transitions, groups, strict=True):
+        attempt = (transition.rollout, transition.attempt)
+        if attempt not in found:
+            # the first call of an attempt has none before it: not worth a look
+            load = partial(_load_attempt, link, attempt) if transition.seq else _nothing
+            found[attempt] = await _at_hand(link, attempt, load)
+        if group not in found:
+            found[group] = await _at_hand(link, group, partial(_load_roots, link, group))
+    return found
+
+
+async def _at_hand(link: Link, key: Attempt | Group, load: Callable[[], Awaitable[list[Known]]]) -> tuple[Known, ...]:
+    entry = link.parents.get(key)
+    if entry is None:
+        loaded = await load()
+        entry = link.parents.get(key)  # another call may have loaded it meanwhile, and have added what it wrote
+        if entry is None:
+            entry = link.parents.put(key, loaded)
+    return entry
+
+
+async def _nothing() -> list[Known]:
+    return []
+
+
+async def _load_attempt(link: Link, attempt: Attempt) -> list[Known]:
+    (found,) = await _read_calls(link, [attempt])
+    return await _known(link, found)
+
+
+async def _load_roots(link: Link, group: Group) -> list[Known]:
+    (names,) = await link.reads.read((b"LRANGE", link.keys("roots", json_text.dump(list(group))), b"0", b"-1"))
+    keys = [(str(rollout), int(attempt), int(seq)) for rollout, attempt, seq in map(json.loads, names)]
+    return await _known(link, await _read_single(link, keys))
+
+
+async def _known(link: Link, found: Mapping[CallKey, Stored | StoreError]) -> list[Known]:
+    decoder = Decoder(await _with_ancestors(link, found))
+    known = []
+    for key, stored in found.items():
+        try:
+            known += [decoder.known(key)] if isinstance(stored, Stored) else []
+        except (StoreError, ValueError, TypeError):  # a damaged call is no parent; whoever reads it gets the error
+            continue
+    return known
+
+
+async def read(link: Link, rollout: str, attempt: int | None) -> list[Transition]:
+    """See `Store.transitions`."""
+    if attempt is None:
+        attempt = await current_attempt(link, rollout)
+    return (await read_many(link, [(rollout, attempt)]))[0]
+
+
+async def current_attempt(link: Link, rollout: str) -> int:
+    """The attempt that a rollout is at. Raises `StoreError` when nobody created it."""
+    (standing,) = await link.reads.read((b"HGET", link.keys("standing"), encoded(rollout)))
+    if standing is None:
+        raise rules.unknown_rollout(rollout)
+    return int(stand(standing, rollout)["attempt"])
+
+
+async def read_many(link: Link, attempts: Sequence[Attempt]) -> list[list[Transition]]:
+    """See `Store.transitions_of`."""
+    read: list[list[Transition]] = []
+    for at in range(0, len(attempts), ATTEMPTS_AT_ONCE):
+        asked = attempts[at : at + ATTEMPTS_AT_ONCE]
+        found = await _read_calls(link, asked)
+        labels = await _labels(link, asked)
+        every = {key: stored for each in found for key, stored in each.items()}
+        decoder = Decoder(await _with_ancestors(link, every))
+        for (rollout, _), mine, names in zip(asked, found, labels, strict=True):
+            if not mine:
+                await link.home(rollout)  # raises for a rollout nobody created
+            read.append([_decode(decoder, key, stored, names) for key, stored in sorted(mine.items())])
+    return read
+
+
+def _decode(decoder: Decoder, key: CallKey, stored: Stored | StoreError, labels: Mapping[str, Caller]) -> Transition:
+    try:
+        if isinstance(stored, StoreError):
+            raise stored
+        transition = decoder.transition(key)
+    except (StoreError, ValueError, TypeError) as error:
+        raise StoreError(
+            f"transition {key} is corrupt: {error}. The database was damaged or edited: restore it from a backup"
+        ) from error
+    caller = labels.get(transition.id)
+    return transition if caller is None else replace(transition, caller=caller)
+
+
+async def _labels(link: Link, attempts: Sequence[Attempt]) -> list[dict[str, Caller]]:
+    """The labels each attempt was completed with."""
+    fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in attempts]
+    (texts,) = await link.reads.read((b"HMGET", link.keys("labels"), *fields))
+    return [{} if text is None else json_text.labels_from_text(text.decode()) for text in texts]
+
+
+async def _read_calls(link: Link, attempts: Sequence[Attempt]) -> list[dict[CallKey, Stored | StoreError]]:
+    """All calls of each attempt; in place of one that makes no sense, why."""
+    commands = [(b"HGETALL", link.keys("calls", attempt, rollout)) for rollout, attempt in attempts]
+    found = []
+    for (rollout, attempt), flat in zip(attempts, await link.reads.read(*commands), strict=True):
+        mine: dict[CallKey, Stored | StoreError] = {}
+        for seq, value in zip(flat[::2], flat[1::2], strict=True):
+            mine[rollout, attempt, int(seq)] = _unpack((rollout, attempt, int(seq)), value)
+        found.append(mine)
+    return found
+
+
+async def _read_single(link: Link, keys: Sequence[CallKey]) -> dict[CallKey, Stored | StoreError]:
+    if not keys:
+        return {}
+    commands: list[Command] = [
+        (b"HGET", link.keys("calls", attempt, rollout), encoded(seq)) for rollout, attempt, seq in keys
+    ]
+    values = await link.reads.read(*commands)
+    return {key: _unpack(key, value) for key, value in zip(keys, values, strict=True) if value is not None}
+
+
+def _unpack(key: CallKey, value: bytes) -> Stored | StoreError:
+    try:
+        return calls.unpack(*key, value)
+    except StoreError as error:
+        return error
+
+
+async def _with_ancestors(link: Link, found: Mapping[CallKey, Stored | StoreError]) -> dict[CallKey, Stored]:
+    """The calls that make sense, with those of other attempts that they are stored against."""
+    every = {key: stored for key, stored in found.items() if isinstance(stored, Stored)}
+    looked: set[CallKey] = set()
+    while True:
+        wanted = {stored.parent for stored in every.values() if stored.parent is not None} - every.keys() - looked
+        if not wanted:
+            return every
+        looked |= wanted
+        more = await _read_single(link, sorted(wanted))
+        every |= {key: stored for key, stored in more.items() if isinstance(stored, Stored)}
+
+
+async def next_seq(link: Link, rollout: str, attempt: int) -> int:
+    """See `Store.next_seq`."""
+    (fields,) = await link.reads.read((b"HKEYS", link.keys("calls", attempt, rollout)))
+    return max((int(seq) + 1 for seq in fields), default=0)

@@ -1,0 +1,16 @@
+"""Stores under test, and databases to look after, as the core's have them."""
+
+from tests.core.maintenance.databases import database, filled  # noqa: F401 — fixtures
+from tests.servers.stores import (  # noqa: F401 — fixtures
+    call,
+    control,
+    make_redis,
+    make_store,
+    postgres_server,
+    postgres_url,
+    redis_server,
+    rollout,
+    sqlite,
+    store,
+    store_url,
+)
