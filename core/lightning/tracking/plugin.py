@@ -1,4 +1,4 @@
-"""The plugin that brings the trackers `jsonl`, `tensorboard` and `otel`; each is imported when it is made."""
+"""The plugin that brings the tracker `jsonl`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
-    """`trackers=["jsonl", "tensorboard", "otel"]`."""
+    """`trackers=["jsonl"]`."""
     register("jsonl", json_lines)
-    register("tensorboard", tensor_board)
-    register("otel", open_telemetry)
 
 
 def json_lines(_: Config) -> Tracker:
@@ -25,17 +23,3 @@ def json_lines(_: Config) -> Tracker:
     from lightning.tracking.jsonl import JsonLines
 
     return JsonLines()
-
-
-def tensor_board(_: Config) -> Tracker:
-    """See `lightning.tracking.tensorboard`."""
-    from lightning.tracking.tensorboard import TensorBoard
-
-    return TensorBoard()
-
-
-def open_telemetry(_: Config) -> Tracker:
-    """See `lightning.tracking.otel`."""
-    from lightning.tracking.otel import OpenTelemetry
-
-    return OpenTelemetry()

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from lightning.config import Config
-from lightning.errors import MissingExtraError, PluginError
-from lightning.plugins import Plugins, plugins
+from lightning.errors import PluginError
+from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.tracking import Trackers, trackers
 from lightning.tracking.jsonl import JsonLines
 from lightning.tracking.protocol import AttemptRecord
-from lightning.tracking.tensorboard import TensorBoard
 from lightning.types import Rollout, Run, Task
 
 TRACKER = """
@@ -149,24 +148,3 @@ def test_jsonl_appends_and_repairs_a_line_that_was_cut(tmp_path: Path) -> None:
     one.close()
     assert [row["step"] for row in rows] == [0, 1]
     assert (rows[1]["reward"], rows[1]["loss"]) == (None, 0.25)
-
-
-def test_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    one = plugins().tracker("tensorboard")(Config())
-    one.start("a", {}, tmp_path)
-    one.log(3, {"reward": 0.5, "broken": math.inf})
-    one.close()
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    events = [event for event in LegacyEventFileLoader(str(file)).Load() if event.summary.value]
-    assert [(event.step, [(value.tag, value.simple_value) for value in event.summary.value]) for event in events] == [
-        (3, [("reward", 0.5)])
-    ]
-
-
-def test_without_tensorboard_the_cure_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[tensorboard\]<1'"):
-        TensorBoard().start("a", {}, tmp_path)

@@ -11,16 +11,15 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-
 from lightning.gateway.forward import MODEL
 from lightning.spans import genai
 from lightning.spans.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition
 from lightning.types import Status as Stands
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 LOST = "the attempt was lost through no fault of the agent, and the rollout was tried again"
 STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UNSET}

@@ -17,7 +17,6 @@ from lightning.spans import otlp
 from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
 from lightning.tracking import Trackers, trackers
-from lightning.tracking.otel import OpenTelemetry
 from lightning.types import (
     Caller,
     CallStatus,
@@ -34,6 +33,7 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_trackers.otel import OpenTelemetry
 
 TRACE = "ab" * 16
 TOP = root_span_id(TRACE)

@@ -21,7 +21,7 @@ from lightning.types import Json
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    from lightning.tracking.traces import TraceMaker
+    from lightning_trackers.traces import TraceMaker
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class OpenTelemetry:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
 
-            from lightning.tracking.traces import TraceMaker
+            from lightning_trackers.traces import TraceMaker
         except ImportError as error:
             raise MissingExtraError("otel", error.name or "opentelemetry") from error
         named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
