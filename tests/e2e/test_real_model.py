@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.policy_server.auto_settings import this_machine
 from lightning_examples.smollm2 import model_folder
 from transformers import AutoTokenizer
+
+from tests.servers.machine import bfloat16_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +26,9 @@ def test_the_converted_model_ends_its_turns_as_the_published_one_does() -> None:
     ("dtype", "mean", "most"),
     [
         pytest.param("float32", 1e-4, 1e-3, id="float32"),
-        pytest.param(
-            "bfloat16", 0.05, 0.6, id="bfloat16",
-            marks=pytest.mark.skipif(
-                this_machine().emulates_bfloat16, reason="a prompt takes vLLM minutes in bfloat16 on a CPU without AVX-512"
-            ),
-        ),
+        pytest.param("bfloat16", 0.05, 0.6, id="bfloat16", marks=bfloat16_kernels),
     ],
-)  # fmt: skip
+)
 def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: str, mean: float, most: float) -> None:
     run = demo_run
     run.steps, run.command = 2, ("demo", "calculator", "--held-out", "8")

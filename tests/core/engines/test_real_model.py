@@ -20,6 +20,8 @@ from lightning.engines.torch.passes import read_logprobs
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 
+from tests.servers.machine import bfloat16_kernels
+
 pytestmark = pytest.mark.slow
 
 OpenEngine = Callable[..., TorchEngine]
@@ -67,7 +69,7 @@ def permuted(engine: TorchEngine) -> None:
     layers[15].load_state_dict(kept)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=bfloat16_kernels)])
 def test_the_tree_of_a_trained_model_keeps_to_the_bound_and_wrong_weights_do_not(
     folder: Path, samples: tuple[Sample, ...], open_engine: OpenEngine, dtype: str
 ) -> None:
