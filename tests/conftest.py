@@ -42,12 +42,17 @@ def needs_framework(path: Path) -> bool:
     return path.is_relative_to(root) and str(path.relative_to(root)).startswith(FRAMEWORKS)
 
 
+STORES = "tests.servers.stores"
+"""Fixtures of which some have slow parameters, imported by several `conftest.py`."""
+
+
 @functools.cache
 def may_be_slow(path: Path) -> bool:
     """Whether a file of tests, or a `conftest.py` whose fixtures it has, speaks of slow ones."""
     folders = [folder for folder in path.parents if folder.is_relative_to(Path(__file__).parent)][:-1]
     places = [path, *(folder / "conftest.py" for folder in folders)]
-    return any("mark.slow" in place.read_text() for place in places if place.exists())
+    texts = [place.read_text() for place in places if place.exists()]
+    return any("mark.slow" in text or STORES in text for text in texts)
 
 
 @functools.cache
@@ -220,3 +225,33 @@ async def served(real_vllm: RealVLLM) -> RealVLLM:
     """It, serving its first policy."""
     await real_vllm.use(real_vllm.first)
     return real_vllm
+
+
+# Servers of which one serves all tests of a process. What they need is imported when one is asked for.
+
+
+@pytest.fixture(scope="session")
+def control() -> Iterator[Any]:
+    """One server for the clients' views of all stores."""
+    from lightning.testing.control import ControlServer
+
+    with ControlServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Any]:
+    """One for all tests that share it, each in a schema of its own."""
+    from tests.servers.postgres import PostgresServer
+
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One for all tests that share it, each under a prefix of its own."""
+    from tests.servers.redis import RedisServer
+
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server

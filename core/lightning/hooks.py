@@ -88,13 +88,13 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """Where metrics go besides the store, for `trackers=["name"]`.
 
-    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.RolloutTracker`).
+    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`).
     """
 
 
 @hookspec
 def register_commands(register: Callable[[str, Callable[[], Command]], None]) -> None:
-    """Commands for `lightning NAME`: a function that imports and returns the command, a `typer.Typer` or a function for one.
+    """Commands for `lightning NAME`: a function that imports and returns the command, which is a function or a `typer.Typer`.
 
     The first line of its docstring is the command's line in `lightning --help`, for which nothing else of it is run.
     """
@@ -102,9 +102,9 @@ def register_commands(register: Callable[[str, Callable[[], Command]], None]) ->
 
 @hookspec
 def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Check]]], None]) -> None:
-    """What `lightning doctor` looks at, by name: a function that yields its findings.
+    """What `lightning doctor` looks at, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
-    It gets None, and then does nothing that takes more than a moment; or what follows the equals sign of `--try NAME=WHAT`.
+    It gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
     """
 
 

@@ -37,7 +37,7 @@ from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter

@@ -47,7 +47,7 @@ from lightning.plugins import plugins
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter
 from lightning.trainer.runs import describe_algorithm

@@ -2,7 +2,7 @@
 
     python tests/house/size.py [FOLDER] [--json]
 
-FOLDER is a checkout, this one if none is given. Statements are those of the syntax tree, without docstrings, which are told as a share
+FOLDER is a checkout, this one if none is given. Statements are those of the syntax tree, without docstrings, which are a share
 of all lines. A function's length is in statements, those of functions in it included.
 """
 

@@ -15,9 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
-    "algorithms", "autogen.autogen_core", "engines", "examples", "k8s", "keepers", "langchain.langchain_core",
+    "algorithms", "autogen.autogen_core", "engines", "examples", "jsonl", "k8s", "keepers", "langchain.langchain_core",
     "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "raw", "ray", "redis", "runners", "stores",
-    "trackers", "tracking", "verl",
+    "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

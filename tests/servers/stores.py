@@ -12,7 +12,6 @@ from lightning.store import Store, sqlite_url
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
-from lightning.testing.control import ControlServer
 from lightning.types import Caller, Rollout, Run, Task, Transition, logprobs, token_ids
 from lightning_postgres.store import PostgresStore
 from lightning_redis.store import RedisStore
@@ -20,20 +19,6 @@ from lightning_redis.store import RedisStore
 from tests.core.store.backends import BACKENDS
 from tests.servers.postgres import PostgresServer
 from tests.servers.redis import RedisServer
-
-
-@pytest.fixture(scope="session")
-def control() -> Iterator[ControlServer]:
-    """One server for the clients' views of all stores."""
-    with ControlServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def postgres_server() -> Iterator[PostgresServer]:
-    """One for all tests that share it, each in a schema of its own."""
-    with PostgresServer() as server:
-        yield server
 
 
 @pytest.fixture
@@ -47,13 +32,6 @@ def postgres_url(postgres_server: PostgresServer) -> Iterator[Callable[[], str]]
 
     yield take
     asyncio.run(postgres_server.clear(taken))
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One for all tests that share it, each under a prefix of its own."""
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(params=BACKENDS)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from lightning.algorithms.protocol import Algorithm, Batch
-
 if TYPE_CHECKING:
     from lightning.algorithms.intake import Intake
     from lightning.algorithms.own import from_batch, from_loss
+    from lightning.algorithms.protocol import Algorithm, Batch
 
 __all__ = ["Algorithm", "Batch", "Intake", "from_batch", "from_loss"]
 
 _HOME = {
+    "Algorithm": "lightning.algorithms.protocol",
+    "Batch": "lightning.algorithms.protocol",
     "Intake": "lightning.algorithms.intake",
     "from_batch": "lightning.algorithms.own",
     "from_loss": "lightning.algorithms.own",

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lightning.credit.plugin import register_credits
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
+    from lightning.credit.protocol import Credit
 
 
 @hookimpl
@@ -31,4 +31,19 @@ def register_algorithms(register: Callable[[str, Callable[..., Algorithm | Promp
     register("sft", SFT)
 
 
-__all__ = ["register_algorithms", "register_credits"]
+@hookimpl
+def register_credits(register: Callable[[str, Credit], None]) -> None:
+    """Every credit of `lightning.credit` with its defaults; `identical` is LightningRL's default."""
+    from lightning.credit.assign import Decayed, Discounted, identical, per_agent
+    from lightning.credit.critic import Critic
+    from lightning.credit.intermediate import Intermediate
+    from lightning.credit.tree import GiGPO, LeaveOneOut
+
+    register("identical", identical)
+    register("decayed", Decayed())
+    register("discounted", Discounted())
+    register("per-agent", per_agent)
+    register("leave-one-out", LeaveOneOut())
+    register("gigpo", GiGPO())
+    register("intermediate", Intermediate())
+    register("critic", Critic())

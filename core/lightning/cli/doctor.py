@@ -23,7 +23,7 @@ from lightning.cli.installed import Extra, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config
 from lightning.engines.plugin import torch_engine
-from lightning.errors import ConfigError, LightningError, PluginError
+from lightning.errors import LightningError, PluginError
 from lightning.gateway.shown_tools import CURE_OF_TEMPLATE
 from lightning.plugins import plugins
 
@@ -44,7 +44,7 @@ def doctor(
         typer.Option(
             "--try",
             metavar="NAME[=WHAT]",
-            help="Try what takes longer, too: verl imports its workers, ray=HOST:6379 attaches to a cluster; repeatable.",
+            help="Try what takes longer, too, such as verl (imports its workers) or ray=HOST:6379 (attaches); repeatable.",
         ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="Say whether this model folder can be trained.")] = None,
@@ -64,18 +64,18 @@ def doctor(
 
 
 def examine(tries: Sequence[str] = ()) -> Iterator[Check]:
-    """Every check, in the order of reading. Raises `ConfigError` for something to try that nobody has registered."""
+    """Every check, in the order of reading. Raises `PluginError` for something to try that nobody registers."""
     tried = dict(one.partition("=")[::2] for one in tries)
     known = plugins().names("checks")
-    if unknown := sorted(tried.keys() - set(known)):
-        raise ConfigError(f"--try {unknown[0]}: there is nothing of that name; known: {', '.join(known) or 'nothing'}")
+    for name in sorted(tried.keys() - set(known)):
+        plugins().checks(name)  # raises: there is none, or its plugin is broken or switched off
     yield _python()
     yield Check("platform", "ok", f"{platform.system()} {platform.release()} {platform.machine()}, {_cores()}")
     yield _vllm()
     yield _torch()
     yield from check_gpus()
     for name in known:
-        yield from plugins().checks(name)(tried.get(name))
+        yield from _of_plugin(name, tried.get(name))
     found = extras()
     needed = {name for extra in found if extra.name == DEMO for name in extra.versions}
     yield from (_extra(extra, needed) for extra in found if extra.name not in (*VLLM, DEMO))
@@ -156,6 +156,14 @@ def _template(folder: Path) -> Check:
 
 def _unrendered(error: Exception) -> Check:
     return Check("chat template", "low", f"it was not rendered: {error}", "agents need /v1/completions, or a template")
+
+
+def _of_plugin(name: str, tried: str | None) -> Iterator[Check]:
+    """What a plugin finds. One that fails is a finding itself."""
+    try:
+        yield from plugins().checks(name)(tried)
+    except Exception as error:  # noqa: BLE001 — whatever a stranger's check raises, the others must be told
+        yield Check(name, "broken", f"it could not be looked at: {error}", "see the plugins below")
 
 
 def _disk() -> Check:

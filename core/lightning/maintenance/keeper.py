@@ -182,4 +182,6 @@ def keeper_of(url: str) -> Keeper:
             f"{redacted(url)} is a server, not a database: give this command the URL of the database that the server was "
             "started with"
         )
+    if scheme not in plugins().names("stores"):
+        plugins().get("stores", scheme)  # raises: no such store, or a plugin that is broken or switched off
     raise ConfigError(f"a {scheme} store keeps nothing that this command could look after: give a database's URL")

@@ -71,6 +71,7 @@ class Plugins:
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
         self._names = Names()
+        self._asked: set[tuple[Kind, str]] = set()
         self._adapters = Adapters(self._manager, self._infos)
         self._arrivals: deque[str] = deque()
 
@@ -83,7 +84,7 @@ class Plugins:
 
     def get(self, kind: Kind, name: str) -> object:
         """What was registered under a name. Raises `PluginError` for an unknown name and for one claimed twice."""
-        self._load()
+        self._register_all(kind)
         if claimants := self._names.claimants(kind, name):
             both = " and ".join(str(self._infos[plugin]) for plugin in claimants)
             raise PluginError(
@@ -96,7 +97,7 @@ class Plugins:
 
     def names(self, kind: Kind) -> list[str]:
         """Every registered name of a kind, sorted."""
-        self._load()
+        self._register_all(kind)
         return self._names.known(kind)
 
     def algorithm(self, name: str) -> Callable[..., Algorithm | PromptAlgorithm]:
@@ -144,7 +145,8 @@ class Plugins:
     # the plugins themselves -------------------------------------------------------------------------------------
     def plugins(self) -> list[PluginInfo]:
         """Every plugin that is installed, by name, in whatever state it is."""
-        self._load()
+        for kind in KINDS:
+            self._register_all(kind)
         return sorted(self._infos.values(), key=lambda info: info.name)
 
     def adapters(self) -> list[PluginInfo]:
@@ -220,26 +222,36 @@ class Plugins:
             check(self._manager, plugin)
             self._manager.register(plugin, name)
             implemented = sorted(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
-            self._register(name, plugin)
         except (Exception, SystemExit) as error:  # noqa: BLE001 — whatever it is, the others must still load
-            self._names.drop(name)
-            if self._manager.has_plugin(name):
-                self._manager.unregister(name=name)
-            message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-            self._infos[name] = replace(info, state="broken", error=message)
-            logger.warning("the plugin %s is broken: %s", info, message)
+            self._break(name, error)
         else:
             self._infos[name] = replace(info, state="loaded", hooks=tuple(implemented))
             self._adapters.attach_everywhere(name)
 
-    def _register(self, name: str, plugin: object) -> None:
-        """Ask one plugin for everything it registers."""
-        for kind in KINDS:
+    def _break(self, name: str, error: BaseException) -> None:
+        """Leave a plugin out with everything that it has registered."""
+        self._names.drop(name)
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+        message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        info = self._infos[name] = replace(self._infos[name], state="broken", error=message)
+        logger.warning("the plugin %s is broken: %s", info, message)
+
+    def _register_all(self, kind: Kind) -> None:
+        """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""
+        self._load()
+        with self._locked():
             caller: pluggy.HookCaller = getattr(self._manager.hook, f"register_{kind}")
-            for implementation in caller.get_hookimpls():
-                if implementation.plugin is plugin:
-                    register = functools.partial(self._names.take, kind, name)
+            for implementation in list(caller.get_hookimpls()):
+                name = implementation.plugin_name
+                if (kind, name) in self._asked:
+                    continue
+                self._asked.add((kind, name))
+                register = functools.partial(self._names.take, kind, name)
+                try:
                     implementation.function(*[register for _ in implementation.argnames])
+                except (Exception, SystemExit) as error:  # noqa: BLE001 — as above
+                    self._break(name, error)
 
     def _no_such(self, kind: Kind, name: str) -> str:
         known = self._names.known(kind)

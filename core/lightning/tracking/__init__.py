@@ -1,11 +1,4 @@
 """Where metrics and finished rollouts go besides the store.
 
-The invariant: training neither waits for a tracker nor fails with one.
+The invariant: training neither waits for a tracker nor fails with one. Nothing is imported here: the plugin is light.
 """
-
-from __future__ import annotations
-
-from lightning.tracking.protocol import AttemptRecord, RolloutTracker, Tracker
-from lightning.tracking.trackers import Trackers
-
-__all__ = ["AttemptRecord", "RolloutTracker", "Tracker", "Trackers"]

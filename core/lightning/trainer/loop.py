@@ -19,7 +19,7 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.collect import all_rollouts, count_drift, record_step
 from lightning.trainer.context import numeric_context

@@ -25,7 +25,7 @@ from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.paths import inside
 from lightning.trainer.plan import VAL

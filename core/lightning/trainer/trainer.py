@@ -29,7 +29,7 @@ from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import resolve_schedule
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.checkpoints import Checkpoints, check_disk

@@ -24,7 +24,7 @@ AUTHENTICATE = (
 
 def check_ray(tried: str | None) -> Iterator[Check]:
     """Ray, and the cluster that `--try ray=ADDRESS` or RAY_ADDRESS names."""
-    address = os.environ.get("RAY_ADDRESS", "") if tried is None else tried or "auto"
+    address = tried or os.environ.get("RAY_ADDRESS", "") or ("" if tried is None else "auto")
     found = version_of("ray")
     if found is None:
         if address:

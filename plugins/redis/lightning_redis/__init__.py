@@ -1,4 +1,4 @@
 """The Redis store: one Redis, or a service that speaks its protocol, for the processes of many machines.
 
-Nothing is imported here, so that it costs nothing who does not use it.
+Nothing is imported here, so that a run without it does not pay for it.
 """

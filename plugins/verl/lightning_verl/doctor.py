@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 from collections.abc import Iterator
 
 from lightning.cli.check import Check, ProbeError, probe
+from lightning.cli.gpus import list_gpus
 from lightning.cli.installed import version_of
 
 VERL_SECONDS = 300
@@ -21,7 +21,10 @@ OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
 
 def check_verl(tried: str | None) -> Iterator[Check]:
     """verl and what its engine uses besides; with `--try verl` its workers are imported."""
-    gpus = shutil.which("nvidia-smi") is not None
+    try:
+        gpus = bool(list_gpus())
+    except ProbeError:  # the check of GPUs says why
+        gpus = False
     if gpus:
         yield _flash_attention()
     yield _verl(try_it=tried is not None)

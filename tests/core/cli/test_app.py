@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from lightning.cli import app
+from lightning.cli import app, doctor
 from lightning.errors import ConfigError
 from lightning.plugins import Plugins
 
@@ -100,6 +101,50 @@ def test_a_command_whose_plugin_is_away_says_what_brings_it(lightning, monkeypat
     assert (ran.code, "pip install 'lightning[aeroplane]<1'" in ran.err) == (2, True)
 
 
+CHECKER = """
+import lightning
+from lightning.cli.check import Check
+
+def check(tried):
+    if tried == "fail":
+        raise OSError("it burns")
+    yield Check("oven", "ok" if tried is None else "low", f"tried {tried!r}")
+
+@lightning.hookimpl
+def register_checks(register):
+    register("oven", check)
+"""
+
+
+def findings(lightning, *arguments: str) -> dict[str, dict[str, str]]:
+    return {found["name"]: found for found in json.loads(lightning("doctor", "--json", *arguments).out)["checks"]}
+
+
+@pytest.fixture
+def own_doctor(own_plugins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "plugins", app.plugins)
+    monkeypatch.setattr(doctor, "check_gpus", tuple)
+
+
+@pytest.mark.usefixtures("own_doctor")
+def test_a_plugins_check_is_told_what_to_try(lightning, install) -> None:
+    install("oven", {"oven": "oven_plugin"}, {"oven_plugin": CHECKER})
+    assert findings(lightning)["oven"]["detail"] == "tried None"
+    assert findings(lightning, "--try", "oven")["oven"]["detail"] == "tried ''"
+    assert findings(lightning, "--try", "oven=a=b")["oven"]["detail"] == "tried 'a=b'"
+    broken = findings(lightning, "--try", "oven=fail")
+    assert (broken["oven"]["status"], "it burns" in broken["oven"]["detail"]) == ("broken", True)
+    assert "disk" in broken, "the others are told"
+
+
+@pytest.mark.usefixtures("own_doctor")
+def test_what_nobody_can_try_is_refused_with_the_reason(lightning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "verl")
+    ran = lightning("doctor", "--try", "verl")
+    assert ran.code == 2
+    assert re.search(r"The plugin 'verl' .*, which might have it, is disabled", ran.err)
+
+
 @pytest.fixture
 def failing(install, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "from lightning.errors import ConfigError\ndef failing():\n    raise ConfigError('the [thing] is wrong: do this')"
@@ -175,7 +220,7 @@ def test_a_level_that_there_is_not_is_an_error(lightning, arguments: tuple[str, 
 def test_help_imports_none_of_the_commands() -> None:
     code = (
         "import sys\nfrom lightning.cli.app import build\nbuild()\n"
-        "print(sorted({'torch', 'aiohttp', 'starlette', 'lightning.trainer'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'aiohttp', 'pydantic', 'starlette', 'lightning.trainer'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

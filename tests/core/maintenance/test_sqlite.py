@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.errors import ConfigError, SchemaError, StoreError
-from lightning.maintenance import Weight, keeper_of, queries
+from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
+from lightning.maintenance import Weight, keeper, keeper_of, queries
 from lightning.maintenance.keeper import count_tokens
+from lightning.plugins import Plugins
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.store.url import sqlite_url
@@ -340,3 +341,13 @@ async def test_a_file_without_unused_space_is_not_made_anew(database: Path) -> N
     await store.close()
     assert await keeper_of(sqlite_url(database)).vacuum() == ""
     assert rows(database, "PRAGMA schema_version") == made
+
+
+def test_a_database_whose_plugin_is_switched_off_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "postgres")
+    found = Plugins()
+    monkeypatch.setattr(keeper, "plugins", lambda: found)
+    with pytest.raises(PluginError, match=r"The plugin 'postgres' .*, which might have it, is disabled"):
+        keeper_of("postgresql://host/db")
+    with pytest.raises(ConfigError, match="a memory store keeps nothing"):
+        keeper_of("memory://")

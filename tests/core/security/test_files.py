@@ -14,7 +14,9 @@ from lightning.trainer import prompts_loop
 from lightning.trainer.paths import inside
 
 ROOT = Path(__file__).parents[3]
-SOURCES = sorted(file for room in ("core/lightning", "adapters", "examples") for file in (ROOT / room).rglob("*.py"))
+SOURCES = sorted(
+    file for room in ("core/lightning", "adapters", "plugins", "examples") for file in (ROOT / room).rglob("*.py")
+)
 
 NAMES = st.lists(st.sampled_from(["..", ".", "a", "b.txt", "", "~", "...", "a\0b", "C:"]), max_size=5).map("/".join)
 

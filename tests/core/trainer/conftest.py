@@ -32,7 +32,7 @@ from lightning.runner.inline import InlineRunner
 from lightning.store.epochs import keep_epochs
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
-from lightning.tracking import Trackers
+from lightning.tracking.trackers import Trackers
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.loop import Loop
 from lightning.trainer.progress import Reporter

@@ -3,12 +3,9 @@
 from tests.core.maintenance.databases import database, filled  # noqa: F401 — fixtures
 from tests.servers.stores import (  # noqa: F401 — fixtures
     call,
-    control,
     make_redis,
     make_store,
-    postgres_server,
     postgres_url,
-    redis_server,
     rollout,
     sqlite,
     store,

@@ -67,6 +67,14 @@ def test_a_cluster_that_wants_a_token(probed) -> None:
     assert "RAY_AUTH_MODE=token" in found.cure
 
 
+def test_the_environment_names_the_cluster_that_is_tried(probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = answering(0, '{"version": "2.60.0", "gpus": [1]}\n')
+    assert " at auto: " in probed("", answer).detail
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert " at local: " in probed("", answer).detail
+    assert " at local: " in probed(None, answer).detail
+
+
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -16,7 +16,8 @@ from lightning.errors import ConfigError, MissingExtraError
 from lightning.spans import otlp
 from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
-from lightning.tracking import Trackers, trackers
+from lightning.tracking import trackers
+from lightning.tracking.trackers import Trackers
 from lightning.types import (
     Caller,
     CallStatus,
@@ -269,7 +270,7 @@ async def test_rollouts_that_wait_too_long_are_left_out_and_counted(
         def attempt(self, record: object) -> None:
             told.append(record)
 
-    monkeypatch.setattr("lightning.tracking.plugin.OpenTelemetry", Slow)
+    monkeypatch.setattr("lightning_trackers.otel.OpenTelemetry", Slow)
     store, rollout = finished
     held = Trackers(["otel"], Config(), run="run", folder=tmp_path, store=store)
     held.__enter__()

@@ -25,8 +25,9 @@ from lightning.policy_server.weight_transfer.gloo import Spec, join
 from lightning.policy_server.weight_transfer.layout import Sender, entries
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.core.engines.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
 from transformers import AutoModelForCausalLM
+
+from tests.plugins.verl.conftest import ALONE, CALLS, LOSS, VOCAB, OpenVerl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]  # verl's and Ray's own
 UNCLIPPED = OptimizerConfig(lr=1e-3, max_grad_norm=1e9, warmup_steps=2, weight_decay=0.5)
