@@ -134,7 +134,7 @@ def test_the_reward_is_whole_only_for_an_accepted_answer_in_form(reply: str, ans
     value = reward(reply, answers)
     assert 0.0 <= value <= 1.0
     head, _, said = reply.strip().partition("Answer:")
-    in_form = not head and bool(said.strip()) and "\n" not in said.strip()
+    in_form = not head and bool(said.strip()) and "\n" not in reply.strip()
     right = any(sorted(normalize(said)) == sorted(normalize(answer)) for answer in answers)
     assert (value == 1.0) == (in_form and right)
 
