@@ -23,6 +23,9 @@ def load_agent(name: str) -> Agent:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{name!r} does not name an agent: write MODULE:FUNCTION, for example my_app.agent:run")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ConfigError(f"{module_name!r} is a file, and an agent is named by its module: write {dotted}:{attribute}")
     sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)

@@ -46,3 +46,8 @@ def test_what_names_no_agent_is_refused() -> None:
     for name in ("module", ":run", "module:"):
         with pytest.raises(ConfigError, match="write MODULE:FUNCTION"):
             load_agent(name)
+
+
+def test_a_file_is_refused_with_the_name_of_its_module() -> None:
+    with pytest.raises(ConfigError, match=r"write my_app\.vowels:run$"):
+        load_agent("./my_app/vowels.py:run")
