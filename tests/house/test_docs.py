@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -20,6 +21,8 @@ from lightning.server.api import PREFIX, ROUTES, description
 from lightning.server.api.openapi import scopes_of
 from lightning.server.api.table import parameters
 from lightning.store import wire
+
+from tests.house.size import rooms
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -130,7 +133,22 @@ def _kind(schema: dict[str, Any]) -> str:
     return schema.get("type", "any JSON")
 
 
+def module_lines() -> Iterator[str]:
+    """A table for each room: its files, and the first line of what each says of itself."""
+    found: dict[str, list[str]] = {}
+    for room, file in rooms(ROOT):
+        said = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0]
+        if said:
+            line = " ".join(said.split()).replace("|", "\\|")
+            found.setdefault(room, []).append(f"| `{file.relative_to(ROOT)}` | {line} |")
+    for room, lines in sorted(found.items()):
+        yield f"### {room.removesuffix('/.')}\n\n| file | says |\n|---|---|"
+        yield from lines
+        yield ""
+
+
 SECTIONS = {
+    "modules.md": module_lines,
     "api.md": names,
     "hooks.md": hook_list,
     "configuration.md": settings_tables,
