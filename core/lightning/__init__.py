@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from lightning._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_prompts.apo import APO
+
     from lightning.algorithms.dpo import DPO
     from lightning.algorithms.lightning_rl import LightningRL
-    from lightning.algorithms.prompts.apo import APO
     from lightning.algorithms.sft import SFT
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "APO": "lightning.algorithms.prompts.apo",
+    "APO": "lightning_prompts.apo",
     "DPO": "lightning.algorithms.dpo",
     "LLM": "lightning.types",
     "SFT": "lightning.algorithms.sft",
@@ -69,7 +70,15 @@ def __getattr__(name: str) -> object:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'lightning' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(home), name)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != "lightning_prompts":
+            raise
+        from lightning.errors import MissingExtraError
+
+        raise MissingExtraError("prompts", "lightning_prompts") from error
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
 

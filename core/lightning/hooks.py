@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
-    from lightning.algorithms.prompts.protocol import PromptAlgorithm
-    from lightning.algorithms.protocol import Algorithm
+    from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
     from lightning.config import Config
@@ -52,8 +51,8 @@ def lightning_identify() -> Caller | None:
 
 
 @hookspec
-def register_algorithms(register: Callable[[str, Callable[..., Algorithm | PromptAlgorithm]], None]) -> None:
-    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`, or of a `PromptAlgorithm`."""
+def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
+    """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`, or of a `SearchAlgorithm`."""
 
 
 @hookspec

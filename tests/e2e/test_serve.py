@@ -16,16 +16,16 @@ from pathlib import Path
 
 import openai
 import pytest
-from lightning.algorithms.prompts.client import OptimizerClient
 from lightning.config import load_config
 from lightning.errors import ConfigError, OptimizerError
 from lightning.plugins import plugins
 from lightning.store.url import sqlite_url
-from lightning.trainer.prompts_loop import optimizer_in
 from lightning.types import LLM
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
 from lightning_examples.word_problems import val_tasks
+from lightning_prompts.client import OptimizerClient
+from lightning_prompts.loop import optimizer_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENTRY_POINTS = [
     "algorithms", "autogen.autogen_core", "engines", "examples", "jsonl", "k8s", "keepers", "langchain.langchain_core",
-    "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "raw", "ray", "redis", "runners", "stores",
-    "trackers", "verl",
+    "openai-agents.agents", "otel.opentelemetry.trace", "planner", "postgres", "prompts", "raw", "ray", "redis", "runners",
+    "stores", "trackers", "verl",
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

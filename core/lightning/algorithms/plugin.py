@@ -9,24 +9,21 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.algorithms.prompts.protocol import PromptAlgorithm
     from lightning.algorithms.protocol import Algorithm
     from lightning.credit.protocol import Credit
 
 
 @hookimpl
-def register_algorithms(register: Callable[[str, Callable[..., Algorithm | PromptAlgorithm]], None]) -> None:
-    """`lightning_rl`, it with each low level under that one's own name, `dpo`, `sft` and `apo`."""
+def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
+    """`lightning_rl`, it with each low level under that one's own name, `dpo` and `sft`."""
     from lightning.algorithms.dpo import DPO
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.algorithms.low_level import PRESETS
-    from lightning.algorithms.prompts.apo import APO
     from lightning.algorithms.sft import SFT
 
     register("lightning_rl", LightningRL)
     for low_level in PRESETS:
         register(low_level, partial(LightningRL, low_level=low_level))
-    register("apo", APO)
     register("dpo", DPO)
     register("sft", SFT)
 

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.losses.protocol import Loss
-from lightning.types import Rollout
+from lightning.types import Rollout, Task
+
+if TYPE_CHECKING:
+    from lightning.tracking.trackers import Trackers
+    from lightning.trainer.progress import Reporter
+    from lightning.trainer.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,30 @@ class Algorithm(Protocol):
     @property
     def loss(self) -> Loss:
         """What the engine minimises."""
+
+
+@runtime_checkable
+class SearchAlgorithm(Protocol):
+    """An algorithm with a loop of its own: it runs agents and changes what they are given, and needs no engine."""
+
+    @property
+    def name(self) -> str:
+        """The registered name whose factory makes this algorithm again from its fields."""
+
+    def check(self, val: Sequence[Task]) -> None:
+        """Refuse held-out tasks that it cannot work with, before anything is started."""
+
+    async def search(
+        self,
+        stack: Stack,
+        train: Sequence[Task],
+        val: Sequence[Task],
+        reporter: Reporter,
+        trackers: Trackers,
+        began: float,
+    ) -> None:
+        """Search to the end, or go on with what the run did before. `began` is when the run's start began, by
+        `time.monotonic`."""
 
 
 def needs_critic(algorithm: Algorithm) -> bool:

@@ -20,8 +20,7 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 
 if TYPE_CHECKING:
-    from lightning.algorithms.prompts.protocol import PromptAlgorithm
-    from lightning.algorithms.protocol import Algorithm
+    from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 
 FORM = "write NAME, NAME:STEPS, NAME:key=value,key=value or NAME:STEPS:key=value, several with commas between"
 
@@ -55,7 +54,7 @@ def parse_algorithms(text: str) -> list[Phase]:
     return [Phase(*phase) for phase in phases]
 
 
-def make_algorithm(phase: Phase) -> Algorithm | PromptAlgorithm:
+def make_algorithm(phase: Phase) -> Algorithm | SearchAlgorithm:
     """The registered algorithm of a phase, made with its arguments.
 
     Raises `PluginError` for an unknown name, and `ConfigError` for an argument that the algorithm does not take, with what it

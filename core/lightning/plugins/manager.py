@@ -25,8 +25,7 @@ from lightning.plugins.names import KINDS, Kind, Names, one
 from lightning.types import Caller, ToolEvent
 
 if TYPE_CHECKING:
-    from lightning.algorithms.prompts.protocol import PromptAlgorithm
-    from lightning.algorithms.protocol import Algorithm
+    from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
     from lightning.cli.app import Command
     from lightning.cli.check import Check
     from lightning.config import Config
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
     from lightning.tracking.protocol import Tracker
 
 logger = logging.getLogger(__name__)
+
+EXTRAS: Mapping[tuple[Kind, str], str] = {("algorithms", "apo"): "prompts"}
+"""The extras that bring names which the documentation gives to users of the core."""
 
 
 class _Isolating(pluggy.PluginManager):
@@ -100,9 +102,9 @@ class Plugins:
         self._register_all(kind)
         return self._names.known(kind)
 
-    def algorithm(self, name: str) -> Callable[..., Algorithm | PromptAlgorithm]:
+    def algorithm(self, name: str) -> Callable[..., Algorithm | SearchAlgorithm]:
         """The factory of an algorithm."""
-        return cast("Callable[..., Algorithm | PromptAlgorithm]", self.get("algorithms", name))
+        return cast("Callable[..., Algorithm | SearchAlgorithm]", self.get("algorithms", name))
 
     def credit(self, name: str) -> Credit:
         """A credit assignment function."""
@@ -256,6 +258,8 @@ class Plugins:
     def _no_such(self, kind: Kind, name: str) -> str:
         known = self._names.known(kind)
         text = f"there is no {one(kind)} {name!r}{near(name, known)} Known: {', '.join(known) or 'none'}."
+        if extra := EXTRAS.get((kind, name)):
+            text += f" The plugin {extra!r} brings it. Run: pip install 'lightning[{extra}]<1'."
         for info in self.plugins():
             if info.state in ("broken", "disabled"):
                 text += f" The plugin {info}, which might have it, is {info.state}: {info.error}."

@@ -16,8 +16,7 @@ from typing import NamedTuple, SupportsIndex
 
 import lightning
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
-from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm, needs_critic
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
@@ -37,7 +36,7 @@ class Tried(NamedTuple):
     hints: list[str]
 
 
-def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm | PromptAlgorithm:
+def resolve_algorithm(algorithm: Algorithm | SearchAlgorithm | str) -> Algorithm | SearchAlgorithm:
     """The algorithm, made where a registered name was given, alone or with arguments (`grpo:group_size=4`).
 
     Raises `PluginError` for an unknown name, of an algorithm or of a credit function, and `ConfigError` for arguments that it
@@ -47,9 +46,14 @@ def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm
     made = _of_text(algorithm) if isinstance(algorithm, str) else algorithm
     if isinstance(made, type):
         raise ConfigError(f"the algorithm is the class {made.__name__}, not an object of it: give {made.__name__}(...)")
-    if isinstance(made, PromptAlgorithm):
+    if isinstance(made, SearchAlgorithm):
         return made
     if missing := [name for name in NEEDED if not _has(made, name)]:
+        if callable(getattr(made, "tune", None)):
+            raise ConfigError(
+                f"{made!r:.200} has tune(), and no loop that calls it: derive its class from "
+                "lightning.algorithms.prompts.PromptAlgorithm"
+            )
         cure = "give a registered name, lightning.LightningRL(...), or an object with name, group_size, batch and loss"
         if inspect.isroutine(made):
             cure = "lightning.algorithms.from_batch and from_loss make an algorithm of a function"
@@ -66,7 +70,7 @@ def resolve_algorithm(algorithm: Algorithm | PromptAlgorithm | str) -> Algorithm
     return made
 
 
-def _of_text(text: str) -> Algorithm | PromptAlgorithm:
+def _of_text(text: str) -> Algorithm | SearchAlgorithm:
     first, *rest = parse_algorithms(text)
     if rest or first.steps is not None:
         raise ConfigError(
@@ -75,18 +79,18 @@ def _of_text(text: str) -> Algorithm | PromptAlgorithm:
     return make_algorithm(first)
 
 
-def resolve_schedule(algorithm: Algorithm | PromptAlgorithm | str) -> AlgorithmSchedule | PromptAlgorithm:
+def resolve_schedule(algorithm: Algorithm | SearchAlgorithm | str) -> AlgorithmSchedule | SearchAlgorithm:
     """The algorithm or the schedule that was given. Raises what `resolve_algorithm` does, and `ConfigError` for a schedule of
     which it cannot be told when a phase ends, or with a search for prompts in it."""
     phases = parse_algorithms(algorithm) if isinstance(algorithm, str) else []
     if len(phases) < 2 and not any(phase.steps for phase in phases):
         made = resolve_algorithm(algorithm)
-        return made if isinstance(made, PromptAlgorithm) else AlgorithmSchedule.of(made)
+        return made if isinstance(made, SearchAlgorithm) else AlgorithmSchedule.of(made)
     begun, first = [], 0
     for phase in phases:
         made = resolve_algorithm(make_algorithm(phase))
-        if isinstance(made, PromptAlgorithm):
-            raise ConfigError(f"the algorithm {phase.name} searches for prompts and cannot be part of a schedule")
+        if isinstance(made, SearchAlgorithm):
+            raise ConfigError(f"the algorithm {phase.name} has a loop of its own and cannot be part of a schedule")
         if phase.steps is None and phase is not phases[-1]:
             raise ConfigError(f"for how many steps does {phase.name} train? Write {phase.name}:STEPS in {algorithm!r}")
         begun.append((first, made))
@@ -117,18 +121,18 @@ def _credit_of(algorithm: object) -> object:
     return plugins().credit(credit) if isinstance(credit, str) else credit
 
 
-def needs_pair(algorithm: Algorithm | PromptAlgorithm) -> bool:
+def needs_pair(algorithm: Algorithm | SearchAlgorithm) -> bool:
     """Whether a dry run should have two rollouts of one task: a function that is not lightning's compares them."""
-    return not isinstance(algorithm, PromptAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
+    return not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1 and _is_own(algorithm)
 
 
-def try_algorithm(algorithm: Algorithm | PromptAlgorithm, groups: Sequence[Group]) -> Tried:
+def try_algorithm(algorithm: Algorithm | SearchAlgorithm, groups: Sequence[Group]) -> Tried:
     """Make a batch of a dry run's groups, and call a loss that is not lightning's on two tokens, if torch is loaded anyway.
 
     A dry run has most tasks once: what fails only on single rollouts, where several are compared, is a hint.
     """
     recorded = [group for group in groups if group.trajectories]
-    if isinstance(algorithm, PromptAlgorithm) or not recorded:
+    if isinstance(algorithm, SearchAlgorithm) or not recorded:
         return Tried([], [])
     if needs_critic(algorithm):
         untried = f"{_name(algorithm)} was not tried: it uses a critic's values, which come with training"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
+from lightning.algorithms.protocol import SearchAlgorithm
 from lightning.config import Config
 from lightning.engines.protocol import Engine
 from lightning.errors import ConfigError
@@ -32,7 +32,7 @@ class Beginning:
     store: Store
     folder: Path
     model: Path
-    schedule: AlgorithmSchedule | PromptAlgorithm
+    schedule: AlgorithmSchedule | SearchAlgorithm
     config: Config
     make_engine: Callable[[Config], Engine]
     url: str

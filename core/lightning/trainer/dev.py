@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
-from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.gateway.shown_tools import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
@@ -87,7 +86,7 @@ async def dry_run(
     stack: Stack,
     tasks: Sequence[Task],
     train_agents: Sequence[str],
-    algorithm: Algorithm | PromptAlgorithm,
+    algorithm: Algorithm | SearchAlgorithm,
     reporter: Reporter,
 ) -> DevReport:
     """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded.
@@ -101,7 +100,7 @@ async def dry_run(
     await stack.execute(planned, reporter.rollout)
     rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
-    compared = not isinstance(algorithm, PromptAlgorithm) and algorithm.group_size > 1
+    compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
     groups = await load_groups(stack.store, rollouts, train_agents)
     tried = await asyncio.to_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems

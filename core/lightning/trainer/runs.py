@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.algorithms.lightning_rl import of_record
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
-from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.config import Config
 from lightning.errors import ConfigError, LightningError
 from lightning.losses.correction import NO_CORRECTION, Correction
@@ -51,7 +50,7 @@ def claim_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def describe_algorithm(algorithm: Algorithm | PromptAlgorithm) -> dict[str, Json]:
+def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json]:
     """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
 
     An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields, and one that is a
@@ -83,7 +82,7 @@ def rebuild_algorithm(config: Mapping[str, Json]) -> Algorithm | None:
         return None
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"the algorithm {name!r} no longer takes the recorded arguments: {error}") from error
-    if isinstance(algorithm, PromptAlgorithm):
+    if isinstance(algorithm, SearchAlgorithm):
         return None  # it trained nothing
     # A user's subclass may bear the name of what it extends.
     return algorithm if type(algorithm).__qualname__ == described.get("type") else None

@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 
-from lightning.algorithms.prompts.protocol import PromptAlgorithm
-from lightning.algorithms.protocol import Algorithm
+from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
@@ -41,7 +40,6 @@ from lightning.trainer.numerics import with_dtypes
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.progress import Reporter
 from lightning.trainer.prompts import Prompts, resolve_prompts
-from lightning.trainer.prompts_loop import check_prompt_tasks, optimizer_in, tune
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
 from lightning.trainer.schedule import AlgorithmSchedule
@@ -72,7 +70,7 @@ class Trainer:
     def __init__(
         self,
         model: str | Path,
-        algorithm: Algorithm | PromptAlgorithm | str = "grpo",
+        algorithm: Algorithm | SearchAlgorithm | str = "grpo",
         *,
         adapters: Sequence[str] | None = None,
         train_agents: Sequence[str] = (),
@@ -107,7 +105,7 @@ class Trainer:
         self.config = with_settings(base, {key: value for key, value in shortcuts.items() if value is not None})
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
-        optimizer_in(self.config)  # settings are kept with the run: none that hold a password get that far
+        self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)
@@ -164,8 +162,8 @@ class Trainer:
     async def _fit(self, agent: Agent | None, train: list[Task], val: list[Task]) -> Summary:
         if not train:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
-        if isinstance(self.algorithm, PromptAlgorithm):
-            check_prompt_tasks(self.algorithm, val)
+        if isinstance(self.algorithm, SearchAlgorithm):
+            self.algorithm.check(val)
         runner = self._runner_of(agent)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -181,9 +179,9 @@ class Trainer:
                 described,
                 resume=self.resume,
                 project=self._project,
-                searches=isinstance(self.schedule, PromptAlgorithm),
+                searches=isinstance(self.schedule, SearchAlgorithm),
             )
-            if not isinstance(self.algorithm, PromptAlgorithm):
+            if not isinstance(self.algorithm, SearchAlgorithm):
                 check_disk(self.out, self.model, self.config)
             computed = with_dtypes(self.config, self.model, self.engine)
             beginning = Beginning(
@@ -193,11 +191,11 @@ class Trainer:
             seen = of_project(store, run.project)
             prompts = await resolve_prompts(seen, run.id, self.config.runner.prompts, project=run.project)
             reporter.phase("starting the policy server and loading the model")
-            if isinstance(self.schedule, PromptAlgorithm):
+            if isinstance(self.schedule, SearchAlgorithm):
                 stack = await self._open_stack(resources, self.out, run, store, runner, prompts)
                 trackers = await self._begin(resources, stack, epochs)
                 _say_how_to_join(stack, reporter)
-                await tune(stack, self.schedule, train, val, reporter, trackers, began)
+                await self.schedule.search(stack, train, val, reporter, trackers, began)
                 return await summarize(store, run.id)
             engine = self._make_engine(computed)
             resources.callback(engine.close)
@@ -316,7 +314,7 @@ class Trainer:
             run = await store.put_run(Run("dev", "dev", self._described(tasks, []), project=self._project))
             seen, given = of_project(store, run.project), self.config.runner.prompts
             prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)
-            if not isinstance(self.algorithm, PromptAlgorithm):
+            if not isinstance(self.algorithm, SearchAlgorithm):
                 await _check_model(self._make_engine(self.config), self.model, reporter)
             reporter.phase("starting the policy server")
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.trainer import prompts_loop
 from lightning.trainer.paths import inside
+from lightning_prompts import loop
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(
@@ -55,10 +55,10 @@ def test_symbolic_links_are_refused(tmp_path: Path) -> None:
 def test_a_component_writes_its_prompt_in_the_runs_folder_only(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    assert prompts_loop._write(run, "writer", "text").read_text() == "text"
+    assert loop._write(run, "writer", "text").read_text() == "text"
     for name in ("../../writer", "/tmp/writer"):
         with pytest.raises(DataError):
-            prompts_loop._write(run, name, "text")
+            loop._write(run, name, "text")
     assert [file.name for file in tmp_path.rglob("*.txt")] == ["writer.txt"]
 
 

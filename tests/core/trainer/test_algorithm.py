@@ -16,7 +16,6 @@ import pytest
 import torch
 from lightning.algorithms import Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.prompts.apo import APO
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group
 from lightning.credit import LeaveOneOut
@@ -28,6 +27,7 @@ from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.progress import Reporter
 from lightning.types import Task
+from lightning_prompts.apo import APO
 
 PAIR = make_group([0.0, 1.0], group="task")
 

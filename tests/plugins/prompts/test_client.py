@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from lightning.algorithms.prompts import client
-from lightning.algorithms.prompts.apo import APO
-from lightning.algorithms.prompts.client import OptimizerClient
-from lightning.algorithms.prompts.protocol import OptimizerModel
 from lightning.errors import ConfigError, LightningError, OptimizerError
+from lightning_prompts import client
+from lightning_prompts.apo import APO
+from lightning_prompts.client import OptimizerClient
+from lightning_prompts.protocol import OptimizerModel
 
 ASK = [{"role": "user", "content": "Better?"}]
 

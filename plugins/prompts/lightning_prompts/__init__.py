@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning.algorithms.prompts.protocol import Bench, BudgetSpentError, OptimizerModel, PromptAlgorithm, Trial
+from lightning_prompts.protocol import Bench, BudgetSpentError, OptimizerModel, PromptAlgorithm, Trial
 
 __all__ = ["Bench", "BudgetSpentError", "OptimizerModel", "PromptAlgorithm", "Trial"]

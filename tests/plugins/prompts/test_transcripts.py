@@ -10,8 +10,8 @@ import pytest
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.vllm_replies import tokenize
-from lightning.trainer.transcripts import LONGEST, LONGEST_PART, Transcripts
 from lightning.types import Caller, CallStatus, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
+from lightning_prompts.transcripts import LONGEST, LONGEST_PART, Transcripts
 
 
 @dataclass

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from lightning.config.optimizer_model import check_endpoint
 from lightning.errors import ConfigError
 from lightning.types import Json, Resource, Rollout, Task
+
+if TYPE_CHECKING:
+    from lightning.tracking.trackers import Trackers
+    from lightning.trainer.progress import Reporter
+    from lightning.trainer.stack import Stack
 
 
 class BudgetSpentError(Exception):
@@ -84,7 +90,7 @@ class Bench(Protocol):
 
 @runtime_checkable
 class PromptAlgorithm(Protocol):
-    """Finds a better prompt template for one component of an agent."""
+    """Finds a better prompt template for one component of an agent. Derive from it: it brings the loop (`search`)."""
 
     @property
     def name(self) -> str:
@@ -113,6 +119,26 @@ class PromptAlgorithm(Protocol):
     async def tune(self, bench: Bench) -> Resource:
         """The best prompt that was found, which may be the one it started from."""
 
+    def check(self, val: Sequence[Task]) -> None:
+        """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
+        from lightning_prompts.loop import check_prompt_tasks
+
+        check_prompt_tasks(self, val)
+
+    async def search(
+        self,
+        stack: Stack,
+        train: Sequence[Task],
+        val: Sequence[Task],
+        reporter: Reporter,
+        trackers: Trackers,
+        began: float,
+    ) -> None:
+        """See `lightning_prompts.loop.tune`."""
+        from lightning_prompts.loop import tune
+
+        await tune(stack, self, train, val, reporter, trackers, began)
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerModel:
@@ -130,18 +156,7 @@ class OptimizerModel:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={self.base_url!r} of the optimiser model is no URL: write https://.../v1")
-        if "@" in self.base_url.split("/", 3)[2] or "?" in self.base_url:
-            raise ConfigError(
-                "base_url of the optimiser model has a user, a password or a query in it, and settings are kept with the run: "
-                "write https://.../v1 alone, with the key in the environment variable that api_key_env names"
-            )
-        if self.api_key_env and not self.api_key_env.isidentifier():
-            raise ConfigError(
-                "api_key_env of the optimiser model cannot name an environment variable: give the name of the variable that "
-                "holds the key, not the key"
-            )
+        check_endpoint(self.base_url, self.api_key_env)
         if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:
             raise ConfigError(
                 "an optimiser model has attempts and concurrency of at least 1, a positive timeout, no negative temperature"

@@ -14,15 +14,16 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import get_args
 
-from lightning.algorithms.prompts.protocol import Bench, OptimizerModel
-from lightning.algorithms.prompts.search import Search
-from lightning.algorithms.prompts.selection import Method
 from lightning.errors import ConfigError
 from lightning.types import Resource
 
+from lightning_prompts.protocol import Bench, OptimizerModel, PromptAlgorithm
+from lightning_prompts.search import Search
+from lightning_prompts.selection import Method
+
 
 @dataclass(frozen=True, slots=True)
-class APO:
+class APO(PromptAlgorithm):
     """Tunes the prompt template of one component of an agent; the weights stay as they are.
 
     `component` is the name of a `lightning.component(name, prompt=...)`; empty means the only one. The search begins with

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.algorithms.prompts.templates import edited_prompt, fields, refusal
+from lightning_prompts.templates import edited_prompt, fields, refusal
 
 CASES = [
     ("Write on {topic}.", "Rhyme on {topic}!", ""),

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.algorithms.prompts.selection import Draw, Method, Scores, Selection
+from lightning_prompts.selection import Draw, Method, Scores, Selection
 
 METHODS: tuple[Method, ...] = ("ucb", "successive_rejects")
 

@@ -13,14 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning.algorithms.prompts.client import OptimizerClient
-from lightning.algorithms.prompts.protocol import (
-    BudgetSpentError,
-    Messages,
-    OptimizerModel,
-    PromptAlgorithm,
-    Trial,
-)
 from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
@@ -32,8 +24,17 @@ from lightning.trainer.plan import VAL
 from lightning.trainer.progress import Reporter
 from lightning.trainer.sampling import last_line
 from lightning.trainer.stack import Stack
-from lightning.trainer.transcripts import Transcripts
 from lightning.types import Fault, Json, Resource, Rollout, Task
+
+from lightning_prompts.client import OptimizerClient
+from lightning_prompts.protocol import (
+    BudgetSpentError,
+    Messages,
+    OptimizerModel,
+    PromptAlgorithm,
+    Trial,
+)
+from lightning_prompts.transcripts import Transcripts
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +56,10 @@ def check_prompt_tasks(algorithm: PromptAlgorithm, val: Sequence[Task]) -> None:
 
 
 def optimizer_in(config: Config) -> OptimizerModel | None:
-    """The optimiser model of the settings, or None when they name none.
-
-    Raises `ConfigError` for one that cannot be meant, without a word of what may be a key.
-    """
+    """The optimiser model of the settings, or None when they name none. Raises `ConfigError` for one that cannot be meant."""
     section = config.optimizer_model
-    if section == OptimizerModelConfig():
-        return None
-    if not section.model or not section.base_url:
-        raise ConfigError("the section optimizer_model needs both: a model, and the base_url of where it is")
-    return OptimizerModel(**section.model_dump())
+    section.check()
+    return None if section == OptimizerModelConfig() else OptimizerModel(**section.model_dump())
 
 
 async def tune(

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from lightning.algorithms.prompts.critique import Example, ask_for_criticism, ask_for_edit, shown
-from lightning.algorithms.prompts.protocol import Bench, BudgetSpentError, Trial
-from lightning.algorithms.prompts.selection import Scores, Selection
-from lightning.algorithms.prompts.templates import edited_prompt, refusal
 from lightning.errors import OptimizerError, RunnerError
 from lightning.types import Fault, Json, Resource, Rollout, Task
 
+from lightning_prompts.critique import Example, ask_for_criticism, ask_for_edit, shown
+from lightning_prompts.protocol import Bench, BudgetSpentError, Trial
+from lightning_prompts.selection import Scores, Selection
+from lightning_prompts.templates import edited_prompt, refusal
+
 if TYPE_CHECKING:
-    from lightning.algorithms.prompts.apo import APO
+    from lightning_prompts.apo import APO
 
 logger = logging.getLogger(__name__)
 

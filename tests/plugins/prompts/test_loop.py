@@ -16,8 +16,6 @@ from typing import Any
 
 import lightning
 import pytest
-from lightning.algorithms.prompts import Bench, Trial, client
-from lightning.algorithms.prompts.apo import APO
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
@@ -28,10 +26,11 @@ from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer import Trainer, prompts_loop, stack
-from lightning.trainer import trainer as trainer_module
-from lightning.trainer.prompts_loop import PromptBench, component_of
+from lightning.trainer import Trainer, stack
 from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
+from lightning_prompts import Bench, PromptAlgorithm, Trial, client, loop
+from lightning_prompts.apo import APO
+from lightning_prompts.loop import PromptBench, component_of
 
 START = "Greet {name}."
 BETTER = "Greet {name} with politeness."
@@ -297,7 +296,7 @@ def test_what_waits_of_a_killed_run_is_leased_with_its_prompt_before_the_resumed
         prompts.append(dict((await Agents(opened.gateway, "").llm_for(lease, opened.store)).prompts))
         raise Killed
 
-    monkeypatch.setattr(trainer_module, "tune", client)
+    monkeypatch.setattr(loop, "tune", client)
     with pytest.raises(Killed):
         trainer(tmp_path, small(writer), resume=True).fit(agent, TRAIN, VAL)
     assert prompts == [{"greeter": START}]
@@ -313,7 +312,7 @@ def test_seconds_are_those_of_all_work_of_a_round_and_a_resume_tells_nothing_twi
         ran["eval" if rollouts[0].task in VAL else "rollout"] += 1
         await execute(self, rollouts, told)
 
-    monkeypatch.setattr(prompts_loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     monkeypatch.setattr(stack.Stack, "execute", executes)
     first = trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
     assert ran["eval"] == 3, "the start; the beam and the winner, in one round"
@@ -578,7 +577,7 @@ def test_the_next_run_starts_from_what_is_live(tmp_path: Path, writer: ChatServe
 
 
 def test_a_prompt_algorithm_of_ones_own(tmp_path: Path) -> None:
-    class Shout:
+    class Shout(PromptAlgorithm):
         name, component, prompt, alias, max_rollouts, optimizer_model = "shout", "greeter", None, "loud", None, None
 
         async def tune(self, bench: Bench) -> Resource:
@@ -590,7 +589,7 @@ def test_a_prompt_algorithm_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_search_of_ones_own_that_forgets_its_budget_is_told(tmp_path: Path) -> None:
-    class Spend:
+    class Spend(PromptAlgorithm):
         name, component, prompt, alias, max_rollouts, optimizer_model = "spend", "greeter", None, "loud", 9, None
 
         async def tune(self, bench: Bench) -> Resource:

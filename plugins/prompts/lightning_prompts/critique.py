@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from lightning.algorithms.prompts.protocol import Messages
-from lightning.algorithms.prompts.templates import fields
 from lightning.types import Json, Rollout
+
+from lightning_prompts.protocol import Messages
+from lightning_prompts.templates import fields
 
 LONGEST_VALUE = 1000
 """Characters of a task's input, and of what the grader expects."""

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 
 import aiohttp
-
 from lightning.policy_server.protocol import PolicyServer
 from lightning.store.protocol import Store
 from lightning.types import Rollout, ToolEvent, Transition

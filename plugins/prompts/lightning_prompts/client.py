@@ -12,9 +12,9 @@ import os
 from typing import Final
 
 import aiohttp
-
-from lightning.algorithms.prompts.protocol import Messages, OptimizerModel
 from lightning.errors import ConfigError, OptimizerError
+
+from lightning_prompts.protocol import Messages, OptimizerModel
 
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0

@@ -1,0 +1,19 @@
+"""Prompt optimisation, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+
+
+@hookimpl
+def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
+    """`apo`."""
+    from lightning_prompts.apo import APO
+
+    register("apo", APO)

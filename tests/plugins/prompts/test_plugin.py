@@ -1,0 +1,73 @@
+"""Prompt optimisation is a plugin: what the core says where it is switched off or missing, and what still works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning
+import pytest
+from lightning.algorithms import prompts
+from lightning.algorithms.protocol import SearchAlgorithm
+from lightning.errors import ConfigError, PluginError
+from lightning.plugins.manager import Plugins
+from lightning.trainer.algorithm import resolve_algorithm
+
+PIP = "pip install 'lightning[prompts]<1'"
+
+
+def test_its_names_stand_where_they_are_documented() -> None:
+    import lightning_prompts
+
+    assert isinstance(lightning.APO(), SearchAlgorithm)
+    assert isinstance(resolve_algorithm("apo:rounds=2"), lightning.APO)
+    assert [getattr(prompts, name) for name in prompts.__all__] == [
+        getattr(lightning_prompts, name) for name in lightning_prompts.__all__
+    ]
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        prompts.__getattr__("Nothing")
+
+
+def test_switched_off_it_is_named_with_its_cure_and_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DISABLE_PLUGINS", "prompts")
+    without = Plugins()
+    with pytest.raises(PluginError, match="might have it, is disabled") as caught:
+        without.algorithm("apo")
+    assert PIP in str(caught.value)
+    assert {"dpo", "grpo", "lightning_rl", "sft"} <= set(without.names("algorithms"))
+    assert {info.name: info.state for info in without.plugins()}["prompts"] == "disabled"
+    with pytest.raises(PluginError) as other:
+        without.algorithm("nothing")
+    assert "pip install" not in str(other.value)
+
+
+def test_without_its_package_the_core_is_imported_and_names_the_cure(tmp_path: Path) -> None:
+    code = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lightning_prompts":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import lightning, lightning.trainer.trainer
+from lightning.algorithms import prompts
+for ask in (lambda: lightning.APO, lambda: prompts.Trial):
+    try:
+        ask()
+    except ImportError as error:
+        print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.count(PIP) == 2, ran.stdout + ran.stderr
+
+
+def test_an_object_with_only_tune_is_told_what_to_derive_from() -> None:
+    class Endings:
+        name = "endings"
+
+        async def tune(self, bench: object) -> None:
+            """Never called."""
+
+    with pytest.raises(ConfigError, match=r"derive its class from lightning\.algorithms\.prompts\.PromptAlgorithm"):
+        resolve_algorithm(Endings())  # type: ignore[arg-type]
