@@ -7,7 +7,8 @@ engine computed on; any single change to them is found and named.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.algorithms.protocol import Algorithm, needs_critic
@@ -16,9 +17,8 @@ from lightning.errors import DataError, StoreError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, rollout_digest
+from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
 from lightning.trainer.context import NUMERIC
-from lightning.trainer.critic import recorded_values
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
@@ -76,7 +76,6 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
     records = await store.list_steps(run)
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
     findings.extend(_repeated(records))
-    rollouts = calls = tokens = 0
     committed = {record.step for record in records}
     everything = await all_rollouts(store, run, split=TRAIN)
     findings.extend(
@@ -84,43 +83,55 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
         for rollout in everything
         if rollout.trained_at_step is not None and rollout.trained_at_step not in committed
     )
-    by_group: dict[str, list[Rollout]] = {}
-    by_step: dict[int, list[Rollout]] = {}
-    for rollout in everything:
-        by_group.setdefault(rollout.group, []).append(rollout)
-        by_step.setdefault(rollout.step, []).append(rollout)
-    for record in records:
+    counts = Counter[str]()
+    for record, members in _members(records, everything):
         epoch = epoch_at(epochs, record.step)
-        algorithm = algorithms[epoch.number]
-        members = by_step.get(record.step, [])
-        if record.groups:
-            members = [member for group in record.groups for member in by_group.get(group, [])]
-        try:
-            groups = await load_groups(store, members, train_agents_of(epoch))
-            if algorithm is not None and needs_critic(algorithm):
-                groups = await recorded_values(store, run, record.step, groups)
-        except StoreError as error:
-            findings.append(Finding(record.step, "", f"cannot be read: {error}"))
-            continue
-        findings.extend(_compare(record, epoch, members, groups, algorithm))
-        findings.extend(_too_stale(record, groups, epoch.max_staleness))
-        used = {name for name, _ in record.rollouts}
-        trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
-        rollouts += len(trajectories)
-        calls += sum(len(member.transitions) for member in trajectories)
-        tokens += sum(len(call.response_ids) for member in trajectories for call in member.transitions)
+        found, counted = await _step(store, record, epoch, members, algorithms[epoch.number])
+        findings.extend(found)
+        counts.update(counted)
     used_epochs = {epoch_at(epochs, record.step).number for record in records}
     return AuditReport(
         run,
         len(records),
-        rollouts,
-        calls,
-        tokens,
+        counts["rollouts"],
+        counts["calls"],
+        counts["tokens"],
         all(algorithms[number] is not None for number in used_epochs or {0}),
         tuple(findings),
         max(1, len(used_epochs)),
         tuple(_rounded(records, epochs)),
     )
+
+
+def _members(records: Sequence[StepRecord], rollouts: Sequence[Rollout]) -> Iterator[tuple[StepRecord, list[Rollout]]]:
+    """Each step with the rollouts that it looked at."""
+    by_group: dict[str, list[Rollout]] = {}
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        by_group.setdefault(rollout.group, []).append(rollout)
+        by_step.setdefault(rollout.step, []).append(rollout)
+    for record in records:
+        of_groups = [member for group in record.groups for member in by_group.get(group, [])]
+        yield record, of_groups if record.groups else by_step.get(record.step, [])
+
+
+async def _step(
+    store: Store, record: StepRecord, epoch: Epoch, members: Sequence[Rollout], algorithm: Algorithm | None
+) -> tuple[list[Finding], dict[str, int]]:
+    """What is wrong with a step, and how much of it was looked at."""
+    try:
+        groups = await load_groups(store, members, train_agents_of(epoch))
+        if algorithm is not None and needs_critic(algorithm):
+            groups = await recorded_values(store, record.run, record.step, groups)
+    except StoreError as error:
+        return [Finding(record.step, "", f"cannot be read: {error}")], {}
+    findings = _compare(record, epoch, members, groups, algorithm)
+    findings += _too_stale(record, groups, epoch.max_staleness)
+    used = {name for name, _ in record.rollouts}
+    trajectories = [member for group in groups for member in group.trajectories if member.rollout.id in used]
+    calls = [call for member in trajectories for call in member.transitions]
+    tokens = sum(len(call.response_ids) for call in calls)
+    return findings, {"rollouts": len(trajectories), "calls": len(calls), "tokens": tokens}
 
 
 def _compare(

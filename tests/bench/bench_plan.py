@@ -48,11 +48,11 @@ from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.inline import InlineRunner
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.tracking.trackers import Trackers
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.loop import Loop
-from lightning.trainer.progress import Reporter
 from lightning.trainer.runs import describe_algorithm
-from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import LLM, Run, Task, token_ids
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import Schedule

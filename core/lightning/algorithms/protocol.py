@@ -16,8 +16,8 @@ from lightning.types import Rollout, Task
 
 if TYPE_CHECKING:
     from lightning.tracking.trackers import Trackers
-    from lightning.trainer.progress import Reporter
     from lightning.trainer.stack import Stack
+    from lightning.trainer.summary import Reporter
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
 from lightning.store.reference import Reference, existing_store, find, parse_reference
 from lightning.store.url import redacted
-from lightning.trainer.weights import weights_content
+from lightning.trainer.checkpoints import weights_content
 from lightning.types import Json, Resource, ResourceKind
 
 app = typer.Typer(no_args_is_help=True)

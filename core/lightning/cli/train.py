@@ -16,6 +16,12 @@ from lightning.errors import DataError
 from lightning.trainer import Summary, Trainer
 from lightning.types import Task
 
+AGENT = "Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Not needed with --runner remote."
+ALGORITHM = (
+    "A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with the steps of "
+    "each: sft:2,grpo:20."
+)
+
 
 def train(
     model: Annotated[str, typer.Option(help="Model folder, or its name on a model hub.")],
@@ -24,18 +30,10 @@ def train(
     ],
     agent: Annotated[
         str | None,
-        typer.Argument(
-            help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward. Not needed with --runner remote."
-        ),
+        typer.Argument(help=AGENT),
     ] = None,
     val: Annotated[Path | None, typer.Option(help="Held-out tasks, in the same format.")] = None,
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            help="A registered algorithm, alone or with arguments: grpo:group_size=4,kl_coefficient=0.01. Several in turn with "
-            "the steps of each: sft:2,grpo:20."
-        ),
-    ] = "grpo",
+    algorithm: Annotated[str, typer.Option(help=ALGORITHM)] = "grpo",
     train_agents: Annotated[
         list[str] | None,
         typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),

@@ -1,7 +1,9 @@
-"""The algorithm before a run: what cannot be one is refused at once, and a dry run tries it on what was recorded.
+"""The algorithms of a run: what cannot be one is refused at once, a dry run tries it on what was recorded, and a schedule says
+which trains which step (`sft:2,grpo:20`).
 
-The invariant: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first
-after the policy server's start, an evaluation and a step of rollouts.
+The invariants: what a user wrote (an algorithm, a credit function, a loss) is called before anything is trained, not first
+after the policy server's start, an evaluation and a step of rollouts; the algorithm of a step follows from its number alone, so
+that a resumed run and an audit find the same.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import operator
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, Protocol, SupportsIndex, TypeGuard
 
 import lightning
 from lightning.algorithms.lightning_rl import LightningRL
@@ -22,11 +25,47 @@ from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.plugins import plugins
-from lightning.trainer.sampling import samples_dynamically
-from lightning.trainer.schedule import AlgorithmSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSchedule:
+    """Algorithms with the step that each begins with, in order, the first with step 0. `steps` is how many all of them take;
+    None where the last one goes on to `trainer.steps`."""
+
+    phases: tuple[tuple[int, Algorithm], ...]
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> AlgorithmSchedule:
+        """One algorithm for all steps."""
+        return cls(((0, algorithm),))
+
+    def at(self, step: int) -> Algorithm:
+        """The algorithm of a step."""
+        return [algorithm for first, algorithm in self.phases if first <= step][-1]
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether one of them uses a critic: the engine has it from the beginning then."""
+        return any(needs_critic(algorithm) for _, algorithm in self.phases)
+
 
 NEEDED = ("name", "group_size", "batch", "loss")
 _HERE = Path(lightning.__file__).parent
+
+
+class DynamicAlgorithm(Algorithm, Protocol):
+    """An algorithm that wants a step to go on sampling until enough groups teach something (DAPO, arXiv 2503.14476)."""
+
+    dynamic_sampling: bool
+
+    def teaches(self, group: Group) -> bool:
+        """Whether a finished group would be trained on."""
+
+
+def samples_dynamically(algorithm: Algorithm) -> TypeGuard[DynamicAlgorithm]:
+    """Whether groups that teach nothing are to be replaced: it has `dynamic_sampling = True`."""
+    return bool(getattr(algorithm, "dynamic_sampling", False))
 
 
 class Tried(NamedTuple):

@@ -1,28 +1,130 @@
 """What a run begins with, or goes on with: its config epochs, and the training state that its engine loads.
 
-The invariant: the state on disk is the one that the run's committed steps lead to, each under its own settings, or that of the
-run it was forked from; nothing is changed for a run that cannot begin.
+The invariant: the state on disk is the one that the run's committed steps lead to, each under its own settings; nothing is
+changed for a run that cannot begin. The version 0 of a run that was forked (`--from RUN@STEP`) is bit for bit what the other
+run had after that many steps. Its optimizer goes on where the new settings have room for the other's training state; where they
+do not, the weights alone are taken, and that is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.algorithms.protocol import SearchAlgorithm
 from lightning.config import Config
 from lightning.engines.protocol import Engine
-from lightning.errors import ConfigError
-from lightning.store.epochs import Epoch
+from lightning.errors import AuditError, ConfigError, StoreError
+from lightning.plugins import plugins
+from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
+from lightning.store.reference import store_in
+from lightning.store.url import redacted
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.fork import FORKED, MODEL, fork
-from lightning.trainer.progress import Reporter
 from lightning.trainer.replay import Rewinder
-from lightning.trainer.runs import changes_of, describe_algorithm, plan_epochs, run_id_of
-from lightning.trainer.schedule import AlgorithmSchedule
+from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs, run_id_of
+from lightning.trainer.summary import Reporter
 from lightning.types import Json, Run
+
+logger = logging.getLogger(__name__)
+
+
+FORKED = "forked_from"
+"""The key of a run's configuration that names the run and the step whose weights it began with."""
+MODEL = "forked"
+"""The folder, in the run's own, of the model that a forked run begins with where it could not take the training state."""
+BETWEEN = "between"
+"""That of the training state at the end of a config epoch of the other run, while its steps are taken again."""
+
+
+async def fork(parent: str, into: Path, described: Mapping[str, Json], config: Config, store: str) -> str:
+    """Put what the run `parent` (`RUN@STEP`, `RUN` for its last step) had into the folder of a new run: its training state as
+    the checkpoint of step 0, or, where that does not fit the settings, its model. Returns the parent as it is recorded.
+
+    RUN is a folder, or the name of one beside the new run's. `store` is the URL of its store where its folder has none.
+    Raises `ConfigError`, naming what there is, for a run or a step that is not there or cannot be made again.
+    """
+    name, at, text = parent.rpartition("@") if "@" in parent else (parent, "", "")
+    if at and not text.isdecimal():
+        raise ConfigError(
+            f"{parent!r} names no step of a run: write RUN@STEP, as runs/first@20, or RUN for its last step"
+        )
+    folder = _folder(name, into)
+    opened = plugins().store(store_in(folder) if (folder / "lightning.db").is_file() else store or store_in(folder))
+    await opened.open()
+    try:
+        run = await opened.get_run(run_id_of(folder))
+        if run is None:
+            raise ConfigError(f"the store of {folder} does not know its run: give the --store that it was trained with")
+        return await _fork(opened, run, int(text) if text else None, folder, into, described, config)
+    finally:
+        await opened.close()
+
+
+async def _fork(
+    store: Store,
+    run: Run,
+    step: int | None,
+    folder: Path,
+    into: Path,
+    described: Mapping[str, Json],
+    config: Config,
+) -> str:
+    records, epochs = await store.list_steps(run.id), await read_epochs(store, run)
+    step = len(records) if step is None else step
+    if step > len(records):
+        raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
+    theirs = Checkpoints(folder / "checkpoints", keep=1)
+    target = Checkpoints(into / "checkpoints", keep=1).path(0)
+    theirs_then = epoch_at(epochs, max(0, step - 1)).config
+    lost = await not_loadable(theirs_then, described, records[:step])
+    if theirs_then.get("critic") and not described["critic"]:  # a resume keeps it; a fork begins without
+        lost.append("critic")
+    model = Path(str(run.config["model"] if "model" in lost else described["model"]))
+    if (folder / MODEL).is_dir():  # a fork itself, of a model that is in no other folder
+        model, lost = folder / MODEL, [*lost, "model"]
+    make_engine = plugins().engine(str(run.config.get("engine", "torch")))
+    between = into / BETWEEN
+    rewinder = Rewinder(store, records, epochs, theirs, make_engine, model, config, between=between)
+    for old in (target, into / MODEL):  # of a start that broke off
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        if lost:
+            logger.warning(
+                "the training state of %s@%d does not fit other settings of %s: the run begins with its weights, and with a "
+                "fresh optimizer",
+                run.id,
+                step,
+                ", ".join(lost),
+            )
+            await rewinder.bring_to(step, lambda brought: brought.export(into / MODEL))
+        elif theirs.newest(step) == step:
+            await asyncio.to_thread(shutil.copytree, theirs.path(step), target)
+        else:
+            await rewinder.bring_to(step, lambda brought: brought.save(target))
+    except (AuditError, StoreError, ConfigError, OSError) as error:
+        there = ", ".join(f"{run.id}@{saved}" for saved in theirs.steps()) or "none"
+        raise ConfigError(f"{run.id}@{step} cannot be made again ({error}). Checkpoints: {there}") from error
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+    return f"{run.id}@{step}"
+
+
+def _folder(name: str, into: Path) -> Path:
+    tried = [Path(name), into.parent / name]
+    for folder in tried:
+        if store_in(folder):
+            return folder
+    there = sorted(run.parent.name for run in into.parent.glob("*/run.json"))
+    raise ConfigError(
+        f"no run {redacted(name)!r}: neither {tried[0]} nor {tried[1]} is a run's folder; {into.parent} has "
+        f"{', '.join(there) or 'none'}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,20 @@
-"""Training states on disk: one folder per step, the newest few kept.
+"""Training states on disk, one folder per step, the newest few kept; and trained weights as a resource.
 
 The invariant: the store says which step was committed; a checkpoint is only ever a cache of that step's weights, and one
-that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store.
+that is newer than the last committed step is ignored. Steps since the newest one are trained again from the store. A version of
+the resource names files by their content, so that whoever loads them can tell whether they are still the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,14 +22,38 @@ from typing import Self
 from lightning.config import Config
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server.model_folder import folder_tensors
+from lightning.store.protocol import Store
+from lightning.types import Json, Resource, ResourceKind
 
 logger = logging.getLogger(__name__)
+
+
+WEIGHTS_NAME = "policy/weights"
+"""The resource that a run's trained model is a version of; the slash keeps it apart from every component's prompt."""
+
+
+def weights_content(folder: Path) -> dict[str, Json]:
+    """The content of a `weights` resource: the folder and the SHA-256 of each of its files. Raises `OSError` when they cannot
+    be read."""
+    files: dict[str, Json] = {}
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            with file.open("rb") as stream:
+                files[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"path": str(folder.resolve()), "files": files}
+
+
+async def keep_weights(store: Store, folder: Path, metadata: Mapping[str, Json]) -> Resource:
+    """Make a trained model the next version of `policy/weights`."""
+    content = await asyncio.to_thread(weights_content, folder)
+    return await store.put_resource(Resource(WEIGHTS_NAME, content, ResourceKind.WEIGHTS, metadata))
+
 
 LOST_TIME_RATIO = 10.0
 """How many times as long as writing a checkpoint the training may have taken that a crash would cost."""
 UNFINISHED = ".step-*.new"
 """What a checkpoint is called while it is written (`engines.files.whole_folder`)."""
-_NAME = re.compile(r"step-(\d{8})")
+_FOLDER_NAME = re.compile(r"step-(\d{8})")
 
 
 class Checkpoints:
@@ -44,7 +70,7 @@ class Checkpoints:
         """Steps that have a checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
-        matches = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
+        matches = (_FOLDER_NAME.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
     def newest(self, committed: int) -> int | None:

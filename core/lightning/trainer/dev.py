@@ -18,8 +18,9 @@ from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups
 from lightning.trainer.metrics import count_truncated
 from lightning.trainer.plan import TRAIN, train_rollouts
-from lightning.trainer.progress import Reporter
-from lightning.trainer.remarks import (
+from lightning.trainer.sampling import with_cure
+from lightning.trainer.stack import Stack
+from lightning.trainer.step_warnings import (
     CURE_OF_CUT_OFF,
     CURE_OF_GREEDY,
     MANY_CUT_OFF,
@@ -32,8 +33,7 @@ from lightning.trainer.remarks import (
     nothing_trained,
     unmatched,
 )
-from lightning.trainer.sampling import with_cure
-from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
 
 

@@ -20,23 +20,19 @@ from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.tracking.trackers import Trackers
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.collect import all_rollouts, count_drift, record_step
+from lightning.trainer.collect import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.context import numeric_context
-from lightning.trainer.critic import fresh_values
-from lightning.trainer.metrics import sampled_tokens, staleness, step_metrics
+from lightning.trainer.metrics import UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
-from lightning.trainer.probing import bound_of, exceeds
-from lightning.trainer.progress import Reporter
-from lightning.trainer.publishing import HELD_SECONDS, Publisher
-from lightning.trainer.remarks import Remarks
+from lightning.trainer.publishing import HELD_SECONDS, Publisher, bound_of, exceeds
 from lightning.trainer.replay import take_again
 from lightning.trainer.sampling import Sampler, TurnSampler
-from lightning.trainer.schedule import AlgorithmSchedule
-from lightning.trainer.server_usage import UsageMeter
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import NAMED, Evaluation, evaluate_rollouts
+from lightning.trainer.step_warnings import Remarks
+from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts
 from lightning.types import Json, Rollout, Task
 
 logger = logging.getLogger(__name__)

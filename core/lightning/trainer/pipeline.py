@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
 from lightning.trainer.collect import all_rollouts, load_groups
 from lightning.trainer.pacing import OpenGroup, Pacer
 from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
-from lightning.trainer.progress import Reporter
-from lightning.trainer.sampling import Sampled, Sampler, samples_dynamically
-from lightning.trainer.schedule import AlgorithmSchedule
+from lightning.trainer.sampling import Sampled, Sampler
 from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import Rollout, Status, Task
 
 RESYNC_SECONDS = 5.0

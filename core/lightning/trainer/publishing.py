@@ -1,25 +1,185 @@
 """Bringing the engine's weights to the policy server, and proof that it computes with them.
 
 The invariant: when `publish` returns, the policy server samples from exactly the engine's weights, under their version; a
-few tokens were compared wherever any are known.
+few tokens were compared wherever any are known. Those are tokens that were sampled, where there are enough of them, by a bound
+for the dtypes in use; a server that is nearer to the weights of the step before is told from one whose dtype alone makes the
+difference.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from lightning.algorithms.protocol import Batch
+from lightning.batch.sample import FloatArray, Sample
+from lightning.config import Config
+from lightning.engines.logprob_gap import GapBound, bound_for
 from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import hash_weights
+from lightning.policy_server.protocol import Probe
 from lightning.policy_server.weight_transfer.layout import BACKENDS
-from lightning.trainer.probing import Prober
 from lightning.trainer.stack import Stack
 from lightning.types import StepRecord
 
 logger = logging.getLogger(__name__)
+
+
+SAMPLED_TOKENS = 64
+"""How many sampled tokens of a row are compared, with all that comes before them."""
+LEAST_TOKENS, MOST_TOKENS = 96, 1024
+"""How long a probe is. A prompt that is longer is compared itself, as far as it goes."""
+MIN_SAMPLED_TOKENS = 8
+"""With fewer sampled tokens the prompt is compared too. Its tokens differ by more: a model finds many of them unlikely."""
+BASELINE = 2.0
+"""The gap may be so many times what it was before an update, where the bound is smaller: some models round more than most."""
+NOISE = math.sqrt(2.0)
+"""An update that moves logprobs by as much as sampler and trainer differ makes them differ so many times as much."""
+STEPS_BELOW = 3
+"""After so many steps in a row below the sampler's noise it is told."""
+
+
+def bound_of(config: Config) -> GapBound:
+    """The bound for the dtypes in use, or of the number that was set, which no token may exceed."""
+    limit = config.trainer.max_logprob_gap
+    if limit is None:
+        return bound_for(config.engine.dtype, config.policy_server.dtype)
+    return GapBound(mean=limit, most=limit, share=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Tokens to ask about. `compared` (T,) says which count; `sampled` (T,) are the sampler's own logprobs, NaN where it gave
+    none that can be compared."""
+
+    ids: Sequence[int]
+    compared: npt.NDArray[np.bool_]
+    sampled: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found: largest and mean gap (nats), and what is wrong; empty when nothing is."""
+
+    largest: float
+    mean: float
+    problem: str
+
+
+class Prober:
+    """Chooses the tokens, asks the trainer, and judges what the policy server has answered."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self._engine, self._bound = engine, bound_of(config)
+        self._tokens: list[_Tokens] = []
+        self._baseline = GapBound(0.0, 0.0, 1.0)
+        self._below, self._told = 0, False
+
+    def remember(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """Ask about tokens of this batch from now on, if it has any. The gaps of its step, which were taken before the update,
+        are the baseline, where no token is of older weights."""
+        rows = sorted(batch.samples, key=_first_sampled)[:2]
+        if rows:
+            self._tokens = [_of_row(row) for row in rows]
+        if not metrics.get("staleness_max") and metrics.get("mean_logprob_gap"):
+            most = metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
+            self._baseline = GapBound(metrics["mean_logprob_gap"], most, 1.0)
+
+    def recall(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Ask about tokens of a recorded call, as after a resume."""
+        stop = _stop(len(prompt), len(prompt) + len(response))
+        ids = [*prompt, *response][:stop]
+        sampled = np.arange(len(ids)) >= len(prompt)
+        self._tokens = [_Tokens(ids, _compared(sampled), np.full(len(ids), np.nan, np.float32))]
+
+    def probe(self, attempt: int = 0) -> Probe | None:
+        """The trainer's logprobs of some tokens, of others at the second attempt if there are any; None when none are known."""
+        if not self._tokens:
+            return None
+        ids = np.asarray(self._tokens[attempt % len(self._tokens)].ids, dtype=np.int32)
+        zeros = np.zeros(len(ids), dtype=np.float32)
+        sample = Sample(ids, zeros, zeros, zeros, np.full(len(ids), -1, dtype=np.int32), ())
+        return Probe(ids.tolist(), self._engine.logprobs([sample])[0].tolist())
+
+    def judge(self, probe: Probe, served: Sequence[float], attempt: int = 0) -> Verdict:
+        """What the server's logprobs of the probe's tokens, but the first, say of its weights."""
+        tokens = self._tokens[attempt % len(self._tokens)]
+        chosen = tokens.compared[1:]
+        ours, old = np.asarray(probe.logprobs[1:]), tokens.sampled[1:]
+        every = np.asarray(probe.gaps(served))
+        gaps = every[chosen]
+        if not len(gaps):
+            return Verdict(0.0, 0.0, "")
+        base = self._baseline
+        bound = GapBound(
+            max(self._bound.mean, BASELINE * base.mean), max(self._bound.most, BASELINE * base.most), self._bound.share
+        )
+        known = chosen & np.isfinite(old)
+        problem = bound.exceeded(gaps)
+        if known.sum() >= MIN_SAMPLED_TOKENS and base.mean:
+            moved = float(np.mean(np.abs(ours - old)[known]))
+            now, before = float(np.mean(every[known])), float(np.mean(np.abs(np.asarray(served) - old)[known]))
+            if not problem and now > BASELINE * base.mean and before < now:
+                problem = f"{now:.3g} nats in the mean, and those of the step before by {before:.3g}"
+            if not attempt:  # a second try is of the same update
+                self._note(moved)
+        return Verdict(float(np.max(gaps)), float(np.mean(gaps)), problem)
+
+    def _note(self, moved: float) -> None:
+        """Tell, once, that updates are lost in the difference between sampler and trainer."""
+        self._below = self._below + 1 if moved < NOISE * self._baseline.mean else 0
+        if self._below == STEPS_BELOW and not self._told:
+            self._told = True
+            logger.warning(
+                "the last %d updates changed logprobs by less than the %.2g nats by which sampler and trainer differ, so that "
+                "agents hardly see them: raise engine.lr, or set engine.dtype = 'float32'",
+                STEPS_BELOW,
+                self._baseline.mean,
+            )
+
+
+def exceeds(metrics: Mapping[str, float], bound: GapBound) -> str:
+    """By what a step's own gaps exceed the bound; empty where they keep to it."""
+    mean, most = metrics.get("mean_logprob_gap", 0.0), metrics.get("p999_logprob_gap", metrics["max_logprob_gap"])
+    if bound.share == 1.0:
+        most = metrics["max_logprob_gap"]
+    if not mean <= bound.mean:
+        return f"{mean:.3g} nats in the mean"
+    return "" if most <= bound.most else f"{most:.3g} nats for {bound.share:.1%} of the tokens"
+
+
+def _first_sampled(row: Sample) -> int:
+    return min((span.start for span in row.spans), default=len(row))
+
+
+def _stop(first: int, length: int) -> int:
+    """How many tokens of a row to ask about. Not its last: vLLM samples one more, and the row may fill the model's context."""
+    return min(MOST_TOKENS, max(LEAST_TOKENS, first + SAMPLED_TOKENS), max(1, length - 1))
+
+
+def _of_row(row: Sample) -> _Tokens:
+    stop = _stop(_first_sampled(row), len(row))
+    sampled = np.zeros(len(row), dtype=bool)
+    for span in row.spans:
+        sampled[span.start : span.stop] = True
+    # What the server is asked for are logprobs at temperature 1; weights are 0 where no logprob stands.
+    known = sampled & (row.weights != 0) if row.temperature == 1.0 else np.zeros(len(row), dtype=bool)
+    old = np.where(known, row.logprobs, np.nan).astype(np.float32)
+    return _Tokens(row.ids[:stop].tolist(), _compared(sampled[:stop]), old[:stop])
+
+
+def _compared(sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    return sampled if sampled.sum() >= MIN_SAMPLED_TOKENS else np.ones_like(sampled)
+
 
 HELD_SECONDS = "held_seconds"
 """The metric of a step that says for how long its update let calls stand still."""

@@ -23,9 +23,8 @@ from lightning.errors import AuditError, ConfigError
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import batch_digest, load_groups, rollouts_of
+from lightning.trainer.collect import batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.trainer.context import Numeric, machine
-from lightning.trainer.critic import recorded_values
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.types import Json, StepRecord
 

@@ -25,7 +25,7 @@ from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import split_userinfo
 from lightning.trainer.context import base_digest
-from lightning.trainer.functions import holds_code, recorded, type_name
+from lightning.trainer.function_fingerprint import holds_code, recorded, type_name
 from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
 SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
@@ -54,9 +54,9 @@ def describe_algorithm(algorithm: Algorithm | SearchAlgorithm) -> dict[str, Json
     """An algorithm in JSON: its plugin name and, for a dataclass, its arguments.
 
     An argument that is a dataclass itself (a credit with other settings) says its `type` beside its fields, and one that is a
-    function, or another object, what it is and whether it was edited (`lightning.trainer.functions`): then only Python code
-    that has the object can derive its batches again. So do the `functions` of what `from_loss` and `from_batch` made.
-    `arguments` is null for an algorithm that is no dataclass.
+    function, or another object, what it is and whether it was edited (`lightning.trainer.function_fingerprint`): then only
+    Python code that has the object can derive its batches again. So do the `functions` of what `from_loss` and `from_batch`
+    made. `arguments` is null for an algorithm that is no dataclass.
     """
     described: dict[str, Json] = {"name": algorithm.name, "type": type(algorithm).__qualname__, "arguments": None}
     if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):

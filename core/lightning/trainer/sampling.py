@@ -13,33 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, TypeGuard
+from typing import Self
 
-from lightning.algorithms.protocol import Algorithm
 from lightning.batch.trajectory import Group
 from lightning.errors import RunnerError
+from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
 from lightning.trainer.collect import all_rollouts, load_groups, of_groups
 from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
-from lightning.trainer.progress import Reporter
-from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
-
-
-class DynamicAlgorithm(Algorithm, Protocol):
-    """An algorithm that wants a step to go on sampling until enough groups teach something (DAPO, arXiv 2503.14476)."""
-
-    dynamic_sampling: bool
-
-    def teaches(self, group: Group) -> bool:
-        """Whether a finished group would be trained on."""
-
-
-def samples_dynamically(algorithm: Algorithm) -> TypeGuard[DynamicAlgorithm]:
-    """Whether groups that teach nothing are to be replaced: it has `dynamic_sampling = True`."""
-    return bool(getattr(algorithm, "dynamic_sampling", False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,12 +312,8 @@ async def open_stack(
     resources.callback(weights_folder.close)  # after vLLM has ended
     to_clients = runner.concurrency == 0 or config.server.port != 0
     check_ports(on_server_port(config).gateway if to_clients else config.gateway, config.policy_server)
-    demand = Demand(
-        runner.concurrency or config.runner.concurrency,
-        trains_meanwhile=config.trainer.max_staleness > 0,
-        shares_gpu=shares_gpu(config),
-    )
-    policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", sender=sender, demand=demand)
+    log, demand = folder / "vllm.log", _demand(runner, config)
+    policy = make_policy_server(model, config.policy_server, log=log, sender=sender, demand=demand)
     resources.push_async_callback(policy.close)
     resources.push_async_callback(runner.close)
     await check_exposure(store, config.server.host if to_clients else config.gateway.host)
@@ -347,17 +343,27 @@ async def open_stack(
     stack.owner = owner
     resources.push_async_callback(owner.close)
     await owner.serve(stack.upstreams(), UNKNOWN if restores else policy.version)
-    look_after = stack.supervise()
-    if control is not None:
-        stack.agents.shared = True
-        file, token = await runner_token(store, folder, run.project, only=True)
-        stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
-        if isinstance(runner, ClientRunner):
-            stack.agents.how_to_join = ""
-            look_after = _both(look_after, runner.attend(Site(control.url, token, run.id, store)))
+    look_after = stack.supervise() if control is None else await _admit_clients(stack, control, store)
     stack._supervisor = asyncio.create_task(look_after)  # noqa: SLF001 — the factory completes its own class
     resources.push_async_callback(cancel, stack._supervisor)  # noqa: SLF001 — as above
     return stack
+
+
+def _demand(runner: Runner, config: Config) -> Demand:
+    meanwhile = config.trainer.max_staleness > 0
+    concurrency = runner.concurrency or config.runner.concurrency
+    return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
+
+
+async def _admit_clients(stack: Stack, control: Control, store: Store) -> Coroutine[object, object, None]:
+    """Let clients lease what the run makes; returns what looks after the policy server, and after a runner's own clients."""
+    stack.agents.shared = True
+    file, token = await runner_token(store, stack.folder, stack.run.project, only=True)
+    if isinstance(stack.runner, ClientRunner):
+        site = Site(control.url, token, stack.run.id, store)
+        return _both(stack.supervise(), stack.runner.attend(site))
+    stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
+    return stack.supervise()
 
 
 def check_ports(gateway: GatewayConfig, server: PolicyServerConfig) -> None:

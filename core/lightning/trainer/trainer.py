@@ -29,23 +29,19 @@ from lightning.store.epochs import Epoch, keep_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers
-from lightning.trainer.algorithm import resolve_schedule
+from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.beginning import Beginning
-from lightning.trainer.checkpoints import Checkpoints, check_disk
+from lightning.trainer.checkpoints import Checkpoints, check_disk, keep_weights
 from lightning.trainer.context import base_digest
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.loop import Loop
-from lightning.trainer.model import resolve_model
-from lightning.trainer.numerics import with_dtypes
+from lightning.trainer.model import resolve_model, with_dtypes
 from lightning.trainer.plan import as_tasks
-from lightning.trainer.progress import Reporter
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
-from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
-from lightning.trainer.summary import Summary, summarize
-from lightning.trainer.weights import keep_weights
+from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.types import Json, Run, Task
 
 logger = logging.getLogger(__name__)
@@ -200,25 +196,8 @@ class Trainer:
             engine = self._make_engine(computed)
             resources.callback(engine.close)
             await _check_model(engine, self.model, reporter)
-            # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
-            restores = bool(
-                self.config.policy_server.attach or await store.list_steps(run.id) or self._checkpoints.newest(0) == 0
-            )
-            # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
-            open_both = one_by_one if shares_gpu(self.config) else together
-            stack, base = await open_both(
-                self._open_stack(
-                    resources,
-                    self.out,
-                    run,
-                    store,
-                    runner,
-                    prompts,
-                    restores=restores,
-                    sender=engine.sender() if isinstance(engine, SendsWeights) else None,
-                ),
-                asyncio.to_thread(self._open_engine, engine, critic=bool(epochs[-1].config.get("critic"))),
-            )
+            critic = bool(epochs[-1].config.get("critic"))
+            stack, base = await self._open_both(resources, run, store, runner, prompts, engine, critic=critic)
             trackers = await self._begin(resources, stack, epochs)
             await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
@@ -229,6 +208,30 @@ class Trainer:
             made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
             await keep_weights(seen, self.out / "model", made)
             return summary
+
+    async def _open_both(
+        self,
+        resources: AsyncExitStack,
+        run: Run,
+        store: Store,
+        runner: Runner,
+        prompts: Prompts,
+        engine: Engine,
+        *,
+        critic: bool,
+    ) -> tuple[Stack, str]:
+        """What samples and what trains, opened; and the digest of the model's folder."""
+        # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
+        restores = bool(
+            self.config.policy_server.attach or await store.list_steps(run.id) or self._checkpoints.newest(0) == 0
+        )
+        sender = engine.sender() if isinstance(engine, SendsWeights) else None
+        # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.
+        open_in_order = one_by_one if shares_gpu(self.config) else together
+        return await open_in_order(
+            self._open_stack(resources, self.out, run, store, runner, prompts, restores=restores, sender=sender),
+            asyncio.to_thread(self._open_engine, engine, critic=critic),
+        )
 
     async def _open_stack(
         self,

@@ -19,14 +19,14 @@ from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.collect import all_rollouts
-from lightning.trainer.paths import inside
 from lightning.trainer.plan import VAL
-from lightning.trainer.progress import Reporter
 from lightning.trainer.sampling import last_line
 from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, Rollout, Task
 
 from lightning_prompts.client import OptimizerClient
+from lightning_prompts.paths import inside
 from lightning_prompts.protocol import (
     BudgetSpentError,
     Messages,

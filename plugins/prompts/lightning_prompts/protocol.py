@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lightning.config.optimizer_model import check_endpoint
 from lightning.errors import ConfigError
 from lightning.types import Json, Resource, Rollout, Task
 
 if TYPE_CHECKING:
     from lightning.tracking.trackers import Trackers
-    from lightning.trainer.progress import Reporter
     from lightning.trainer.stack import Stack
+    from lightning.trainer.summary import Reporter
 
 
 class BudgetSpentError(Exception):
@@ -156,6 +155,10 @@ class OptimizerModel:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
+        from lightning.config.optimizer_model import (
+            check_endpoint,  # pydantic: no command but those that train needs it
+        )
+
         check_endpoint(self.base_url, self.api_key_env)
         if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:
             raise ConfigError(

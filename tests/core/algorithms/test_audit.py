@@ -16,8 +16,7 @@ from lightning.audit import audit
 from lightning.credit import Critic, GiGPO
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.collect import all_rollouts, load_groups, record_step
-from lightning.trainer.critic import fresh_values
+from lightning.trainer.collect import all_rollouts, fresh_values, load_groups, record_step
 from lightning.trainer.plan import tasks_of_step, train_rollouts
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids

@@ -27,8 +27,8 @@ from lightning.policy_server.auto_settings import (
 )
 from lightning.policy_server.model_facts import ModelFacts, read_facts
 from lightning.testing.tiny_families import make_tiny_family
-from lightning.trainer import numerics
-from lightning.trainer.numerics import with_dtypes
+from lightning.trainer import model as trainer_model
+from lightning.trainer.model import with_dtypes
 
 FAST = Machine(cores=8, memory=32 * GIBI, flags=frozenset({"avx512f", "avx512_bf16"}), bfloat16_gain=lambda: 2.0)
 OLD = Machine(cores=8, memory=32 * GIBI, flags=frozenset({"avx2"}))
@@ -197,8 +197,8 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trainer_and_sampler_agree_on_a_dtype(
     settings: dict[str, object], engine: str, both: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numerics, "read_facts", lambda folder: SMOLLM2)
-    monkeypatch.setattr(numerics, "this_machine", lambda: FAST)
+    monkeypatch.setattr(trainer_model, "read_facts", lambda folder: SMOLLM2)
+    monkeypatch.setattr(trainer_model, "this_machine", lambda: FAST)
     config = with_settings(Config(), {"policy_server.device": "cpu", **settings})
     found = with_dtypes(config, Path("/m"), engine)
     assert (found.engine.dtype, found.policy_server.dtype) == both

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
-from lightning.trainer.paths import inside
 from lightning_prompts import loop
+from lightning_prompts.paths import inside
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(

@@ -33,13 +33,13 @@ from lightning.store.epochs import keep_epochs
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.tracking.trackers import Trackers
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.loop import Loop
-from lightning.trainer.progress import Reporter
 from lightning.trainer.replay import optimizer_of
 from lightning.trainer.runs import check_run, describe_algorithm, name_folder
-from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.trainer.stack import Stack
+from lightning.trainer.summary import Reporter
 from lightning.types import Json, Task, token_ids
 
 ALGORITHM = LightningRL("grpo", group_size=4)

@@ -25,7 +25,7 @@ from lightning.testing.trajectories import make_group
 from lightning.trainer import Trainer
 from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
 from lightning.trainer.dev import DevReport, dry_run
-from lightning.trainer.progress import Reporter
+from lightning.trainer.summary import Reporter
 from lightning.types import Task
 from lightning_prompts.apo import APO
 

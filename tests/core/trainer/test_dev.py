@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
-from lightning.trainer.progress import Reporter
+from lightning.trainer.summary import Reporter
 from lightning.types import Caller, Task
 from rich.console import Console
 

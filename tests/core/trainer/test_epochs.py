@@ -14,9 +14,9 @@ from lightning.audit import audit
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import read_epochs
+from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.context import NUMERIC
 from lightning.trainer.runs import changes_of
-from lightning.trainer.schedule import AlgorithmSchedule
 from lightning.types import StepRecord
 
 from .conftest import LedgerEngine
@@ -165,7 +165,7 @@ async def test_a_fork_begins_with_the_state_of_a_step_and_goes_on(
 ) -> None:
     """From a checkpoint at that step, and, where there is none, from the steps that lead there."""
     parent, fork = tmp_path / "parent", tmp_path / "fork"
-    monkeypatch.setattr("lightning.trainer.fork.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
+    monkeypatch.setattr("lightning.trainer.beginning.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
     settings = {"trainer__keep_checkpoints": 5, "trainer__checkpoint_every": checkpoint_every}
     learned, _ = await trained(bench, parent, trainer__steps=3, **settings)
     async with bench(fork, parent="parent@2", trainer__eval_every=0, trainer__steps=2, engine__lr=0.5) as run:
@@ -210,7 +210,7 @@ async def test_a_fork_with_another_lora_begins_with_the_weights_alone(
     bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await trained(bench, tmp_path / "parent", trainer__steps=1)
-    monkeypatch.setattr("lightning.trainer.fork.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
+    monkeypatch.setattr("lightning.trainer.beginning.plugins", lambda: _Plugins(lambda config: LedgerEngine()))
     async with bench(tmp_path / "fork", parent="parent@1", engine__lora={"rank": 4}, trainer__steps=1) as run:
         assert (tmp_path / "fork" / "forked").is_dir(), "the model that the parent's engine wrote"
         assert run.loop.checkpoints.steps() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from lightning.trainer.progress import Reporter
+from lightning.trainer.summary import Reporter
 from rich.console import Console
 
 METRICS = {

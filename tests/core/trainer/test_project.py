@@ -21,10 +21,10 @@ from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.trainer import Trainer
 from lightning.trainer import stack as trainer_stack
+from lightning.trainer.checkpoints import keep_weights
 from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.runs import check_run
 from lightning.trainer.stack import Stack, open_stack
-from lightning.trainer.weights import keep_weights
 from lightning.types import LLM, Resource, Rollout, Run, Scope, Status, Task
 
 from tests.core.trainer.test_opening import Policy

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from lightning.batch.trajectory import Group
 from lightning.policy_server.protocol import PolicyServer, Usage
-from lightning.trainer.server_usage import UsageMeter
+from lightning.trainer.metrics import UsageMeter
 
 PAIR = [Group("g", cast("Any", ("one", "other")))]
 

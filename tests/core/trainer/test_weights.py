@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from lightning.store.memory import MemoryStore
-from lightning.trainer.weights import NAME, keep_weights
+from lightning.trainer.checkpoints import WEIGHTS_NAME, keep_weights
 from lightning.types import Resource, ResourceKind
 
 
@@ -19,7 +19,7 @@ async def test_the_same_files_are_the_same_version_and_others_the_next(tmp_path:
     await store.put_resource(Resource("policy", "a component may have this name"))
     first = await keep_weights(store, model, {"run": "a", "reward": 0.5})
     assert await keep_weights(store, model, {"run": "a"}) == first
-    assert (first.name, first.kind, first.version) == (NAME, ResourceKind.WEIGHTS, 1)
+    assert (first.name, first.kind, first.version) == (WEIGHTS_NAME, ResourceKind.WEIGHTS, 1)
     digest = hashlib.sha256(b"one").hexdigest()
     assert first.content == {"path": str(model), "files": {"model.safetensors": digest}}
     (model / "model.safetensors").write_bytes(b"two")
