@@ -205,12 +205,6 @@ def _in_json(value: object) -> object:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-def digests_of(batch: Batch, groups: Sequence[Group]) -> tuple[str, ...]:
-    """The digest of each used rollout, in training order."""
-    trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
-    return tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used)
-
-
 def record_step(
     run: str,
     step: int,
@@ -222,12 +216,13 @@ def record_step(
     context: Mapping[str, Json],
 ) -> StepRecord:
     """The proof of a step: what was trained, in which order, and the digests an audit compares with."""
+    trajectories = {member.rollout.id: member for group in groups for member in group.trajectories}
     return StepRecord(
         run=run,
         step=step,
         policy_version=step + 1,
         rollouts=tuple((rollout.id, rollout.attempt) for rollout in batch.used),
-        digests=digests_of(batch, groups),
+        digests=tuple(rollout_digest(trajectories[rollout.id]) for rollout in batch.used),
         digest=batch_digest(batch),
         checkpoint=checkpoint,
         metrics=metrics,

@@ -105,7 +105,7 @@ class Loop:
             groups = sampled.groups
             async with self.stack.resting():
                 if needs_critic(algorithm):
-                    groups = await self.valued(step, groups)
+                    groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
                 batch = await asyncio.to_thread(algorithm.batch, groups)
                 result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(algorithm))
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
@@ -132,10 +132,6 @@ class Loop:
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
         self.trackers.log(step, metrics)
         return metrics
-
-    async def valued(self, step: int, groups: Sequence[Group]) -> list[Group]:
-        """The groups with what the critic thinks of their states now."""
-        return await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
 
     async def context(self, step: int, result: StepResult) -> dict[str, Json]:
         """How the step was computed, for its record."""

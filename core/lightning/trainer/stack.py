@@ -82,7 +82,7 @@ class Stack:
     restarts: int = 0
     waiting: AsyncExitStack = field(default_factory=AsyncExitStack, repr=False)
     _deaths: int = field(default=0, repr=False)
-    _supervisor: asyncio.Task[None] | None = field(default=None, repr=False)
+    _supervisor: asyncio.Task[object] | None = field(default=None, repr=False)
     _serving: asyncio.Event = field(default_factory=_set_event, repr=False)
 
     def __post_init__(self) -> None:
@@ -355,13 +355,13 @@ def _demand(runner: Runner, config: Config) -> Demand:
     return Demand(concurrency, trains_meanwhile=meanwhile, shares_gpu=shares_gpu(config))
 
 
-async def _admit_clients(stack: Stack, control: Control, store: Store) -> Coroutine[object, object, None]:
+async def _admit_clients(stack: Stack, control: Control, store: Store) -> Coroutine[object, object, object]:
     """Let clients lease what the run makes; returns what looks after the policy server, and after a runner's own clients."""
     stack.agents.shared = True
     file, token = await runner_token(store, stack.folder, stack.run.project, only=True)
     if isinstance(stack.runner, ClientRunner):
         site = Site(control.url, token, stack.run.id, store)
-        return _both(stack.supervise(), stack.runner.attend(site))
+        return together(stack.supervise(), stack.runner.attend(site))
     stack.agents.how_to_join = f"LIGHTNING_TOKEN=$(cat {file}) lightning runner --server {control.url} MODULE:AGENT"
     return stack.supervise()
 
@@ -392,7 +392,3 @@ async def together(first: Coroutine[object, object, A], second: Coroutine[object
         one.cancel()
         other.cancel()
         await asyncio.gather(one, other, return_exceptions=True)
-
-
-async def _both(first: Coroutine[object, object, None], second: Coroutine[object, object, None]) -> None:
-    await together(first, second)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning.config import Config, OptimizerModelConfig
-from lightning.errors import ConfigError, DataError, PolicyServerError, RunnerError
+from lightning.errors import ConfigError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.store.reference import find, parse_reference
 from lightning.tracking.trackers import Trackers
@@ -40,19 +40,6 @@ logger = logging.getLogger(__name__)
 
 FINAL = "final"
 """The key of the trial that measures the best prompt once more, on fresh rollouts, after it was chosen."""
-
-
-def check_prompt_tasks(algorithm: PromptAlgorithm, val: Sequence[Task]) -> None:
-    """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
-    if not val:
-        raise DataError(
-            "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
-        )
-    if algorithm.max_rollouts is not None and algorithm.max_rollouts <= 2 * len(val):
-        raise ConfigError(
-            f"max_rollouts={algorithm.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
-            f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
-        )
 
 
 def optimizer_in(config: Config) -> OptimizerModel | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError
 from lightning.types import Json, Resource, Rollout, Task
 
 if TYPE_CHECKING:
@@ -120,9 +120,15 @@ class PromptAlgorithm(Protocol):
 
     def check(self, val: Sequence[Task]) -> None:
         """Raise `DataError` without held-out tasks, `ConfigError` when the budget is too small for anything but them."""
-        from lightning_prompts.loop import check_prompt_tasks
-
-        check_prompt_tasks(self, val)
+        if not val:
+            raise DataError(
+                "prompts are chosen by their reward on held-out tasks, and there are none: give fit() some in `val`"
+            )
+        if self.max_rollouts is not None and self.max_rollouts <= 2 * len(val):
+            raise ConfigError(
+                f"max_rollouts={self.max_rollouts} is spent by running {len(val)} held-out tasks before and after: "
+                f"allow more than {2 * len(val)}, or give fewer tasks in `val`"
+            )
 
     async def search(
         self,
