@@ -6,13 +6,16 @@ import asyncio
 import os
 import random
 import sqlite3
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
 import pytest
-from lightning.errors import StoreError
+from lightning.errors import StoreError, UnavailableError
 from lightning.store.relational import transitions as transition_ops
 from lightning.store.relational.parents import Known, ParentCache, choose
 from lightning.store.relational.transaction import Operation, Transaction
@@ -314,3 +317,75 @@ async def test_the_cache_drops_what_was_not_used_for_longest() -> None:
     assert await cache.get("b", loading()) == []
     cache.forget()
     assert cache._bytes <= 1000
+
+
+# other processes ------------------------------------------------------------------------------------------------
+
+
+async def test_writes_behind_a_lock_fail_together_at_their_own_deadlines(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db", busy_timeout=0.4)
+    await store.open()
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    loop = asyncio.get_running_loop()
+
+    async def write(number: int) -> float:
+        began = loop.time()
+        with pytest.raises(UnavailableError, match=r"kept it locked for 0.4 s"):
+            await store.put_state("run", str(number), number)
+        return loop.time() - began
+
+    early = [asyncio.create_task(write(number)) for number in range(10)]
+    await asyncio.sleep(0.2)
+    late = [asyncio.create_task(write(number)) for number in range(10, 20)]
+    took = await asyncio.gather(*early, *late)
+    assert min(took) > 0.35
+    assert max(took) < 1.5, "the last of 20 would take 8 s if each waited for the one before it"
+    other.execute("ROLLBACK")
+    other.close()
+    await store.put_state("run", "after", 1)
+    await store.close()
+
+
+HOT = """
+    import asyncio, sys
+    from lightning.store.sqlite import SqliteStore
+
+    async def main(path):
+        store = SqliteStore(path)
+        await store.open()
+
+        async def write(tx):
+            await tx.run("INSERT INTO state (run, name, value) VALUES ('hot', hex(randomblob(16)), '1')")
+            await tx.one("WITH RECURSIVE c (x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 3000) SELECT max(x) FROM c")
+
+        async def caller():
+            while True:
+                await store._write(write)
+
+        print("writing", flush=True)
+        await asyncio.gather(*(caller() for _ in range(64)))
+
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_a_process_that_writes_all_the_time_does_not_starve_another(sqlite: SqliteStore) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOT), sqlite._settings.path], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        await asyncio.sleep(0.3)
+        loop, took = asyncio.get_running_loop(), []
+        for number in range(30):
+            began = loop.time()
+            await sqlite.put_state("run", "slow", number)
+            took.append(loop.time() - began)
+            await asyncio.sleep(0.02)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert sorted(took)[26] < 0.25, "nine of ten writes: 0.03 s at rest, 1 s and more with SQLite's own way of waiting"

@@ -33,8 +33,8 @@ class Settings:
     """Where the file is and how hard it is held.
 
     `sync="normal"`: what was acknowledged survives the death of any process; a power cut may lose the last moments but
-    never corrupts. `sync="full"`: it survives a power cut too, at an fsync per group commit. `busy_timeout`: seconds to
-    wait while another process writes.
+    never corrupts. `sync="full"`: it survives a power cut too, at an fsync per group commit. `busy_timeout`: seconds
+    that an operation waits while another process writes, counted from when it was asked for.
     """
 
     path: str
@@ -191,9 +191,14 @@ def _enter_wal(connection: sqlite3.Connection, settings: Settings) -> str:
         try:
             return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
         except sqlite3.OperationalError as error:
-            if _primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+            if not is_busy(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether SQLite says that another connection is in the way."""
+    return _primary_code(error) == sqlite3.SQLITE_BUSY
 
 
 def _primary_code(error: sqlite3.Error) -> int:

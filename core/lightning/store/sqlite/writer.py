@@ -11,6 +11,8 @@ import contextlib
 import queue
 import sqlite3
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
@@ -19,19 +21,31 @@ from lightning.errors import StoreError
 from lightning.store.relational.bell import Bell
 from lightning.store.relational.parents import ParentCache
 from lightning.store.relational.transaction import Operation
-from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
+from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, is_busy, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512
 """Operations in one transaction at most: bounds how long the first of them waits."""
+GROUP_SECONDS: Final = 0.03
+"""After so long a transaction takes in no more operations: other processes wait for its end."""
+POLL: Final = 0.0005
+"""Seconds between two tries to begin while another process writes. SQLite has no queue of those who wait: its own busy handler
+sleeps for up to 0.1 s, and a process that writes all the time takes the lock again within a millisecond."""
+
+NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
+"""For the writing connection: the writer itself waits for other processes, and knows for how long."""
 
 
 class _Job(Generic[T]):
-    """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once."""
+    """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once.
 
-    def __init__(self, operation: Operation[T], loop: asyncio.AbstractEventLoop) -> None:
+    One that could not begin before its `deadline`, by the monotonic clock, fails.
+    """
+
+    def __init__(self, operation: Operation[T], loop: asyncio.AbstractEventLoop, deadline: float) -> None:
         self._operation = operation
+        self.deadline = deadline
         self._result: T | None = None
         self._error: Exception | None = None
         self.loop = loop
@@ -79,6 +93,7 @@ class Writer:
         self._bell = bell
         self._transaction: SqliteTransaction
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._waiting: deque[_Job[object]] = deque()
         self._lock = threading.Lock()
         self._closed = False
         self._stop = False
@@ -92,7 +107,7 @@ class Writer:
 
     def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
         """Queue an operation for the running loop to wait for. Raises `StoreError` after `close`."""
-        job = _Job(operation, asyncio.get_running_loop())
+        job = _Job(operation, asyncio.get_running_loop(), time.monotonic() + self._settings.busy_timeout)
         with self._lock:
             if self._closed:
                 raise closed_error(self._settings)
@@ -116,13 +131,14 @@ class Writer:
             return
         try:
             migrate(self._connection, self._settings)
+            self._connection.execute(NEVER_WAIT)
         except Exception as error:  # noqa: BLE001 — likewise
             self._connection.close()
             self._refuse(translate(error, self._settings))
             return
         self.ready.set_result(None)
-        while (job := self._next(wait=True)) is not None:
-            self._commit_group(job)
+        while self._receive(wait=True):
+            self._commit_group()
         self._connection.close()
 
     def _refuse(self, error: Exception) -> None:
@@ -130,42 +146,48 @@ class Writer:
             self._closed = True
         self.ready.set_exception(error)
 
-    def _next(self, *, wait: bool) -> _Job[object] | None:
-        """The next job whose caller has not gone away; None when the writer stops, or when there is nothing to wait for."""
+    def _receive(self, *, wait: bool) -> bool:
+        """Move what was queued to those that wait for a transaction, without those whose caller has gone away. `wait` for one
+        if there is none. False when there is none, as when the writer stops."""
         while not self._stop:
             try:
-                job = self._jobs.get(block=wait)
+                job = self._jobs.get(block=wait and not self._waiting)
             except queue.Empty:
-                return None
+                break
             if job is None:
                 self._stop = True
             elif not job.waiter.cancelled():
-                return job
-        return None
+                self._waiting.append(job)
+        return bool(self._waiting)
 
-    def _commit_group(self, first: _Job[object]) -> None:
-        """Run `first` and everything queued behind it in one transaction; if that transaction is lost, each in its own."""
-        group = [first]
+    def _commit_group(self) -> None:
+        """Run what waits, and what is queued meanwhile, in one transaction; if that transaction is lost, each in its own."""
+        group: list[_Job[object]] = []
         try:
-            transaction = self._begin()
-            self._run_in_savepoint(first, transaction)
-            while len(group) < MAX_GROUP and (job := self._next(wait=False)) is not None:
-                group.append(job)
-                self._run_in_savepoint(job, transaction)
+            if not self._begin_for_waiting():
+                return
+            full = time.monotonic() + GROUP_SECONDS
+            while len(group) < MAX_GROUP and time.monotonic() < full and (self._waiting or self._receive(wait=False)):
+                job = self._waiting.popleft()
+                if not job.waiter.cancelled():
+                    group.append(job)
+                    self._run_in_savepoint(job)
             self._commit()
         except Exception as error:  # noqa: BLE001 — the thread must outlive it: every caller waits on this thread
             self._roll_back()
+            if not group and self._waiting:  # it could not even begin
+                group.append(self._waiting.popleft())
             if len(group) == 1:
-                first.failed(translate(error, self._settings))
+                group[0].failed(translate(error, self._settings))
             else:
                 for job in group:
                     self._commit_alone(job)
         _deliver(group)
 
-    def _run_in_savepoint(self, job: _Job[object], transaction: SqliteTransaction) -> None:
+    def _run_in_savepoint(self, job: _Job[object]) -> None:
         self._connection.execute("SAVEPOINT job")
         try:
-            job.run(transaction)
+            job.run(self._transaction)
         except Exception as error:
             if not self._connection.in_transaction:
                 raise  # SQLite rolled back everything by itself, as it may when the disk is full
@@ -177,20 +199,49 @@ class Writer:
 
     def _commit_alone(self, job: _Job[object]) -> None:
         try:
-            job.run(self._begin())
+            self._begin(job.deadline)
+            job.run(self._transaction)
             self._commit()
         except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
             self._roll_back()
             job.failed(translate(error, self._settings))
 
-    def _begin(self) -> SqliteTransaction:
+    def _begin_for_waiting(self) -> bool:
+        """Begin a transaction for those that wait. Each fails at its own deadline; False when none is left."""
+        while self._waiting:
+            try:
+                self._begin(self._waiting[0].deadline)
+            except sqlite3.OperationalError as error:
+                if not is_busy(error):
+                    raise
+                self._receive(wait=False)
+                now = time.monotonic()
+                late = []
+                while self._waiting and self._waiting[0].deadline <= now:
+                    late.append(self._waiting.popleft())
+                    late[-1].failed(translate(error, self._settings))
+                _deliver(late)
+            else:
+                return True
+        return False
+
+    def _begin(self, deadline: float) -> None:
+        """Begin a transaction. Raises SQLite's `busy` when others write until the deadline."""
         if self._broken:
             self._connection.close()
             self._connection = connect(self._settings)
+            self._connection.execute(NEVER_WAIT)
             self._broken = False
-        self._connection.execute("BEGIN IMMEDIATE")
+        while True:
+            last = time.monotonic() >= deadline
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                break
+            except sqlite3.OperationalError as error:
+                if last or not is_busy(error):
+                    raise
+            time.sleep(POLL)
         self._transaction = SqliteTransaction(self._connection, self._parents)
-        return self._transaction
 
     def _commit(self) -> None:
         self._connection.execute("COMMIT")
