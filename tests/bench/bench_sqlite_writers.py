@@ -223,8 +223,9 @@ def deadlines(root: Path, busy_timeout: float = 0.5) -> dict[str, float]:
     return found
 
 
-async def conversations(path: Path, count: int, tokens: int, turns: int) -> list[float]:
-    """Appends per second in each turn of so many conversations, which have so many tokens in their last one."""
+async def conversations(path: Path, count: int, tokens: int, turns: int) -> list[tuple[float, float]]:
+    """Appends per second, and microseconds of CPU for each, in each turn of so many conversations, which have so many tokens in
+    their last one."""
     store = SqliteStore(path)
     await store.open()
     await store.put_run(Run("run", "bench"))
@@ -238,13 +239,14 @@ async def conversations(path: Path, count: int, tokens: int, turns: int) -> list
     added = (tokens - ANSWER - first) // turns
     found = []
     for seq in range(turns):
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         for at in range(0, count, CALLERS):
             some = range(at, min(at + CALLERS, count))
             await asyncio.gather(
                 *(store.append([source.call(names[number], seq, number, first + seq * added)]) for number in some)
             )
-        found.append(count / (time.perf_counter() - began))
+        cpu = time.process_time() - cpu
+        found.append((count / (time.perf_counter() - began), cpu / count * 1e6))
     await store.close()
     return found
 
@@ -260,8 +262,8 @@ def main(given: argparse.Namespace) -> dict[str, Any]:
             found |= deadlines(root)
         if "conversations" in given.only:
             rates = asyncio.run(conversations(root / "c.db", given.conversations, given.tokens, given.turns))
-            found |= {f"appends_per_second_turn_{turn}": rate for turn, rate in enumerate(rates, 1)}
-            found["appends_last_to_second_turn"] = rates[-1] / rates[1]
+            for turn, (rate, cpu) in enumerate(rates, 1):
+                found |= {f"turn_{turn}_appends_per_second": rate, f"turn_{turn}_append_cpu_us": cpu}
     sys.stdout.write("".join(f"{name:<48}{value:>12,.3f}\n" for name, value in found.items()))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2))

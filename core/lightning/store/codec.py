@@ -55,6 +55,21 @@ class Tokens:
     logprobs: LogProbs
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """`Tokens` as little-endian bytes, with their `content_digest`."""
+
+    prompt: bytes
+    response: bytes
+    logprobs: bytes
+    digest: bytes
+
+    @property
+    def full(self) -> bytes:
+        """Prompt then response: what a later call may share a prefix with."""
+        return self.prompt + self.response
+
+
 class _Local(threading.local):
     """zstandard contexts are not thread-safe and cost more than one compression: each thread keeps its own."""
 
@@ -127,8 +142,8 @@ def shared_prefix(prompt: bytes, parent: bytes) -> int:
     return low
 
 
-def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
-    """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
+def pack_tokens(tokens: Tokens) -> Packed:
+    """Everything of the encoding that does not depend on a parent. Raises `DataError` for wrong arrays."""
     for name, values, code in (
         ("prompt_ids", tokens.prompt_ids, "i"),
         ("response_ids", tokens.response_ids, "i"),
@@ -137,13 +152,22 @@ def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
         if not isinstance(values, array) or values.typecode != code:
             raise DataError(f"{name} must be array({code!r}), as lightning.types.token_ids() and logprobs() build")
     prompt, response, logprobs = pack(tokens.prompt_ids), pack(tokens.response_ids), pack(tokens.logprobs)
-    shared = shared_prefix(prompt, parent)
-    rest = prompt[shared * _ITEM :]
-    low, high = (_local.compressor.compress(p) if p else b"" for p in _to_planes(rest + response, logprobs))
-    counts = (shared, len(rest) // _ITEM, len(response) // _ITEM, len(logprobs) // _ITEM, len(low))
-    return b"".join(
-        (bytes((VERSION,)), content_digest(prompt, response, logprobs), *map(_to_varint, counts), low, high)
-    )
+    return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
+
+
+def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
+    """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
+    packed = pack_tokens(tokens)
+    return encode_packed(packed, shared_prefix(packed.prompt, parent))
+
+
+def encode_packed(packed: Packed, shared: int) -> bytes:
+    """Encode against a parent whose full tokens begin with the first `shared` ids of the prompt."""
+    rest = packed.prompt[shared * _ITEM :]
+    planes = _to_planes(rest + packed.response, packed.logprobs)
+    low, high = (_local.compressor.compress(plane) if plane else b"" for plane in planes)
+    lengths = (len(part) // _ITEM for part in (rest, packed.response, packed.logprobs))
+    return b"".join((bytes((VERSION,)), packed.digest, *map(_to_varint, (shared, *lengths, len(low))), low, high))
 
 
 def decode(blob: bytes, parent: bytes = b"") -> Tokens:

@@ -119,11 +119,13 @@ SELECT_HEADS: Final = (
     "WHERE t.rollout = ? AND t.attempt = ? ORDER BY t.seq"
 )
 NAME_CALLER: Final = "UPDATE transitions SET caller = ?, digest = ? WHERE n = ?"
-SELECT_BLOBS: Final = "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n"
+SELECT_LAST_BLOBS: Final = (
+    "SELECT n, parent, tokens FROM transitions WHERE rollout = ? AND attempt = ? ORDER BY n DESC LIMIT ?"
+)
 SELECT_BLOB: Final = "SELECT n, parent, tokens FROM transitions WHERE n = ?"
 SELECT_GROUP_ROOTS: Final = (
     "SELECT t.n, t.parent, t.tokens FROM rollouts r JOIN transitions t ON t.rollout = r.n "
-    "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n LIMIT ?"
+    "WHERE r.run = ? AND r.group_id = ? AND t.parent IS NULL ORDER BY t.n DESC LIMIT ?"
 )
 SELECT_ROOT: Final = (
     "SELECT n FROM transitions WHERE n = ? AND substr(tokens, 1, ?) = ? "

@@ -16,7 +16,7 @@ class TransactionParents:
     def __init__(self, shared: ParentCache) -> None:
         self._shared = shared
         self._seen: dict[Hashable, list[Known]] = {}
-        self._added: list[tuple[Hashable, Known]] = []
+        self._added: list[tuple[Hashable, Known, Known | None]] = []
 
     async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
         """See `Parents.get`. Asked for before the transaction appends under the key: so what is loaded is committed."""
@@ -24,11 +24,11 @@ class TransactionParents:
             self._seen[key] = list(await self._shared.get(key, load))
         return self._seen[key]
 
-    def add(self, key: Hashable, known: Known) -> None:
+    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
         """See `Parents.add`."""
         if key in self._seen:
             self._seen[key].append(known)
-            self._added.append((key, known))
+            self._added.append((key, known, extended))
 
     def drop(self, key: Hashable) -> None:
         """See `Parents.drop`. Loaded again by a later transaction: this one would see, and show, what it has not committed."""
@@ -37,6 +37,6 @@ class TransactionParents:
 
     def publish(self) -> None:
         """The transaction was committed."""
-        for key, known in self._added:
-            self._shared.add(key, known)
+        for key, known, extended in self._added:
+            self._shared.add(key, known, extended)
         self._shared.keep()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
 from lightning.store import codec, json_text, rows, rules
+from lightning.store.relational.parents import Fingerprint
 from lightning.types import Transition
 
 from lightning_redis.keys import encoded
@@ -91,11 +92,12 @@ class Decoder:
     def __init__(self, stored: Mapping[CallKey, Stored]) -> None:
         self._stored = stored
         self._full: dict[CallKey, bytes] = {}
+        self._prompts: dict[CallKey, int] = {}
 
     def known(self, key: CallKey) -> Known:
-        """The full tokens of a call. Raises `StoreError` when it or an ancestor is damaged."""
+        """What is remembered of a call. Raises `StoreError` when it or an ancestor is damaged."""
         self._resolve(key)
-        return Known(key, self._stored[key].digest, self._full[key])
+        return Known(key, self._stored[key].digest, Fingerprint.of(self._full[key], self._prompts[key]))
 
     def transition(self, key: CallKey) -> Transition:
         """The call as it was appended. Raises `StoreError` when it or an ancestor is damaged or was edited."""
@@ -131,4 +133,5 @@ class Decoder:
     def _decode(self, found: Stored) -> codec.Tokens:
         tokens = codec.decode(found.blob, b"" if found.parent is None else self._full[found.parent])
         self._full[found.key] = codec.full_tokens(tokens)
+        self._prompts[found.key] = len(codec.pack(tokens.prompt_ids))
         return tokens

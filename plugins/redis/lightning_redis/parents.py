@@ -11,7 +11,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-CACHE_BYTES: Final = 64 << 20
+from lightning.store.relational.parents import CANDIDATES, Fingerprint
+
+CACHE_BYTES: Final = 32 << 20
 """For each event loop that uses the store: usually one."""
 GROUP_ROOTS: Final = 32
 """How many roots of a group are kept in mind."""
@@ -22,11 +24,11 @@ CallKey: TypeAlias = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The full tokens (prompt + response, packed) of a stored call, and the digest it is stored with."""
+    """What is remembered of the tokens of a stored call, and the digest it is stored with."""
 
     key: CallKey
     digest: bytes
-    full: bytes
+    tokens: Fingerprint
 
 
 class ParentCache:
@@ -45,28 +47,26 @@ class ParentCache:
         return entry
 
     def put(self, key: Hashable, candidates: Iterable[Known]) -> tuple[Known, ...]:
-        """Remember candidates, oldest first, in place of those there were; return those worth remembering."""
+        """Remember candidates, oldest first, in place of those there were; return those that are remembered."""
         self.drop(key)
-        entry: tuple[Known, ...] = ()
-        for known in candidates:
-            entry = extended(entry, known)
-        self._entries[key] = entry
-        self._bytes += sum(len(known.full) for known in entry)
+        entry = self._entries[key] = tuple(candidates)[-CANDIDATES:]
+        self._bytes += sum(known.tokens.size for known in entry)
         while self._bytes > self._limit and len(self._entries) > 1:
             self.drop(next(iter(self._entries)))
         return entry
 
-    def add(self, key: Hashable, known: Known) -> None:
-        """Remember a new call under a key whose candidates are at hand."""
+    def add(self, key: Hashable, known: Known, old: Known | None) -> None:
+        """Remember a new call under a key whose candidates are at hand, see `extended`."""
         entry = self._entries.get(key)
         if entry is not None:
-            self.put(key, (*entry, known))
+            self.put(key, extended(entry, known, old))
 
     def drop(self, key: Hashable) -> None:
         """Forget the candidates under a key."""
-        self._bytes -= sum(len(known.full) for known in self._entries.pop(key, ()))
+        self._bytes -= sum(known.tokens.size for known in self._entries.pop(key, ()))
 
 
-def extended(candidates: tuple[Known, ...], known: Known) -> tuple[Known, ...]:
-    """Candidates with a new one. What it extends is dropped: a prefix that is shared with that is shared with the new one."""
-    return (*(old for old in candidates if not known.full.startswith(old.full)), known)
+def extended(candidates: tuple[Known, ...], known: Known, old: Known | None) -> tuple[Known, ...]:
+    """Candidates with a new one, in place of the `old` one whose full tokens its prompt begins with: whatever shares a prefix
+    with that shares as much with the new one."""
+    return (*(candidate for candidate in candidates if candidate != old), known)

@@ -17,7 +17,7 @@ from typing import Final
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import codec, json_text, rules
-from lightning.store.relational.parents import choose
+from lightning.store.relational.parents import Fingerprint, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, scripts
@@ -44,7 +44,7 @@ class _Batch:
     keys: list[bytes] = field(default_factory=list)
     places: dict[bytes, int] = field(default_factory=dict)
     arguments: list[str | int | bytes] = field(default_factory=list)
-    made: list[tuple[Attempt, Group | None, Known]] = field(default_factory=list)
+    made: list[tuple[Attempt, Group | None, Known, Known | None]] = field(default_factory=list)
 
     def place(self, key: bytes) -> int:
         """Where a key is among those of the script, from 1 on."""
@@ -57,12 +57,12 @@ class _Batch:
         """Encode a call against its parent. `digest` is given when it is not that of the call as it is."""
         rollout, number, seq = transition.key
         attempt = (rollout, number)
-        prompt = codec.pack(transition.prompt_ids)
+        packed = codec.pack_tokens(codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
+        fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
         own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
-        parent = choose(prompt, chain(reversed(own), roots[:GROUP_ROOTS]))
-        tokens = codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
-        blob = codec.encode(tokens, parent.full if parent else b"")
-        digest = digest or rules.transition_digest(transition, codec.stored_digest(blob))
+        parent, shared = choose(packed.prompt, fingerprint.blocks, chain(reversed(own), roots))
+        blob = codec.encode_packed(packed, shared)
+        digest = digest or rules.transition_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
         keys = self.link.keys
         above: tuple[int, int, bytes] = (0, 0, b"")
@@ -73,11 +73,12 @@ class _Batch:
             root = (self.place(keys("roots", json_text.dump(list(group)))), json_text.dump([rollout, number, seq]))
         place = self.place(keys("calls", number, rollout))
         self.arguments += [rollout, number, seq, place, digest, value, *above, *root]
-        known = Known(transition.key, digest, prompt + codec.pack(transition.response_ids))
-        self.candidates[attempt] = extended(own, known)
+        known = Known(transition.key, digest, fingerprint)
+        whole = parent if parent is not None and parent.tokens.is_extended(shared) else None
+        self.candidates[attempt] = extended(own, known, whole)
         if parent is None:
-            self.candidates[group] = extended(roots, known)
-        self.made.append((attempt, group if parent is None else None, known))
+            self.candidates[group] = extended(roots, known, None)
+        self.made.append((attempt, group if parent is None else None, known, whole))
 
 
 async def append(link: Link, transitions: Sequence[Transition]) -> int:
@@ -116,10 +117,10 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
 
 
 def _remember(link: Link, batch: _Batch) -> None:
-    for attempt, group, known in batch.made:
-        link.parents.add(attempt, known)
+    for attempt, group, known, whole in batch.made:
+        link.parents.add(attempt, known, whole)
         if group is not None:
-            link.parents.add(group, known)
+            link.parents.add(group, known, None)
 
 
 def _forget(link: Link, transitions: Iterable[Transition], groups: Iterable[Group]) -> None:

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
+from lightning.store import codec
 from lightning.store.relational import transitions as transition_ops
-from lightning.store.relational.parents import Known, ParentCache, choose
+from lightning.store.relational.parents import Fingerprint, Known, ParentCache, block_digests, choose
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
@@ -159,7 +162,7 @@ async def test_a_failed_append_leaves_no_parent_behind(sqlite: SqliteStore, roll
     await sqlite.lease("run", "w", ttl=3600)
 
     async def append_and_fail(tx: Transaction) -> None:
-        await transition_ops.append(tx, [call(0, range(100))])
+        await transition_ops.append(tx, [transition_ops.prepare(call(0, range(100)))])
         await fail(tx)
 
     with pytest.raises(Exception, match="mine"):
@@ -274,17 +277,44 @@ async def test_parents_are_found_after_a_restart(tmp_path: Path, rollout: Rollou
     await second.close()
 
 
-def known(n: int, ids: object) -> Known:
-    return Known(n, b"head", token_ids(list(ids)).tobytes())  # type: ignore[call-overload]
+def packed(ids: Iterable[int]) -> bytes:
+    return codec.pack(token_ids(list(ids)))
+
+
+def known(n: int, ids: Iterable[int], prompt: int = 0) -> Known:
+    return Known(n, b"head", Fingerprint.of(packed(ids), 4 * prompt))
+
+
+def chosen(prompt: Sequence[int], *candidates: Known) -> tuple[Known | None, int]:
+    return choose(packed(prompt), block_digests(packed(prompt)), candidates)
 
 
 def test_the_longest_prefix_is_chosen_if_it_is_worth_it() -> None:
-    prompt = token_ids(range(100)).tobytes()
+    prompt = range(100)
     short, long, other = known(1, range(60)), known(2, [*range(80), 7, 7]), known(3, [9] * 100)
-    assert choose(prompt, [short, long, other]) is long
-    assert choose(prompt, [known(4, range(40)), other]) is None
-    assert choose(b"", [short]) is None
-    assert choose(prompt, []) is None
+    assert chosen(prompt, short, long, other) == (long, 80)
+    assert chosen(prompt, known(4, range(40)), other) == (None, 0)
+    assert chosen([], short) == (None, 0)
+    assert chosen(prompt) == (None, 0)
+
+
+@given(
+    prompt=st.integers(1, 700),
+    shared=st.integers(0, 700),
+    asked=st.integers(0, 300),
+    answered=st.integers(0, 300),
+    whole=st.booleans(),
+)
+def test_no_more_is_taken_for_shared_than_is(prompt: int, shared: int, asked: int, answered: int, whole: bool) -> None:
+    """Exactly as much where a prompt goes on from a call or leaves it where its prompt ended; else to the block before."""
+    new = list(range(prompt))
+    common = new[:shared]
+    old = known(1, [*common, *[-1] * answered] if whole else [*common, *[-1] * asked], len(common) if whole else 0)
+    found = old.tokens.shared(packed(new), block_digests(packed([*new, 5, 5])))
+    assert found <= len(common)
+    assert found > len(common) - 128
+    if whole or not asked:
+        assert found == len(common)
 
 
 def loading(*found: Known) -> Callable[[], Awaitable[list[Known]]]:
@@ -298,7 +328,7 @@ async def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None
     cache = ParentCache(limit=1000)
     cache.add("new", known(1, [1]))  # nobody asked for it: it will be loaded when somebody does
     assert await cache.get("new", loading(known(2, [1, 2]))) == [known(2, [1, 2])]
-    cache.add("new", known(3, [1, 2, 3]))
+    cache.add("new", known(3, [1, 2, 3]), known(2, [1, 2]))
     cache.add("new", known(4, [1, 9]))
     assert [k.n for k in await cache.get("new", loading())] == [3, 4]
     cache.keep()
@@ -307,10 +337,22 @@ async def test_the_cache_keeps_leaves_and_forgets_what_was_rolled_back() -> None
     assert [k.n for k in await cache.get("new", loading(known(6, [])))] == [6]
 
 
+async def test_the_cache_keeps_the_newest_candidates_of_a_key() -> None:
+    cache = ParentCache()
+    assert await cache.get("key", loading()) == []
+    for number in range(100):
+        cache.add("key", known(number, [number]))
+    assert [k.n for k in await cache.get("key", loading())] == list(range(68, 100))
+    size = cache._bytes
+    cache.drop("key")
+    assert cache._bytes == 0
+    assert size == 32 * known(1, [1]).tokens.size
+
+
 async def test_the_cache_drops_what_was_not_used_for_longest() -> None:
     cache = ParentCache(limit=1000)
     for key in "abc":
-        await cache.get(key, loading(known(1, range(100))))
+        await cache.get(key, loading(known(1, range(10))))
     await cache.get("a", loading())
     cache.keep()
     assert [k.n for k in await cache.get("a", loading())] == [1]

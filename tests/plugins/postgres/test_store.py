@@ -666,7 +666,7 @@ async def test_a_failed_operation_leaves_no_parent_behind(
     await store.lease("run", "w", ttl=3600)
 
     async def fail(tx: Any) -> None:
-        await transitions.append(tx, [call(0, range(100))])
+        await transitions.append(tx, [transitions.prepare(call(0, range(100)))])
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

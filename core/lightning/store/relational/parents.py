@@ -1,11 +1,16 @@
-"""Which earlier call a new one is stored against, and the tokens of recent calls kept at hand for that.
+"""Which earlier call a new one is stored against, and what is kept at hand of recent calls for that.
 
 The invariant: a parent is a transition of the same or an earlier transaction with a smaller `n`, so chains of parents end;
 what a rolled-back transaction remembered is forgotten.
+
+Of a call, digests of the blocks of its tokens are kept instead of the tokens: they say how many leading tokens a prompt shares
+with it, in a thirtieth of the space. Where a prompt leaves a call within a block, the tokens of that block are stored again,
+unless it does so where that call's prompt or response ends, as the next turn of a conversation and the siblings of a group do.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -15,24 +20,87 @@ from lightning.errors import StoreError
 from lightning.store import codec
 from lightning.store.rows import Row
 
-CACHE_BYTES: Final = 128 << 20
+CACHE_BYTES: Final = 64 << 20
+"""More than 10,000 conversations of 32,000 tokens each."""
+CANDIDATES: Final = 32
+"""Calls of an attempt, and roots of a group, that are remembered: the newest."""
 MIN_SHARED: Final = 0.5
 """A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
 were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""
+_TOKEN: Final = 4
+_BLOCK: Final = 128 * _TOKEN
+_DIGEST: Final = 16
+"""Bytes: as long as it takes that nobody makes two blocks with one digest on purpose."""
+
+
+def block_digests(packed: bytes) -> bytes:
+    """The digests of the whole blocks of packed tokens, one behind the other."""
+    ends = range(_BLOCK, len(packed) + 1, _BLOCK)
+    return b"".join([hashlib.blake2b(packed[end - _BLOCK : end], digest_size=_DIGEST).digest() for end in ends])
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What is remembered of the full tokens of a call (prompt + response, packed).
+
+    `blocks` are their `block_digests`, `length` their bytes; `edges` are the packed tokens between the last whole block and the
+    end of the prompt, and of the response, each with the number of blocks before it.
+    """
+
+    blocks: bytes
+    length: int
+    edges: tuple[tuple[int, bytes], ...]
+
+    @classmethod
+    def of(cls, full: bytes, prompt_bytes: int) -> Fingerprint:
+        """Of full tokens that begin with so many bytes of prompt."""
+        ends = (prompt_bytes, len(full))
+        edges = tuple((end // _BLOCK, full[end - end % _BLOCK : end]) for end in ends)
+        return cls(block_digests(full), len(full), edges)
+
+    @property
+    def size(self) -> int:
+        """About how many bytes of memory it takes, with what it is remembered in."""
+        return 400 + len(self.blocks) + sum(len(edge) for _, edge in self.edges)
+
+    def shared(self, prompt: bytes, blocks: bytes) -> int:
+        """How many leading tokens it has in common with a packed prompt, whose first `block_digests` are `blocks`; fewer where
+        the prompt leaves it within a block."""
+        same = _common_blocks(blocks[: len(prompt) // _BLOCK * _DIGEST], self.blocks)
+        rest = prompt[same * _BLOCK : (same + 1) * _BLOCK]
+        within = (codec.shared_prefix(rest, edge) for before, edge in self.edges if before == same)
+        return same * _BLOCK // _TOKEN + max(within, default=0)
+
+    def is_extended(self, shared: int) -> bool:
+        """Whether a prompt that shares so many tokens begins with all of them."""
+        return shared * _TOKEN == self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The full tokens (prompt + response, packed) of transition `n`, and the first `codec.HEAD_BYTES` of its blob: they tell it
-    from another one that was given its number after it was pruned."""
+    """Transition `n`, and the first `codec.HEAD_BYTES` of its blob: they tell it from another one that was given its number
+    after it was pruned."""
 
     n: int
     head: bytes
-    full: bytes
+    tokens: Fingerprint
+
+
+def _common_blocks(left: bytes, right: bytes) -> int:
+    limit = min(len(left), len(right)) // _DIGEST
+    low, high = 0, limit + 1  # left[:low] is common, left[:high] is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if left[low * _DIGEST : middle * _DIGEST] == right[low * _DIGEST : middle * _DIGEST]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 class ParentCache:
-    """Candidates for parents by attempt and by group, least recently used ones dropped first. Belongs to one thread."""
+    """Candidates for parents by attempt and by group, oldest first; those of the least recently used ones are dropped first.
+    Belongs to one thread."""
 
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
@@ -53,26 +121,25 @@ class ParentCache:
         self._entries.move_to_end(key)
         return entry
 
-    def add(self, key: Hashable, known: Known) -> None:
-        """Remember a new transition under a key that was asked for before.
-
-        A candidate that the new one extends is dropped: whatever shares a prefix with it shares as much with the new one.
-        """
+    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
+        """Remember a new transition under a key that was asked for before, in place of the one whose full tokens its prompt
+        begins with: whatever shares a prefix with that shares as much with the new one."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._add(key, entry, known)
+            self._add(key, entry, known, extended)
 
     def drop(self, key: Hashable) -> None:
         """Forget what is remembered under a key: some of it is not in the database any more."""
         self._drop(key)
 
-    def _add(self, key: Hashable, entry: list[Known], known: Known) -> None:
+    def _add(self, key: Hashable, entry: list[Known], known: Known, extended: Known | None = None) -> None:
         self._touched.add(key)
-        for old in [old for old in entry if known.full.startswith(old.full)]:
-            entry.remove(old)
-            self._bytes -= len(old.full)
         entry.append(known)
-        self._bytes += len(known.full)
+        self._bytes += known.tokens.size
+        gone = [extended] if extended in entry else []
+        for old in gone + entry[: max(0, len(entry) - len(gone) - CANDIDATES)]:
+            entry.remove(old)
+            self._bytes -= old.tokens.size
 
     def keep(self) -> None:
         """The transaction was committed: what it remembered is true. Drops what no longer fits."""
@@ -88,37 +155,38 @@ class ParentCache:
 
     def clear(self) -> None:
         """Drop everything: what was remembered may not be in the database any more."""
-        for key in list(self._entries):
-            self._drop(key)
+        self._entries.clear()
         self._touched.clear()
+        self._bytes = 0
 
     def _drop(self, key: Hashable) -> None:
-        self._bytes -= sum(len(known.full) for known in self._entries.pop(key, ()))
+        self._bytes -= sum(known.tokens.size for known in self._entries.pop(key, ()))
 
 
 class Candidate(Protocol):
     """What may be a parent."""
 
     @property
-    def full(self) -> bytes:
-        """Its packed full tokens."""
+    def tokens(self) -> Fingerprint:
+        """Of its full tokens."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
-def choose(prompt: bytes, candidates: Iterable[C]) -> C | None:
-    """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it."""
+def choose(prompt: bytes, blocks: bytes, candidates: Iterable[C]) -> tuple[C | None, int]:
+    """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it, and how
+    many tokens it shares. `blocks` are the `block_digests` of the prompt, others may follow."""
     best: C | None = None
     most = 0
-    whole = len(prompt) // 4
+    whole = len(prompt) // _TOKEN
     for known in candidates:
-        shared = codec.shared_prefix(prompt, known.full)
+        shared = known.tokens.shared(prompt, blocks)
         if shared > most:
             best, most = known, shared
             if shared == whole:
                 break
-    return best if most and most >= MIN_SHARED * whole else None
+    return (best, most) if most and most >= MIN_SHARED * whole else (None, 0)
 
 
 class Decoder:

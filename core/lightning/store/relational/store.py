@@ -133,9 +133,10 @@ class RelationalStore(ABC):
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
+        calls = [transition_ops.prepare(transition) for transition in transitions]
         return await self._write(
-            lambda tx: transition_ops.append(tx, transitions),
-            lambda tx, new: transition_ops.append_again(tx, new, transitions),
+            lambda tx: transition_ops.append(tx, calls),
+            lambda tx, new: transition_ops.append_again(tx, new, calls),
         )
 
     async def next_seq(self, rollout: str, attempt: int) -> int:

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class Parents(Protocol):
-    """Recently written tokens by attempt and by group: what a new call may be stored against."""
+    """Recently written calls by attempt and by group: what a new call may be stored against."""
 
     async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
         """The candidates under a key, loaded from the database if they are not at hand."""
 
-    def add(self, key: Hashable, known: Known) -> None:
-        """Remember a new transition under a key that was asked for before."""
+    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
+        """Remember a new transition under a key that was asked for before, in place of the one that it extends."""
 
     def drop(self, key: Hashable) -> None:
         """Forget what is remembered under a key: some of it is not in the database any more."""
@@ -35,7 +35,7 @@ class Transaction(Protocol):
 
     @property
     def parents(self) -> Parents:
-        """Recently written tokens. Only writing transactions have them."""
+        """Recently written calls. Only writing transactions have them."""
 
     async def now(self) -> float:
         """Unix time by the database's clock, the same for the whole transaction."""

@@ -7,69 +7,82 @@ the digest written with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, json_text, rows, rules, sql
 from lightning.store.relational.labels import labels_of
-from lightning.store.relational.parents import Decoder, Known, choose
+from lightning.store.relational.parents import CANDIDATES, Decoder, Fingerprint, Known, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
 from lightning.types import Transition
 
-GROUP_ROOTS: Final = 32
-"""How many roots of a group are looked at for a parent."""
+LOADED_CALLS: Final = 8
+"""The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns."""
 
 
-async def append(transaction: Transaction, transitions: Sequence[Transition]) -> int:
+@dataclass(frozen=True, slots=True)
+class NewCall:
+    """A transition in database form, but for what depends on the calls stored before it. `values` are
+    its described columns and its digest."""
+
+    transition: Transition
+    packed: codec.Packed
+    tokens: Fingerprint
+    values: tuple[rows.Value, ...]
+
+
+def prepare(transition: Transition) -> NewCall:
+    """Everything that can be done before the transaction, which keeps others from writing. Raises `DataError`."""
+    packed = codec.pack_tokens(codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
+    tokens = Fingerprint.of(packed.full, len(packed.prompt))
+    return NewCall(transition, packed, tokens, _values(transition, packed.digest))
+
+
+async def append(transaction: Transaction, calls: Sequence[NewCall]) -> int:
     """See `Store.append`."""
     # In the order of their ids, so that two appends that share rollouts do not wait for one another.
-    names = sorted({transition.rollout for transition in transitions})
+    names = sorted({call.transition.rollout for call in calls})
     standings = {name: await held_standing(transaction, name) for name in names}
-    return sum([await _append_one(transaction, standings[call.rollout], call) for call in transitions])
+    return sum([await _append_one(transaction, standings[call.transition.rollout], call) for call in calls])
 
 
-async def append_again(transaction: Transaction, new: int, transitions: Sequence[Transition]) -> int:
+async def append_again(transaction: Transaction, new: int, calls: Sequence[NewCall]) -> int:
     """`append` after a try that stored so many new ones and whose end nobody heard of: if none is new now, it was committed."""
-    return await append(transaction, transitions) or new
+    return await append(transaction, calls) or new
 
 
-async def _append_one(transaction: Transaction, where: Standing, transition: Transition) -> bool:
-    key = (where.n, transition.attempt, transition.seq)
-    if not rules.may_write(where.position, transition.attempt):
-        if not await _is_repeated(transaction, key, transition):
-            rules.check_fence(where.position, transition.attempt)
+async def _append_one(transaction: Transaction, where: Standing, call: NewCall) -> bool:
+    attempt = call.transition.attempt
+    key = (where.n, attempt, call.transition.seq)
+    if not rules.may_write(where.position, attempt):
+        if not await _is_repeated(transaction, key, call):
+            rules.check_fence(where.position, attempt)
         return False
-    prompt = codec.pack(transition.prompt_ids)
-    parent = await _parent(transaction, where, transition.attempt, prompt)
-    blob = codec.encode(_tokens(transition), parent.full if parent else b"")
-    n = await transaction.insert(
-        sql.INSERT_TRANSITION,
-        (*key, parent.n if parent else None, *_values(transition, codec.stored_digest(blob)), blob),
-    )
+    parent, shared = await _parent(transaction, where, call)
+    blob = codec.encode_packed(call.packed, shared)
+    n = await transaction.insert(sql.INSERT_TRANSITION, (*key, parent.n if parent else None, *call.values, blob))
     if n is None:
-        assert await _is_repeated(transaction, key, transition), "what is in the way of a call has its key"
+        assert await _is_repeated(transaction, key, call), "what is in the way of a call has its key"
         return False
-    known = Known(n, blob[: codec.HEAD_BYTES], prompt + codec.pack(transition.response_ids))
-    transaction.parents.add((where.n, transition.attempt), known)
+    known = Known(n, blob[: codec.HEAD_BYTES], call.tokens)
+    extended = parent if parent is not None and parent.tokens.is_extended(shared) else None
+    transaction.parents.add((where.n, attempt), known, extended)
     if parent is None:
         transaction.parents.add((where.run, where.group), known)
     return True
 
 
-async def _is_repeated(transaction: Transaction, key: tuple[int, int, int], transition: Transition) -> bool:
+async def _is_repeated(transaction: Transaction, key: tuple[int, int, int], call: NewCall) -> bool:
     row = await transaction.one(sql.SELECT_TRANSITION_DIGEST, key)
     if row is None:
         return False
-    content = codec.content_digest(
-        codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
-    )
-    if row[0] not in await _digests(transaction, transition, content):
+    if row[0] not in await _digests(transaction, call.transition, call.packed.digest):
         raise ConflictError(
-            f"transition {transition.key} is stored already with other content: give each call of an attempt its own seq "
+            f"transition {call.transition.key} is stored already with other content: give each call of an attempt its own seq "
             "(next_seq() says the first unused one)"
         )
     return True
@@ -82,41 +95,44 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     return [rules.transition_digest(each, content) for each in named]
 
 
-async def _parent(transaction: Transaction, where: Standing, attempt: int, prompt: bytes) -> Known | None:
-    """The best of the calls of this attempt, newest first, and of the roots of its group.
+async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[Known | None, int]:
+    """The best of the calls of this attempt, newest first, and of the roots of its group, and how many tokens it shares.
 
     The calls of an attempt are as safe as its rollout, which this transaction holds. A root may have been pruned since it was
     remembered, and its whole group with it; SQLite may have given its number to another call since.
     """
+    attempt, group = (where.n, call.transition.attempt), (where.run, where.group)
     own = await transaction.parents.get(
-        (where.n, attempt), lambda: _load(transaction, sql.SELECT_BLOBS, (where.n, attempt))
+        attempt, lambda: _load(transaction, sql.SELECT_LAST_BLOBS, (*attempt, LOADED_CALLS))
     )
-    group = (where.run, where.group)
     while True:
         roots = await transaction.parents.get(
-            group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, GROUP_ROOTS))
+            group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, CANDIDATES))
         )
-        parent = choose(prompt, chain(reversed(own), roots[:GROUP_ROOTS]))
+        parent, shared = choose(call.packed.prompt, call.tokens.blocks, chain(reversed(own), roots))
         if parent is None or parent in own:
-            return parent
+            return parent, shared
         if await transaction.kept(sql.SELECT_ROOT, (parent.n, codec.HEAD_BYTES, parent.head, *group)):
-            return parent
+            return parent, shared
         transaction.parents.drop(group)
 
 
 async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[Known]:
-    decoder, found = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,))), []
+    """The newest calls that the query finds, oldest first, without those that a newer one extends."""
+    decoder = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,)))
+    found: list[Known] = []
+    fulls: list[bytes] = []
     for n, parent, blob in await transaction.all(query, values):
         try:
-            await decoder.decode(n, parent, blob)
+            tokens = await decoder.decode(n, parent, blob)
         except StoreError:  # a damaged row is no parent for a new call; whoever reads the row itself gets the error
             continue
-        found.append(Known(n, blob[: codec.HEAD_BYTES], decoder.full(n)))
-    return found
-
-
-def _tokens(transition: Transition) -> codec.Tokens:
-    return codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
+        full = decoder.full(n)
+        if not any(newer.startswith(full) for newer in fulls):
+            fulls.append(full)
+            fingerprint = Fingerprint.of(full, len(codec.pack(tokens.prompt_ids)))
+            found.append(Known(n, blob[: codec.HEAD_BYTES], fingerprint))
+    return found[::-1]
 
 
 def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
