@@ -23,6 +23,9 @@ Each one also subclasses the builtin it refines, so `except ValueError` keeps wo
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 
 class LightningError(Exception):
     """Base of all errors raised by lightning."""
@@ -39,6 +42,14 @@ class MissingExtraError(LightningError, ImportError):
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
         return (type(self), (self.extra, self.module, self.command))
+
+
+def import_extra(extra: str, module: str) -> Any:
+    """Import a module that needs what an extra installs. Raises `MissingExtraError` when a part of that is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(extra, error.name or "") from error
 
 
 class ConfigError(LightningError, ValueError):

@@ -1,4 +1,7 @@
-"""Registers what looks after SQLite's files; it is imported when a database is looked after."""
+"""Registers the built-in stores, and what looks after SQLite's files; each is imported only when its scheme is used.
+
+Stores and keepers are one plugin: where SQLite's stores can be opened, what would bring their schema forward is seen.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,43 @@ from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
     from lightning.maintenance.keeper import Keeper
+    from lightning.store.protocol import Store
+
+
+@hookimpl
+def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> None:
+    """The schemes of the built-in stores."""
+    register("memory", _memory)
+    register("sqlite", _sqlite)
+    register("http", _http)
+    register("https", _http)
 
 
 @hookimpl
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
     """`sqlite`."""
-    register("sqlite", sqlite_keeper)
+    register("sqlite", _sqlite_keeper)
 
 
-def sqlite_keeper(url: str) -> Keeper:
-    """See `lightning.maintenance.sqlite`."""
+def _memory(url: str) -> Store:
+    from lightning.store.memory import MemoryStore
+
+    return MemoryStore.from_url(url)
+
+
+def _sqlite(url: str) -> Store:
+    from lightning.store.sqlite import SqliteStore
+
+    return SqliteStore.from_url(url)
+
+
+def _http(url: str) -> Store:
+    from lightning.store.http import HttpStore
+
+    return HttpStore.from_url(url)
+
+
+def _sqlite_keeper(url: str) -> Keeper:
     from lightning.maintenance.sqlite import SqliteKeeper
 
     return SqliteKeeper(url)

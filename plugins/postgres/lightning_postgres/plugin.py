@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.errors import MissingExtraError
+from lightning.errors import import_extra
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -31,17 +31,11 @@ def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -
 
 def postgres_store(url: str) -> Store:
     """See `lightning_postgres.store`. Raises `MissingExtraError` when the driver is not installed."""
-    try:
-        from lightning_postgres.store import PostgresStore
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("postgres", error.name or "") from error
-    return PostgresStore.from_url(url)
+    store: Store = import_extra("postgres", "lightning_postgres.store").PostgresStore.from_url(url)
+    return store
 
 
 def postgres_keeper(url: str) -> Keeper:
     """See `lightning_postgres.keeper`. Raises as `postgres_store` does."""
-    try:
-        from lightning_postgres.keeper import PostgresKeeper
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("postgres", error.name or "") from error
-    return PostgresKeeper(url)
+    keeper: Keeper = import_extra("postgres", "lightning_postgres.keeper").PostgresKeeper(url)
+    return keeper

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lightning.errors import MissingExtraError
+from lightning.errors import import_extra
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
@@ -31,17 +31,11 @@ def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -
 
 def redis_store(url: str) -> Store:
     """See `lightning_redis.store`. Raises `MissingExtraError` when the client is not installed."""
-    try:
-        from lightning_redis.store import RedisStore
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("redis", error.name or "") from error
-    return RedisStore.from_url(url)
+    store: Store = import_extra("redis", "lightning_redis.store").RedisStore.from_url(url)
+    return store
 
 
 def redis_keeper(url: str) -> Keeper:
-    """See `lightning_redis.keeper`."""
-    try:
-        from lightning_redis.keeper import RedisKeeper
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("redis", error.name or "") from error
-    return RedisKeeper(url)
+    """See `lightning_redis.keeper`. Raises as `redis_store` does."""
+    keeper: Keeper = import_extra("redis", "lightning_redis.keeper").RedisKeeper(url)
+    return keeper

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning import hooks
 from lightning.errors import ConfigError
-from lightning.maintenance import keeper_of
+from lightning.maintenance import keeper_of, plugin
 from lightning.plugins import plugins
-from lightning.store import Store, StoreURL, parse, plugin, sqlite_url
+from lightning.store import Store, StoreURL, parse, sqlite_url
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import redacted, split_userinfo
@@ -40,7 +40,7 @@ def test_the_plugin_makes_stores_from_urls(factories: dict[str, Callable[[str], 
 
 def test_the_room_imports_no_database() -> None:
     script = (
-        "import sys, lightning.store, lightning.store.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
+        "import sys, lightning.store, lightning.maintenance.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
