@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Final, TypeAlias
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import StoreError
+from lightning.store import rows
 from lightning.store.epochs import read_epochs
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
@@ -25,7 +26,6 @@ from lightning.types import (
     LogProbs,
     Rollout,
     Run,
-    Span,
     StepReward,
     TokenIds,
     ToolEvent,
@@ -66,10 +66,10 @@ Rows: TypeAlias = Callable[[Store, Run, Scope], AsyncIterator[Record]]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of an export: its columns in order, and its rows for one run."""
+    """A table of an export: its columns in order, and what reads its rows for one run."""
 
     columns: Mapping[str, Kind]
-    rows: Rows
+    read: Rows
 
 
 async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
@@ -91,20 +91,7 @@ async def _rollouts(store: Store, run: Run, scope: Scope) -> AsyncIterator[Recor
         yield {
             "run": run.id,
             "rollout": rollout.id,
-            "group": rollout.group,
-            "step": rollout.step,
-            "split": rollout.split,
-            "index": rollout.index,
-            "status": rollout.status.value,
-            "attempt": rollout.attempt,
-            "max_attempts": rollout.max_attempts,
-            "reward": rollout.reward,
-            "rewards": dict(rollout.rewards),
-            "fault": None if rollout.fault is None else rollout.fault.value,
-            "error": rollout.error,
-            "seconds": rollout.seconds,
-            "trained_at_step": rollout.trained_at_step,
-            "resources": dict(rollout.resources),
+            **_plain(rollout, _ROLLOUT),
             "task_id": rollout.task.id,
             "input": rollout.task.input,
             "expected": rollout.task.expected,
@@ -122,17 +109,8 @@ async def _transitions(store: Store, run: Run, scope: Scope) -> AsyncIterator[Re
 
 def _transition(call: Transition) -> Record:
     return {
-        "seq": call.seq,
-        "choice": call.choice,
-        "id": call.id,
+        **_plain(call, _CALL),
         **_caller(call.caller),
-        "status": call.status.value,
-        "finish_reason": call.finish_reason,
-        "temperature": call.temperature,
-        "constrained": call.constrained,
-        "started_at": call.started_at,
-        "ended_at": call.ended_at,
-        "tool_calls": list(call.tool_calls),
         "conversation": _conversation(call.conversation),
         "versions": [{"start": part.start, "version": part.version} for part in call.versions],
         "prompt_ids": call.prompt_ids,
@@ -178,39 +156,15 @@ def _step_reward(reward: StepReward) -> Record:
 async def _spans(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
         for span in await store.spans(rollout.id, attempt):
-            yield {**_of_attempt(run, rollout, attempt), **_span(span)}
-
-
-def _span(span: Span) -> Record:
-    return {
-        "trace_id": span.trace_id,
-        "span_id": span.span_id,
-        "parent_id": span.parent_id,
-        "name": span.name,
-        "kind": span.kind,
-        "started_at": span.started_at,
-        "ended_at": span.ended_at,
-        "status": span.status,
-        "error": span.error,
-        "service": span.service,
-        "attributes": dict(span.attributes),
-    }
+            yield {**_of_attempt(run, rollout, attempt), **_plain(span, _SPAN)}
 
 
 async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
     for record in await store.list_steps(run.id):
         yield {
             "run": run.id,
-            "step": record.step,
-            "policy_version": record.policy_version,
-            "digest": record.digest,
-            "checkpoint": record.checkpoint,
-            "at": record.at,
+            **_plain(record, _STEP),
             "rollouts": [{"rollout": name, "attempt": attempt} for name, attempt in record.rollouts],
-            "digests": list(record.digests),
-            "groups": list(record.groups),
-            "metrics": dict(record.metrics),
-            "context": dict(record.context),
         }
 
 
@@ -257,6 +211,37 @@ def _columns(**kinds: Kind) -> Mapping[str, Kind]:
     return MappingProxyType(kinds)
 
 
+def _kinds(columns: rows.Columns[Any], *without: str) -> Mapping[str, Kind]:
+    """What the fields of a noun hold, but for those that are written otherwise."""
+    return MappingProxyType({name: _kind(columns.kinds[name]) for name in columns.fields if name not in without})
+
+
+def _kind(hint: Any) -> Kind:
+    known = {str: Kind.TEXT, int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.TRUTH, tuple[str, ...]: Kind.TEXTS}
+    (some, *_) = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
+    if isinstance(some, type) and issubclass(some, StrEnum):
+        return Kind.TEXT
+    return known.get(some, Kind.JSON)
+
+
+def _plain(noun: object, kinds: Mapping[str, Kind]) -> Record:
+    """Some fields of a noun as plain values."""
+    return {name: _plain_value(getattr(noun, name)) for name in kinds}
+
+
+def _plain_value(value: Any) -> Cell:
+    if isinstance(value, StrEnum):
+        return value.value
+    if isinstance(value, Mapping):
+        return dict(value)
+    plain: Cell = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+_ROLLOUT: Final = _kinds(rows.ROLLOUTS, "id", "run", "task")
+_CALL: Final = _kinds(rows.CALLS, "caller", "versions", "conversation")
+_SPAN: Final = _kinds(rows.SPANS)
+_STEP: Final = _kinds(rows.STEPS, "run", "rollouts")
 _T, _I, _N, _J = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.JSON
 _ATTEMPT: Final = {"run": _T, "split": _T, "rollout": _T, "attempt": _I}
 _CALLER: Final = {"agent": _T, "path": Kind.TEXTS, "caller_span": _T, "caller_parent": _T, "framework": _T}
@@ -268,20 +253,7 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
             _columns(
                 run=_T,
                 rollout=_T,
-                group=_T,
-                step=_I,
-                split=_T,
-                index=_I,
-                status=_T,
-                attempt=_I,
-                max_attempts=_I,
-                reward=_N,
-                rewards=_J,
-                fault=_T,
-                error=_T,
-                seconds=_N,
-                trained_at_step=_I,
-                resources=_J,
+                **_ROLLOUT,
                 task_id=_T,
                 input=_J,
                 expected=_J,
@@ -292,17 +264,8 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
         "transitions": Table(
             _columns(
                 **_ATTEMPT,
-                seq=_I,
-                choice=_I,
-                id=_T,
+                **_CALL,
                 **_CALLER,
-                status=_T,
-                finish_reason=_T,
-                temperature=_N,
-                constrained=Kind.TRUTH,
-                started_at=_N,
-                ended_at=_N,
-                tool_calls=Kind.TEXTS,
                 conversation=_J,
                 versions=_J,
                 prompt_ids=Kind.IDS,
@@ -328,39 +291,8 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
             _tool_events,
         ),
         "step_rewards": Table(_columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _step_rewards),
-        "spans": Table(
-            _columns(
-                **_ATTEMPT,
-                trace_id=_T,
-                span_id=_T,
-                parent_id=_T,
-                name=_T,
-                kind=_T,
-                started_at=_N,
-                ended_at=_N,
-                status=_T,
-                error=_T,
-                service=_T,
-                attributes=_J,
-            ),
-            _spans,
-        ),
-        "steps": Table(
-            _columns(
-                run=_T,
-                step=_I,
-                policy_version=_I,
-                digest=_T,
-                checkpoint=_T,
-                at=_N,
-                rollouts=_J,
-                digests=Kind.TEXTS,
-                groups=Kind.TEXTS,
-                metrics=_J,
-                context=_J,
-            ),
-            _steps,
-        ),
+        "spans": Table(_columns(**_ATTEMPT, **_SPAN), _spans),
+        "steps": Table(_columns(run=_T, **_STEP, rollouts=_J), _steps),
         "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),
     }
 )
@@ -379,5 +311,5 @@ async def chosen_runs(store: Store, names: Sequence[str]) -> list[Run]:
 async def read_table(store: Store, table: str, runs: Sequence[Run], scope: Scope) -> AsyncIterator[Record]:
     """The rows of one of `TABLES` for some runs."""
     for run in runs:
-        async for record in TABLES[table].rows(store, run, scope):
+        async for record in TABLES[table].read(store, run, scope):
             yield record

@@ -1,33 +1,39 @@
-"""Nouns to database values and back: plain columns for what is searched, JSON text (`json_text`) for what is nested.
+"""Nouns to database values and back: one table of columns for each, made from the noun's dataclass.
 
-The invariant: a noun read back equals the noun written.
+The invariant: a noun read back equals the noun written. The statements of `sql` and the readers here have their columns, and
+their order, from the same table: a new field of a noun is a new column of it, once a migration has made one.
+
+Plain columns are what is searched; what is nested is JSON text (`json_text`).
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning.errors import DataError, StoreError
 from lightning.store.json_text import (
     as_list,
     as_mapping,
     caller_from_text,
+    caller_to_json,
     conversation_from_text,
+    conversation_to_text,
     dump,
     finite,
     load,
     plain_text,
     versions_from_text,
+    versions_to_text,
 )
 from lightning.types import (
-    CallStatus,
-    Fault,
     LogProbs,
     Resource,
-    ResourceKind,
     Rollout,
     Run,
-    Scope,
     Span,
     Status,
     StepRecord,
@@ -37,98 +43,215 @@ from lightning.types import (
     Transition,
 )
 
+T = TypeVar("T")
 Row: TypeAlias = tuple[Any, ...]
 """What a database gives back: its columns are in the order of the `sql` constant that was asked."""
 Value: TypeAlias = int | float | str | bytes | None
 """What a database takes."""
 
 
-def transition_from_row(
-    rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
-) -> Transition:
-    """From `sql.CALL_COLUMNS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
-    seq, response, caller, versions, status, finish_reason, choice, temperature, constrained, *rest = row
-    started_at, ended_at, tool_calls, conversation = rest
-    return Transition(
-        rollout=rollout,
-        attempt=attempt,
-        seq=seq,
-        id=response,
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
-        logprobs=logprobs,
-        caller=caller_from_text(caller),
-        versions=versions_from_text(versions),
-        status=CallStatus(status),
-        finish_reason=finish_reason,
-        choice=choice,
-        temperature=temperature,
-        constrained=bool(constrained),
-        started_at=started_at,
-        ended_at=ended_at,
-        tool_calls=tuple(as_list(tool_calls, "the tool calls of a transition")),
-        conversation=conversation_from_text(conversation),
+_UNKEPT: Final = {"array": list, "Json": object}
+"""Types that no column is made from, in the place of those that only a type checker can evaluate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a field is kept: both ways are given the value, and what it is for an error. None: as it is."""
+
+    write: Callable[[Any, str], Value] | None = None
+    read: Callable[[Any, str], Any] | None = None
+
+
+def _optional(form: Form) -> Form:
+    write, read = form.write, form.read
+    return Form(
+        write and (lambda value, what: None if value is None else write(value, what)),
+        read and (lambda value, what: None if value is None else read(value, what)),
     )
 
 
-def span_values(span: Span) -> tuple[Value, ...]:
-    """In the order of `sql.SPAN_COLUMNS`. Raises `DataError` when a time is no number or an attribute no JSON."""
-    what = f"of span {span.span_id!r} of rollout {span.rollout!r}"
-    return (
-        span.span_id,
-        span.trace_id,
-        span.parent_id,
-        plain_text(span.name),
-        span.kind,
-        finite(span.started_at, f"started_at {what}"),
-        finite(span.ended_at, f"ended_at {what}"),
-        span.status,
-        plain_text(span.error),
-        plain_text(span.service),
-        dump(dict(span.attributes), f"an attribute {what}"),
-    )
+def _form(kind: Any) -> Form:
+    """How a field of a type is kept, unless its noun says otherwise."""
+    if kind in (str, int):
+        return Form()
+    if kind is float:
+        return Form(finite)
+    if kind is bool:
+        return Form(lambda value, _: int(value), lambda value, _: bool(value))
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return Form(lambda value, _: value.value, lambda value, _: kind(value))
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType and NoneType in arguments:
+        (some,) = (each for each in arguments if each is not NoneType)
+        if isinstance(some, type) and issubclass(some, StrEnum):  # text columns are never NULL
+            return Form(lambda value, _: "" if value is None else value.value, lambda v, _: some(v) if v else None)
+        return _optional(_form(some))
+    if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return Form(lambda value, what: dump(dict(value), what), as_mapping)
+    if origin is tuple and arguments[0] is str:
+        return Form(lambda value, what: dump(list(value), what), lambda text, what: tuple(as_list(text, what)))
+    raise TypeError(f"no column keeps a {kind}: say how in the table of its noun")
 
 
-def span_from_row(rollout: str, attempt: int, row: Row) -> Span:
-    """From `sql.SPAN_COLUMNS`."""
-    span_id, trace_id, parent_id, name, kind, started_at, ended_at, status, error, service, attributes = row
-    return Span(
-        rollout=rollout,
-        attempt=attempt,
-        trace_id=trace_id,
-        span_id=span_id,
-        parent_id=parent_id,
-        name=name,
-        kind=kind,
-        started_at=started_at,
-        ended_at=ended_at,
-        status=status,
-        error=error,
-        service=service,
-        attributes=as_mapping(attributes, f"the attributes of span {span_id!r} of rollout {rollout!r}"),
-    )
+PLAIN: Final = Form(lambda text, _: plain_text(text))
 
 
-def run_from_row(row: Row) -> Run:
-    """From `sql.RUN_COLUMNS`."""
-    run, name, config, created_at, project = row
-    return Run(run, name, as_mapping(config, f"the configuration of run {run!r}"), created_at, project)
+class Columns(Generic[T]):
+    """The columns of a noun, in the order of its fields but for those that are `first` or `last`.
+
+    `without` are fields that are kept elsewhere. `named` are columns that are called otherwise, and `forms` fields that are
+    kept otherwise than their type says. `what` says which noun an error is about; `words` what a field is called there.
+    """
+
+    def __init__(
+        self,
+        noun: type[T],
+        what: str,
+        *,
+        without: Collection[str] = (),
+        first: Sequence[str] = (),
+        last: Sequence[str] = (),
+        named: Mapping[str, str] = MappingProxyType({}),
+        forms: Mapping[str, Form] = MappingProxyType({}),
+        words: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        kinds = self.kinds = get_type_hints(noun, localns=_UNKEPT)
+        moved = (*without, *first, *last)
+        between = [field.name for field in fields(noun) if field.name not in moved]  # type: ignore[arg-type]
+        self._noun, self._what = noun, what
+        self.fields: Final[tuple[str, ...]] = (*first, *between, *last)
+        self.columns: Final = tuple(named.get(name, name) for name in self.fields)
+        self._words = {name: words.get(name, f"the {name.replace('_', ' ')}") for name in self.fields}
+        self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
+        self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
+        self._defaults: dict[str, Any] = {}
+        for field in fields(noun):  # type: ignore[arg-type]  # a noun is a dataclass
+            if field.default_factory is not MISSING:
+                self._defaults[field.name] = field.default_factory()
+            elif field.default is not MISSING:
+                self._defaults[field.name] = field.default
+
+    def names(self, prefix: str = "", *, without: Collection[str] = ()) -> str:
+        """The columns as a statement lists them."""
+        pairs = zip(self.fields, self.columns, strict=True)
+        return ", ".join(prefix + column for name, column in pairs if name not in without)
+
+    def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
+        """What a database takes for a noun. Raises `DataError` for what it cannot keep."""
+        return tuple(self.value(noun, name) for name in self.fields if name not in without)
+
+    def value(self, noun: T, field: str) -> Value:
+        """What a database takes for one field of a noun."""
+        value, write = getattr(noun, field), self._forms[field].write
+        if write is None:
+            plain: Value = value
+            return plain
+        return write(value, f"{self._words[field]} of {self._what.format(_=noun)}")
+
+    def filled(self, values: Sequence[Any], *, without: Collection[str] = ()) -> list[Any]:
+        """`values` that were kept before there were the last fields, with those fields' defaults. Raises `KeyError` for a field
+        that has none."""
+        kept = list(values)
+        for name in [name for name in self.fields if name not in without][len(kept) :]:
+            write = self._forms[name].write
+            kept.append(self._defaults[name] if write is None else write(self._defaults[name], name))
+        return kept
+
+    def read(self, row: Sequence[Any], **more: object) -> T:
+        """The noun of a row; `more` are its fields that are kept elsewhere. Raises `StoreError`, `ValueError` or `TypeError`
+        for a damaged row."""
+        found = dict(zip(self.fields, row, strict=True))
+        found.update(more)
+        what = self._what.format(_=_Fields(found))
+        for name, read in self._readers:
+            found[name] = read(found[name], f"{self._words[name]} of {what}")
+        return self._noun(**found)
 
 
-def token_values(token: Token) -> tuple[Value, ...]:
-    """In the order of `sql.TOKEN_COLUMNS`, but for the times."""
-    return token.id, token.scope.value, token.digest, token.project, plain_text(token.name)
+class _Fields:
+    """A noun that is being read, as `what` sees it."""
 
-
-def token_from_row(row: Row) -> Token:
-    """From `sql.TOKEN_COLUMNS`."""
-    token, scope, *rest = row
-    return Token(token, Scope(scope), *rest)
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self.__dict__.update(found)
 
 
 def task_to_text(task: Task) -> str:
     """A task with its id."""
     return dump([task.id, task.input, task.expected, dict(task.metadata)], f"task {task.id!r}")
+
+
+def _task_from_text(text: str, what: str) -> Task:
+    task, given, expected, metadata = as_list(text, what)
+    return Task(given, expected, metadata, task)
+
+
+def _versions_to_text(versions: Mapping[str, int], what: str) -> str:
+    """Equal text for equal versions. Raises `DataError` for what is no version."""
+    for name, version in versions.items():
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise DataError(f"one of {what} names version {version!r} of resource {name!r}: versions are 1, 2, ...")
+    return dump({name: versions[name] for name in sorted(versions)})
+
+
+RUNS: Final = Columns(Run, "run {_.id!r}", words={"config": "the configuration"})
+ROLLOUTS: Final = Columns(
+    Rollout,
+    "rollout {_.id!r}",
+    named={"group": "group_id", "index": "idx"},
+    forms={
+        "task": Form(lambda task, _: task_to_text(task), _task_from_text),
+        "resources": Form(_versions_to_text, as_mapping),
+    },
+)
+EARNED: Final = ("status", "attempt", "reward", "rewards", "fault", "error", "seconds", "trained_at_step")
+"""Fields of a rollout that it is not created with."""
+CALLS: Final = Columns(
+    Transition,
+    "transition ({_.rollout!r}, {_.attempt}, {_.seq})",
+    without=("rollout", "attempt", "prompt_ids", "response_ids", "logprobs"),
+    forms={
+        "caller": Form(lambda caller, _: dump(caller_to_json(caller)), lambda text, _: caller_from_text(text)),
+        "versions": Form(lambda parts, _: versions_to_text(parts), lambda text, _: versions_from_text(text)),
+        "conversation": Form(lambda said, _: conversation_to_text(said), lambda text, _: conversation_from_text(text)),
+    },
+    words={"tool_calls": "a tool call", "started_at": "started_at", "ended_at": "ended_at"},
+)
+SPANS: Final = Columns(
+    Span,
+    "span {_.span_id!r} of rollout {_.rollout!r}",
+    without=("rollout", "attempt"),
+    first=("span_id",),
+    forms={"name": PLAIN, "error": PLAIN, "service": PLAIN},
+    words={"attributes": "an attribute", "started_at": "started_at", "ended_at": "ended_at"},
+)
+STEPS: Final = Columns(
+    StepRecord,
+    "step {_.step} of run {_.run!r}",
+    last=("at",),
+    named={"groups": "group_ids"},
+    forms={
+        "rollouts": Form(
+            lambda pairs, _: dump([[rollout, attempt] for rollout, attempt in pairs]),
+            lambda text, what: tuple((rollout, attempt) for rollout, attempt in as_list(text, what)),
+        )
+    },
+)
+TOKENS: Final = Columns(Token, "token {_.id!r}", forms={"name": PLAIN})
+RESOURCES: Final = Columns(
+    Resource,
+    "resource {_.name!r}",
+    first=("name", "kind"),
+    forms={"content": Form(dump, load)},
+)
+
+
+def transition_from_row(
+    rollout: str, attempt: int, row: Row, prompt_ids: TokenIds, response_ids: TokenIds, logprobs: LogProbs
+) -> Transition:
+    """From `CALLS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
+    return CALLS.read(
+        row, rollout=rollout, attempt=attempt, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs
+    )
 
 
 def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
@@ -140,27 +263,12 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
         )
     if rollout.max_attempts < 1:
         raise DataError(f"rollout {rollout.id!r} has max_attempts={rollout.max_attempts}: it must be at least 1")
-    return (
-        rollout.id,
-        rollout.run,
-        task_to_text(rollout.task),
-        rollout.group,
-        rollout.step,
-        rollout.split,
-        rollout.index,
-        rollout.max_attempts,
-        versions_of_resources(rollout),
-    )
+    return ROLLOUTS.values(rollout, without=EARNED)
 
 
 def versions_of_resources(rollout: Rollout) -> str:
     """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
-    for name, version in rollout.resources.items():
-        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-            raise DataError(
-                f"rollout {rollout.id!r} names version {version!r} of resource {name!r}: versions are 1, 2, ..."
-            )
-    return dump({name: rollout.resources[name] for name in sorted(rollout.resources)})
+    return str(ROLLOUTS.value(rollout, "resources"))
 
 
 def versions_from_resources(text: str, what: str) -> dict[str, int]:
@@ -168,81 +276,13 @@ def versions_from_resources(text: str, what: str) -> dict[str, int]:
     return dict(as_mapping(text, f"the resources of {what}"))
 
 
-def rollout_from_row(row: Row) -> Rollout:
-    """From `sql.ROLLOUT_COLUMNS`."""
-    (rollout, run, task, group, step, split, index, max_attempts, status, attempt, reward, rewards) = row[:12]
-    fault, error, seconds, trained_at_step, resources = row[12:17]
-    task_id, task_input, expected, metadata = as_list(task, f"the task of rollout {rollout!r}")
-    return Rollout(
-        id=rollout,
-        run=run,
-        task=Task(task_input, expected, metadata, task_id),
-        group=group,
-        step=step,
-        split=split,
-        index=index,
-        max_attempts=max_attempts,
-        status=Status(status),
-        attempt=attempt,
-        reward=reward,
-        rewards=as_mapping(rewards, f"the rewards of rollout {rollout!r}"),
-        fault=Fault(fault) if fault else None,
-        error=error,
-        seconds=seconds,
-        trained_at_step=trained_at_step,
-        resources=versions_from_resources(resources, f"rollout {rollout!r}"),
-    )
-
-
-def step_values(record: StepRecord) -> tuple[Value, ...]:
-    """In the order of `sql.INSERT_STEP`, but for the time."""
-    return (
-        record.run,
-        record.step,
-        record.policy_version,
-        dump([[rollout, attempt] for rollout, attempt in record.rollouts]),
-        dump(list(record.digests)),
-        record.digest,
-        record.checkpoint,
-        dump(dict(record.metrics), f"the metrics of step {record.step}"),
-        dump(list(record.groups)),
-        dump(dict(record.context), f"the context of step {record.step}"),
-    )
-
-
-def step_from_row(row: Row) -> StepRecord:
-    """From `sql.STEP_COLUMNS`."""
-    run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, groups, context, at = row
-    what = f"step {step} of run {run!r}"
-    return StepRecord(
-        run=run,
-        step=step,
-        policy_version=policy_version,
-        rollouts=tuple((rollout, attempt) for rollout, attempt in as_list(rollouts, what)),
-        digests=tuple(as_list(digests, what)),
-        digest=digest,
-        checkpoint=checkpoint,
-        metrics=as_mapping(metrics, what),
-        at=at,
-        groups=tuple(as_list(groups, f"the groups of {what}")),
-        context=as_mapping(context, f"the context of {what}"),
-    )
-
-
 def resource_from_row(row: Row) -> Resource:
     """From `sql.RESOURCE_COLUMNS`. Raises `StoreError` for content that is not what its digest says."""
-    name, kind, content, metadata, version, created_at, digest = row
-    what = f"version {version} of resource {name!r}"
-    resource = Resource(
-        name=name,
-        content=load(content, what),
-        kind=ResourceKind(kind),
-        metadata=as_mapping(metadata, f"the metadata of {what}"),
-        version=version,
-        created_at=created_at,
-    )
+    *kept, digest = row
+    resource = RESOURCES.read(kept)
     if resource.digest != digest:
         raise StoreError(
-            f"{what} is corrupt in the database: its content has changed. Restore the database from a backup"
+            f"version {resource.version} of resource {resource.name!r} is corrupt in the database: its content has changed. "
+            "Restore the database from a backup"
         )
     return resource

@@ -9,9 +9,19 @@ from __future__ import annotations
 
 from typing import Final
 
-RUN_COLUMNS: Final = "id, name, config, created_at, project"
-BRIEF_RUN_COLUMNS: Final = "id, name, '{}', created_at, project"
-INSERT_RUN: Final = f"INSERT INTO runs ({RUN_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
+from lightning.store import rows
+
+
+def insert(table: str, columns: str, conflict: str = "") -> str:
+    """A statement that inserts these columns; `conflict` are the columns of the key of rows to leave out that exist."""
+    places = ", ".join("?" for _ in columns.split(", "))
+    left_out = f" ON CONFLICT ({conflict}) DO NOTHING" if conflict else ""
+    return f"INSERT INTO {table} ({columns}) VALUES ({places}){left_out}"  # noqa: S608
+
+
+RUN_COLUMNS: Final = rows.RUNS.names()
+BRIEF_RUN_COLUMNS: Final = RUN_COLUMNS.replace("config", "'{}'")
+INSERT_RUN: Final = insert("runs", RUN_COLUMNS, "id")
 SELECT_RUN: Final = f"SELECT {RUN_COLUMNS} FROM runs WHERE id = ?"  # noqa: S608
 SELECT_RUN_PLACE: Final = "SELECT created_at, n, project FROM runs WHERE id = ?"
 
@@ -28,14 +38,8 @@ def select_runs(*, project: bool, after: bool, limit: bool, brief: bool) -> str:
 
 
 # rollouts -------------------------------------------------------------------------------------------------------
-ROLLOUT_COLUMNS: Final = (
-    "id, run, task, group_id, step, split, idx, max_attempts, status, attempt, reward, rewards, fault, error, "
-    "seconds, trained_at_step, resources"
-)
-INSERT_ROLLOUT: Final = (
-    "INSERT INTO rollouts (id, run, task, group_id, step, split, idx, max_attempts, resources) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
-)
+ROLLOUT_COLUMNS: Final = rows.ROLLOUTS.names()
+INSERT_ROLLOUT: Final = insert("rollouts", rows.ROLLOUTS.names(without=rows.EARNED), "id")
 SELECT_ROLLOUT: Final = f"SELECT {ROLLOUT_COLUMNS} FROM rollouts WHERE id = ?"  # noqa: S608
 SELECT_ROLLOUTS: Final = f"SELECT n, {ROLLOUT_COLUMNS} FROM rollouts WHERE "  # noqa: S608
 """Followed by `page_conditions` and ORDER_PAGE."""
@@ -99,15 +103,10 @@ SELECT_STEP_REWARDS: Final = "SELECT step_rewards FROM attempts WHERE rollout = 
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 
 # transitions ----------------------------------------------------------------------------------------------------
-CALL_COLUMNS: Final = (
-    "t.seq, t.id, t.caller, t.versions, t.status, t.finish_reason, t.choice, t.temperature, t.constrained, "
-    "t.started_at, t.ended_at, t.tool_calls, t.conversation"
-)
+CALL_COLUMNS: Final = rows.CALLS.names("t.")
 TRANSITION_COLUMNS: Final = f"t.n, t.parent, t.digest, t.tokens, {CALL_COLUMNS}"
-INSERT_TRANSITION: Final = (
-    "INSERT INTO transitions (rollout, attempt, seq, parent, id, caller, versions, status, finish_reason, choice, "
-    "temperature, constrained, started_at, ended_at, tool_calls, conversation, digest, tokens) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, seq) DO NOTHING"
+INSERT_TRANSITION: Final = insert(
+    "transitions", f"rollout, attempt, parent, {rows.CALLS.names()}, digest, tokens", "rollout, attempt, seq"
 )
 SELECT_TRANSITION_DIGEST: Final = "SELECT digest FROM transitions WHERE rollout = ? AND attempt = ? AND seq = ?"
 SELECT_TRANSITIONS: Final = (
@@ -138,22 +137,15 @@ SELECT_NEXT_SEQ: Final = (
 )
 
 # spans ----------------------------------------------------------------------------------------------------------
-SPAN_COLUMNS: Final = (
-    "span_id, trace_id, parent_id, name, kind, started_at, ended_at, status, error, service, attributes"
-)
-INSERT_SPAN: Final = (
-    f"INSERT INTO spans (rollout, attempt, {SPAN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "  # noqa: S608
-    "ON CONFLICT (rollout, attempt, span_id) DO NOTHING"
-)
+SPAN_COLUMNS: Final = rows.SPANS.names()
+INSERT_SPAN: Final = insert("spans", f"rollout, attempt, {SPAN_COLUMNS}", "rollout, attempt, span_id")
 COUNT_SPANS: Final = "SELECT count(*) FROM spans WHERE rollout = ? AND attempt = ?"
 SELECT_SPAN: Final = "SELECT 1 FROM spans WHERE rollout = ? AND attempt = ? AND span_id = ?"
 SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND attempt = ? ORDER BY started_at, span_id"  # noqa: S608
 
 # steps, metrics, state ------------------------------------------------------------------------------------------
-STEP_COLUMNS: Final = (
-    "run, step, policy_version, rollouts, digests, digest, checkpoint, metrics, group_ids, context, at"
-)
-INSERT_STEP: Final = f"INSERT INTO steps ({STEP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+STEP_COLUMNS: Final = rows.STEPS.names()
+INSERT_STEP: Final = insert("steps", STEP_COLUMNS)
 SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
 SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step"  # noqa: S608
 SELECT_TRAINABLE: Final = "SELECT run, status, attempt, trained_at_step FROM rollouts WHERE id = ?"
@@ -180,24 +172,22 @@ SELECT_OLD_ANSWERS: Final = "SELECT id FROM answers WHERE until < ? ORDER BY unt
 FORGET_ANSWER: Final = "DELETE FROM answers WHERE id = ?"
 
 # tokens ---------------------------------------------------------------------------------------------------------
-TOKEN_COLUMNS: Final = "id, scope, digest, project, name, created_at, expires_at, revoked_at"  # noqa: S105 — columns
-INSERT_TOKEN: Final = (
-    f"INSERT INTO tokens ({TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"  # noqa: S608
-)
+TOKEN_COLUMNS: Final = rows.TOKENS.names()
+INSERT_TOKEN: Final = insert("tokens", TOKEN_COLUMNS, "id")
 SELECT_TOKEN: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens WHERE id = ?"  # noqa: S608
 SELECT_TOKENS: Final = f"SELECT {TOKEN_COLUMNS} FROM tokens ORDER BY n"  # noqa: S608
 REVOKE_TOKEN: Final = "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL"  # noqa: S105 — a statement
 
 # resources ------------------------------------------------------------------------------------------------------
-RESOURCE_COLUMNS: Final = "name, kind, content, metadata, version, created_at, digest"
-INSERT_RESOURCE: Final = f"INSERT INTO resources ({RESOURCE_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+RESOURCE_COLUMNS: Final = f"{rows.RESOURCES.names()}, digest"
+INSERT_RESOURCE: Final = insert("resources", RESOURCE_COLUMNS)
 SELECT_SAME_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND digest = ?"  # noqa: S608
 SELECT_RESOURCE: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? AND version = ?"  # noqa: S608
 SELECT_LATEST: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version DESC LIMIT 1"  # noqa: S608
 SELECT_RESOURCES: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources ORDER BY name, version"  # noqa: S608
 SELECT_VERSIONS: Final = f"SELECT {RESOURCE_COLUMNS} FROM resources WHERE name = ? ORDER BY version"  # noqa: S608
 ALIAS_COLUMNS: Final = "name, alias, version, at"
-INSERT_ALIAS: Final = f"INSERT INTO aliases ({ALIAS_COLUMNS}, earlier) VALUES (?, ?, ?, ?, ?)"  # noqa: S608
+INSERT_ALIAS: Final = insert("aliases", f"{ALIAS_COLUMNS}, earlier")
 SELECT_ALIAS: Final = (
     f"SELECT n, earlier, {ALIAS_COLUMNS} FROM aliases WHERE name = ? AND alias = ? ORDER BY n DESC LIMIT 1"  # noqa: S608
 )

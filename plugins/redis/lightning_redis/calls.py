@@ -20,8 +20,8 @@ from lightning_redis.keys import encoded
 from lightning_redis.parents import CallKey, Known
 
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
-WITHOUT_CONVERSATION: Final = 11
-"""Columns of a call that has none: it takes no place, and calls that were kept before there was one are read."""
+ALWAYS_KEPT: Final = rows.CALLS.fields.index("conversation") - 1
+"""Columns of a call that has no conversation: it takes no place, and calls that were kept before there was one are read."""
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -43,21 +43,11 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
         raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
     for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
         encoded(part, f"a part {what}")
+    columns = rows.CALLS.values(transition, without=("seq",) if transition.conversation else ("seq", "conversation"))
     text = json_text.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,
-            transition.id,
-            json_text.dump(json_text.caller_to_json(transition.caller)),
-            json_text.versions_to_text(transition.versions),
-            transition.status.value,
-            transition.finish_reason,
-            transition.choice,
-            json_text.finite(transition.temperature, f"the temperature {what}"),
-            int(transition.constrained),
-            json_text.finite(transition.started_at, f"started_at {what}"),
-            json_text.finite(transition.ended_at, f"ended_at {what}"),
-            json_text.dump(list(transition.tool_calls), f"a tool call {what}"),
-            *([json_text.conversation_to_text(transition.conversation)] if transition.conversation else []),
+            *columns,
         ]
     ).encode()
     return b"".join((digest, _LENGTH.pack(len(text)), text, blob))
@@ -70,8 +60,9 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
         (length,) = _LENGTH.unpack_from(value, DIGEST_BYTES)
         key = (rollout, attempt, int(seq))
         parent, *columns = json.loads(value[start : start + length])
-        if len(columns) == WITHOUT_CONVERSATION:
-            columns.append("")
+        if len(columns) < ALWAYS_KEPT:
+            raise ValueError("columns are missing")
+        columns = rows.CALLS.filled(columns, without=("seq",))
         if isinstance(parent, int):
             above: CallKey | None = (rollout, attempt, parent)
         else:

@@ -86,7 +86,7 @@ async def list_runs(
 
 def _run(run: str, value: bytes, brief: bool = False) -> Run:
     (at, _), (name, config, project) = stamped(value, f"run {run!r}", 2)
-    return rows.run_from_row((run, name, "{}" if brief else config, at, project))
+    return rows.RUNS.read((run, name, "{}" if brief else config, at, project))
 
 
 # what attempts were completed with ------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) 
 
 async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
-    text = json_text.dump(rows.step_values(record)[2:])
+    text = json_text.dump(rows.STEPS.values(record, without=("run", "step", "at")))
     word, *rest = await link.run(
         scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
@@ -153,8 +153,8 @@ async def list_steps(link: Link, run: str) -> list[StepRecord]:
     steps = []
     for step, value in sorted((int(step), value) for step, value in zip(flat[::2], flat[1::2], strict=True)):
         (at,), columns = stamped(value, f"step {step} of run {run!r}")
-        values = (*columns, "{}")[:8]  # releases before there was a context kept seven
-        steps.append(rows.step_from_row((run, step, *values, at)))
+        values = rows.STEPS.filled(columns, without=("run", "step", "at"))
+        steps.append(rows.STEPS.read((run, step, *values, at)))
     return steps
 
 

@@ -20,7 +20,7 @@ from lightning_redis.transitions import current_attempt
 
 async def append(link: Link, spans: Sequence[Span]) -> int:
     """See `Store.append_spans`."""
-    texts = [json_text.dump(list(rows.span_values(span))) for span in spans]
+    texts = [json_text.dump(list(rows.SPANS.values(span))) for span in spans]
     if not spans:
         return 0
     places: dict[bytes, int] = {}
@@ -48,6 +48,6 @@ def _span(rollout: str, attempt: int, text: bytes) -> Span:
     what = f"a span of rollout {rollout!r}"
     row = json_text.load(text.decode(errors="replace"), what)
     try:
-        return rows.span_from_row(rollout, attempt, tuple(row))  # type: ignore[arg-type]  # anything else raises
+        return rows.SPANS.read(tuple(row), rollout=rollout, attempt=attempt)  # type: ignore[arg-type]  # anything else raises
     except (ValueError, TypeError) as error:
         raise StoreError(f"{what} is corrupt in the database: {error}. Restore the database from a backup") from error

@@ -39,20 +39,19 @@ def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
     """From what is kept of it. Raises `StoreError` when that was damaged."""
     found = stand(standing, rollout)
     try:
-        name, run, task, group, step, split, index, max_attempts, resources = _list(columns, rollout)
-        row = (
-            *(name, run, task, group, step, split, index, max_attempts),
-            found["status"],
-            found["attempt"],
-            float(found["reward"]) if "reward" in found else None,
-            found.get("rewards", "{}"),
-            found.get("fault", ""),
-            found.get("error", ""),
-            float(found.get("seconds", 0.0)),
-            int(found["trained"]) if "trained" in found else None,
-            resources,
-        )
-        return rows.rollout_from_row(row)
+        created = rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED)
+        kept = dict(zip((name for name in rows.ROLLOUTS.fields if name not in rows.EARNED), created, strict=True))
+        kept |= {
+            "status": found["status"],
+            "attempt": found["attempt"],
+            "reward": float(found["reward"]) if "reward" in found else None,
+            "rewards": found.get("rewards", "{}"),
+            "fault": found.get("fault", ""),
+            "error": found.get("error", ""),
+            "seconds": float(found.get("seconds", 0.0)),
+            "trained_at_step": int(found["trained"]) if "trained" in found else None,
+        }
+        return rows.ROLLOUTS.read([kept[name] for name in rows.ROLLOUTS.fields])
     except (ValueError, TypeError, KeyError) as error:
         raise _corrupt(rollout, error) from error
 

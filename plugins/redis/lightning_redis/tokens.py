@@ -19,7 +19,7 @@ from lightning_redis.records import stamped, time_text
 
 async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
-    text = json_text.dump([*rows.token_values(token), token.expires_at, token.revoked_at])
+    text = json_text.dump(rows.TOKENS.values(token, without=("created_at",)))
     known_as = rules.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     word, *rest = await link.run_once(
         scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text
@@ -66,7 +66,7 @@ async def _existing(link: Link, token: str) -> Token:
 def _token(token: str, value: bytes, revoked: bytes | None) -> tuple[float, Token]:
     (at, number), columns = stamped(value, f"token {token!r}", 2)
     *first, expires_at, revoked_at = columns
-    found = rows.token_from_row((*first, at, expires_at, revoked_at))
+    found = rows.TOKENS.read((*first, at, expires_at, revoked_at))
     if revoked is not None and revoked_at is None:
         found = replace(found, revoked_at=float(revoked))
     return number, found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.spans import otlp
 from lightning.spans.values import MAX_ATTRIBUTES
-from lightning.store.rows import span_values
+from lightning.store import rows
 from lightning.types import Json, Span
 
 KEYS = ("resourceSpans", "scopeSpans", "spans", "resource", "attributes", "key", "value", "stringValue", "intValue")
@@ -45,7 +45,7 @@ def read_or_refused(read: Callable[[bytes], list[Span]], data: bytes) -> list[Sp
 
 def checked(spans: list[Span]) -> None:
     for span in spans:
-        span_values(span)
+        rows.SPANS.values(span)
         assert len(span.name) <= 256
         assert len(json.dumps(dict(span.attributes))) < 10 * 4096 * MAX_ATTRIBUTES
 

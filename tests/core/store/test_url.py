@@ -39,9 +39,7 @@ def test_the_plugin_makes_stores_from_urls(factories: dict[str, Callable[[str], 
 
 
 def test_the_room_imports_no_database() -> None:
-    script = (
-        "import sys, lightning.store, lightning.maintenance.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
-    )
+    script = "import sys, lightning.store, lightning.maintenance.plugin; assert not {'sqlite3', 'zstandard'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

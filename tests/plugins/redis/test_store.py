@@ -34,7 +34,7 @@ from lightning.types import (
     Transition,
 )
 from lightning_redis import keys, opening, plugin
-from lightning_redis.calls import DIGEST_BYTES, WITHOUT_CONVERSATION
+from lightning_redis.calls import ALWAYS_KEPT, DIGEST_BYTES
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
 
@@ -309,7 +309,7 @@ async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
         await store.create_rollouts([Rollout("a", "run", Task("a"), "g")])
         assert await store.lease("run", "w")
         assert await store.append([call(0)]) == 1
-        assert len(await columns_of(store)) == WITHOUT_CONVERSATION
+        assert len(await columns_of(store)) == ALWAYS_KEPT
         database = store._database
         await store.close()
     assert b'"schema": 1' in server.command("GET", "lightning:meta")

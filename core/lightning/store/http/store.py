@@ -213,7 +213,7 @@ class HttpStore(Asking):
     async def append_spans(self, spans: Sequence[Span]) -> int:
         """See `Store.append_spans`."""
         total = 0
-        for body in _bodies("spans", [_item(Span, span, rows.span_values) for span in spans]):
+        for body in _bodies("spans", [_item(Span, span, rows.SPANS.values) for span in spans]):
             total += (await self._send("POST", ("spans",), messages.Stored, body)).stored
         return total
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import json_text, rows, rules, sql
@@ -19,10 +20,8 @@ from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
 
 async def put_run(transaction: Transaction, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
-    config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
-    await transaction.run(
-        sql.INSERT_RUN, (run.id, run.name, config, run.created_at or await transaction.now(), run.project)
-    )
+    created = replace(run, created_at=run.created_at or await transaction.now())
+    await transaction.run(sql.INSERT_RUN, rows.RUNS.values(created))
     stored = await get_run(transaction, run.id)
     assert stored is not None, "the run was inserted in this transaction or before"
     return stored
@@ -31,7 +30,7 @@ async def put_run(transaction: Transaction, run: Run) -> Run:
 async def get_run(transaction: Transaction, run: str) -> Run | None:
     """See `Store.get_run`."""
     row = await transaction.one(sql.SELECT_RUN, (run,))
-    return None if row is None else rows.run_from_row(row)
+    return None if row is None else rows.RUNS.read(row)
 
 
 async def list_runs(
@@ -47,7 +46,7 @@ async def list_runs(
         values += place[:2]
     query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None, brief=brief)
     found = await transaction.all(query, values if limit is None else [*values, limit])
-    return [rows.run_from_row(row) for row in found]
+    return [rows.RUNS.read(row) for row in found]
 
 
 async def tool_events(transaction: Transaction, rollout: str, attempt: int | None) -> list[ToolEvent]:
@@ -83,7 +82,8 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
     for rollout, attempt in sorted(record.rollouts):
         await _check_trainable(transaction, record, rollout, attempt)
         await transaction.run(sql.MARK_TRAINED, (record.step, rollout))
-    await transaction.run(sql.INSERT_STEP, (*rows.step_values(record), record.at or await transaction.now()))
+    committed = replace(record, at=record.at or await transaction.now())
+    await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
     await transaction.changed(record.run)
 
 
@@ -103,7 +103,7 @@ async def _check_trainable(transaction: Transaction, record: StepRecord, rollout
 
 async def list_steps(transaction: Transaction, run: str) -> list[StepRecord]:
     """See `Store.list_steps`."""
-    return [rows.step_from_row(row) for row in await transaction.all(sql.SELECT_STEPS, (run,))]
+    return [rows.STEPS.read(row) for row in await transaction.all(sql.SELECT_STEPS, (run,))]
 
 
 async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:

@@ -7,10 +7,11 @@ its moves is kept, and a move is one row, so that a reader sees the old target o
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import cast
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rows, rules, sql
+from lightning.store import rows, rules, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.store.relational import answers
 from lightning.store.relational.transaction import Transaction
@@ -28,20 +29,9 @@ async def put(transaction: Transaction, resource: Resource) -> Resource:
         )
     if same is not None:
         return rows.resource_from_row(same)
-    what = f"the resource {resource.name!r}"
     version = 1 if newest is None else newest.version + 1
-    await transaction.insert(
-        sql.INSERT_RESOURCE,
-        (
-            resource.name,
-            resource.kind.value,
-            json_text.dump(resource.content, what),
-            json_text.dump(dict(resource.metadata), f"the metadata of {what}"),
-            version,
-            await transaction.now(),
-            resource.digest,
-        ),
-    )
+    created = replace(resource, version=version, created_at=await transaction.now())
+    await transaction.insert(sql.INSERT_RESOURCE, (*rows.RESOURCES.values(created), resource.digest))
     stored = await get(transaction, resource.name, version)
     assert stored is not None, "the version was inserted in this transaction"
     return stored

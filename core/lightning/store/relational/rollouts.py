@@ -84,7 +84,7 @@ async def _check_owner(transaction: Transaction, rollout: Rollout) -> None:
 async def get(transaction: Transaction, rollout: str) -> Rollout | None:
     """See `Store.get_rollout`."""
     row = await transaction.one(sql.SELECT_ROLLOUT, (rollout,))
-    return None if row is None else rows.rollout_from_row(row)
+    return None if row is None else rows.ROLLOUTS.read(row)
 
 
 async def page(
@@ -107,7 +107,7 @@ async def page(
         + sql.ORDER_PAGE,
         (run, int(cursor or 0), *asked, limit + 1),
     )
-    rollouts = tuple(rows.rollout_from_row(row[1:]) for row in found[:limit])
+    rollouts = tuple(rows.ROLLOUTS.read(row[1:]) for row in found[:limit])
     return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
 
 
@@ -129,7 +129,7 @@ async def lease(
     found += await transaction.free(sql.SELECT_PENDING, (run, limit))
     leases, taken, begun, expired = [], [], [], []
     for n, *row in sorted(found, key=lambda row: int(row[0]))[:limit]:
-        before = rows.rollout_from_row(tuple(row))
+        before = rows.ROLLOUTS.read(tuple(row))
         if before.status is Status.RUNNING:
             expired.append((now, "expired", before.id, before.attempt))
         leases.append(Lease(rules.leased(before), worker, now + ttl))

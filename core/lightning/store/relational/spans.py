@@ -36,7 +36,7 @@ async def _append(transaction: Transaction, rollout: str, attempt: int, spans: S
     stored = 0
     for span in spans:
         if count < MAX_SPANS:
-            count += await transaction.run(sql.INSERT_SPAN, (*key, *rows.span_values(span)))
+            count += await transaction.run(sql.INSERT_SPAN, (*key, *rows.SPANS.values(span)))
             stored += 1
         else:
             stored += await transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
@@ -47,6 +47,5 @@ async def read(transaction: Transaction, rollout: str, attempt: int | None) -> l
     """See `Store.spans`."""
     where = await standing(transaction, rollout)
     attempt = where.position.attempt if attempt is None else attempt
-    return [
-        rows.span_from_row(rollout, attempt, row) for row in await transaction.all(sql.SELECT_SPANS, (where.n, attempt))
-    ]
+    found = await transaction.all(sql.SELECT_SPANS, (where.n, attempt))
+    return [rows.SPANS.read(row, rollout=rollout, attempt=attempt) for row in found]

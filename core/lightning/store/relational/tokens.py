@@ -5,6 +5,8 @@ The invariant: a token that was revoked stays revoked.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rows, sql
 from lightning.store.relational import answers
@@ -21,25 +23,20 @@ async def put(transaction: Transaction, token: Token, known_as: str) -> Token:
 
 
 async def _insert(transaction: Transaction, token: Token) -> None:
-    values = (
-        *rows.token_values(token),
-        token.created_at or await transaction.now(),
-        token.expires_at,
-        token.revoked_at,
-    )
-    if not await transaction.run(sql.INSERT_TOKEN, values):
+    created = replace(token, created_at=token.created_at or await transaction.now())
+    if not await transaction.run(sql.INSERT_TOKEN, rows.TOKENS.values(created)):
         raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
 
 
 async def get(transaction: Transaction, token: str) -> Token | None:
     """See `Store.get_token`."""
     row = await transaction.one(sql.SELECT_TOKEN, (token,))
-    return None if row is None else rows.token_from_row(row)
+    return None if row is None else rows.TOKENS.read(row)
 
 
 async def all_tokens(transaction: Transaction) -> list[Token]:
     """See `Store.list_tokens`."""
-    return [rows.token_from_row(row) for row in await transaction.all(sql.SELECT_TOKENS)]
+    return [rows.TOKENS.read(row) for row in await transaction.all(sql.SELECT_TOKENS)]
 
 
 async def revoke(transaction: Transaction, token: str) -> Token:

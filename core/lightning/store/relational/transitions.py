@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import codec, json_text, rows, rules, sql
+from lightning.store import codec, rows, rules, sql
 from lightning.store.relational.labels import labels_of
 from lightning.store.relational.parents import CANDIDATES, Decoder, Fingerprint, Known, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
@@ -64,7 +64,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
-    n = await transaction.insert(sql.INSERT_TRANSITION, (*key, parent.n if parent else None, *call.values, blob))
+    n = await transaction.insert(sql.INSERT_TRANSITION, (*key[:2], parent.n if parent else None, *call.values, blob))
     if n is None:
         assert await _is_repeated(transaction, key, call), "what is in the way of a call has its key"
         return False
@@ -136,24 +136,9 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
 
 
 def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
-    what = f"of transition {transition.key}"
     if transition.seq < 0:
-        raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
-    return (
-        transition.id,
-        json_text.dump(json_text.caller_to_json(transition.caller)),
-        json_text.versions_to_text(transition.versions),
-        transition.status.value,
-        transition.finish_reason,
-        transition.choice,
-        json_text.finite(transition.temperature, f"the temperature {what}"),
-        int(transition.constrained),
-        json_text.finite(transition.started_at, f"started_at {what}"),
-        json_text.finite(transition.ended_at, f"ended_at {what}"),
-        json_text.dump(list(transition.tool_calls), f"a tool call {what}"),
-        json_text.conversation_to_text(transition.conversation),
-        rules.transition_digest(transition, content),
-    )
+        raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
+    return (*rows.CALLS.values(transition), rules.transition_digest(transition, content))
 
 
 async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:

@@ -1,0 +1,110 @@
+"""One table of columns for each noun: a new field of it is one line in `lightning.types` and one migration, in every store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from lightning.store import rows, sql
+from lightning.store.rows import Columns
+from lightning.store.sqlite import SqliteStore
+from lightning.types import Rollout
+
+TABLES = {
+    "runs": rows.RUNS,
+    "rollouts": rows.ROLLOUTS,
+    "transitions": rows.CALLS,
+    "spans": rows.SPANS,
+    "steps": rows.STEPS,
+    "tokens": rows.TOKENS,
+    "resources": rows.RESOURCES,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+async def test_the_newest_schema_has_a_column_for_each_field(sqlite: SqliteStore, table: str) -> None:
+    columns: Columns[object] = TABLES[table]
+    found = await sqlite._read(lambda tx: tx.all(f"PRAGMA table_info({table})"))
+    assert set(columns.columns) <= {row[1] for row in found}
+    assert set(columns.fields) <= {field.name for field in fields(columns._noun)}  # type: ignore[arg-type]
+
+
+def test_statements_have_as_many_places_as_columns() -> None:
+    inserts = [text for name, text in vars(sql).items() if name.startswith("INSERT_") and name != "INSERT_ANSWER"]
+    assert len(inserts) >= 8
+    for text in inserts:
+        names = text.partition("(")[2].partition(")")[0]
+        assert text.count("?") == len(names.split(",")), text
+
+
+def test_what_was_kept_before_there_was_a_field_has_its_default() -> None:
+    created = rows.rollout_values(Rollout("a", "run", rows.Task("q"), "g"))
+    assert rows.ROLLOUTS.filled(created[:-1], without=rows.EARNED) == list(created)
+    with pytest.raises(KeyError):
+        rows.ROLLOUTS.filled([], without=rows.EARNED)
+
+
+ADDED = """
+    import asyncio, dataclasses, sys
+    import lightning.types as types
+
+    # One line in `lightning.types` ...
+    Old = types.Rollout
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Rollout(Old):
+        parent: str = ""
+
+    types.Rollout = Rollout
+
+    # ... and one migration.
+    from lightning.store.sqlite import migrations
+    migrations.MIGRATIONS = (*migrations.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",))
+
+    from lightning.store import rows, wire
+    from lightning.store.sqlite import SqliteStore
+    from lightning.types import Outcome, Run, Task
+
+    async def main(path):
+        store = SqliteStore(path)
+        await store.open()
+        await store.put_run(Run("run", "run"))
+        await store.create_rollouts([Rollout("a", "run", Task("q"), "g", parent="first"), Rollout("b", "run", Task("q"), "g")])
+        for lease in await store.lease("run", "w", limit=2):
+            await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
+        a, b = (await store.list_rollouts("run")).rollouts
+        assert (a.parent, b.parent, a.reward) == ("first", "", 1.0)
+        await store.close()
+        codec = wire.codec_of(Rollout)
+        assert codec.decode(codec.encode(a), "it", True) == a
+
+        from lightning_redis import standing
+        kept = standing.columns_of(Rollout("a", "run", Task("q"), "g", parent="first")).encode()
+        begun = b'{"status": "pending", "attempt": 0, "spent": 0, "max": 2}'
+        assert standing.read_rollout(kept, begun, "a").parent == "first"
+        older = rows.dump(list(rows.rollout_values(Rollout("a", "run", Task("q"), "g")))[:-1]).encode()
+        assert standing.read_rollout(older, begun, "a").parent == ""
+        print("kept")
+
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def run_script() -> Callable[[str, Path], str]:
+    def run(script: str, path: Path) -> str:
+        command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    return run
+
+
+def test_a_new_field_of_a_rollout_reaches_every_store(tmp_path: Path, run_script: Callable[[str, Path], str]) -> None:
+    assert run_script(ADDED, tmp_path / "store.db") == "kept\n"
