@@ -16,9 +16,10 @@ from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.files import new_file
 from lightning.maintenance.keeper import Status, Weight, count_tokens
+from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, connect, translate
-from lightning.store.sqlite.migrations import MIGRATIONS, refuse_foreign
+from lightning.store.sqlite.migrations import refuse_foreign
 from lightning.store.url import parse, sqlite_url
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from lightning.errors import DataError, SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.files import new_file
 from lightning.maintenance.keeper import Status, Weight, count_tokens
+from lightning.store.relational.schema import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
 from lightning.store.sqlite.connection import translate as translate_sqlite
-from lightning.store.sqlite.migrations import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.sqlite.migrations import migrate as migrate_sqlite
 from lightning.store.sqlite.migrations import refuse_foreign
 from lightning.store.url import redacted

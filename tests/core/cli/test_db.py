@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.cli.db import seconds_of
 from lightning.errors import ConfigError
-from lightning.store.sqlite.migrations import MIGRATIONS
+from lightning.store.relational.schema import MIGRATIONS
 
 Command = Callable[..., Any]
 FROZEN = Path(__file__).parents[1] / "store" / "frozen"

@@ -15,8 +15,8 @@ from lightning.errors import ConfigError, PluginError, SchemaError, StoreError
 from lightning.maintenance import Weight, keeper, keeper_of, queries
 from lightning.maintenance.keeper import count_tokens
 from lightning.plugins import Plugins
+from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 

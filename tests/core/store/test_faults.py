@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, SchemaError, StoreError, UnavailableError
+from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.store.sqlite.connection import Settings, translate
-from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.types import Caller, Outcome, Rollout, Run, Task, Transition
 
 CallOf = Callable[..., Transition]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from lightning.errors import SchemaError
 from lightning.store import Alias, MetricPoint
+from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite.migrations import MIGRATIONS
 from lightning.types import (
     Caller,
     Conversation,

@@ -1,0 +1,203 @@
+"""The schema of the stores in SQL databases, and the steps that brought it here.
+
+The invariant: a step that was released is never edited. A new one is added here once, for every database: it is written for
+SQLite, whose types another database translates.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_FIRST: Final = (
+    """CREATE TABLE runs (
+        n INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        name TEXT NOT NULL,
+        config TEXT NOT NULL,
+        created_at REAL NOT NULL
+    )""",
+    """CREATE TABLE rollouts (
+        n INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        run TEXT NOT NULL,
+        task TEXT NOT NULL,
+        group_id TEXT NOT NULL,
+        step INTEGER NOT NULL,
+        split TEXT NOT NULL,
+        idx INTEGER NOT NULL,
+        max_attempts INTEGER NOT NULL,
+        status TEXT NOT NULL DEFAULT 'pending',
+        attempt INTEGER NOT NULL DEFAULT 0,
+        spent INTEGER NOT NULL DEFAULT 0,
+        worker TEXT NOT NULL DEFAULT '',
+        lease_until REAL,
+        reward REAL,
+        rewards TEXT NOT NULL DEFAULT '{}',
+        fault TEXT NOT NULL DEFAULT '',
+        error TEXT NOT NULL DEFAULT '',
+        seconds REAL NOT NULL DEFAULT 0,
+        trained_at_step INTEGER
+    )""",
+    "CREATE INDEX rollouts_by_run ON rollouts (run, n)",
+    "CREATE INDEX rollouts_by_status ON rollouts (run, status, n)",
+    "CREATE INDEX rollouts_by_step ON rollouts (run, step, n)",
+    "CREATE INDEX rollouts_by_group ON rollouts (run, group_id)",
+    "CREATE INDEX rollouts_by_lease ON rollouts (run, lease_until) WHERE status = 'running'",
+    "CREATE INDEX rollouts_by_worker ON rollouts (worker) WHERE status = 'running'",
+    """CREATE TABLE attempts (
+        n INTEGER PRIMARY KEY,
+        rollout TEXT NOT NULL,
+        attempt INTEGER NOT NULL,
+        worker TEXT NOT NULL,
+        leased_at REAL NOT NULL,
+        ended_at REAL,
+        ending TEXT NOT NULL DEFAULT '',
+        outcome_digest TEXT NOT NULL DEFAULT '',
+        tool_events TEXT NOT NULL DEFAULT '[]',
+        step_rewards TEXT NOT NULL DEFAULT '[]',
+        UNIQUE (rollout, attempt)
+    )""",
+    # `rollout` and `parent` hold the `n` of a row, not its text id: that text would be an eighth of a transition.
+    """CREATE TABLE transitions (
+        n INTEGER PRIMARY KEY,
+        rollout INTEGER NOT NULL,
+        attempt INTEGER NOT NULL,
+        seq INTEGER NOT NULL,
+        parent INTEGER,
+        id TEXT NOT NULL,
+        caller TEXT NOT NULL,
+        versions TEXT NOT NULL,
+        status TEXT NOT NULL,
+        finish_reason TEXT NOT NULL,
+        choice INTEGER NOT NULL,
+        temperature REAL NOT NULL,
+        constrained INTEGER NOT NULL,
+        started_at REAL NOT NULL,
+        ended_at REAL NOT NULL,
+        digest BLOB NOT NULL,
+        tokens BLOB NOT NULL,
+        UNIQUE (rollout, attempt, seq)
+    )""",
+    "CREATE INDEX transitions_roots ON transitions (rollout) WHERE parent IS NULL",
+    """CREATE TABLE steps (
+        run TEXT NOT NULL,
+        step INTEGER NOT NULL,
+        policy_version INTEGER NOT NULL,
+        rollouts TEXT NOT NULL,
+        digests TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        checkpoint TEXT NOT NULL,
+        metrics TEXT NOT NULL,
+        at REAL NOT NULL,
+        PRIMARY KEY (run, step)
+    )""",
+    # A NULL value is NaN: SQLite has no other way to keep one.
+    """CREATE TABLE metrics (
+        run TEXT NOT NULL,
+        step INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        value REAL,
+        at REAL NOT NULL,
+        PRIMARY KEY (run, step, name)
+    )""",
+    """CREATE TABLE state (
+        run TEXT NOT NULL,
+        name TEXT NOT NULL,
+        value TEXT NOT NULL,
+        PRIMARY KEY (run, name)
+    )""",
+)
+
+_LABELS: Final = ("ALTER TABLE attempts ADD COLUMN labels TEXT NOT NULL DEFAULT '{}'",)
+
+_SPANS: Final = (
+    "ALTER TABLE transitions ADD COLUMN tool_calls TEXT NOT NULL DEFAULT '[]'",
+    # `rollout` holds the `n` of a row, as in transitions.
+    """CREATE TABLE spans (
+        n INTEGER PRIMARY KEY,
+        rollout INTEGER NOT NULL,
+        attempt INTEGER NOT NULL,
+        span_id TEXT NOT NULL,
+        trace_id TEXT NOT NULL,
+        parent_id TEXT NOT NULL,
+        name TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        started_at REAL NOT NULL,
+        ended_at REAL NOT NULL,
+        status TEXT NOT NULL,
+        error TEXT NOT NULL,
+        service TEXT NOT NULL,
+        attributes TEXT NOT NULL,
+        UNIQUE (rollout, attempt, span_id)
+    )""",
+)
+
+_RESOURCES: Final = (
+    "ALTER TABLE steps ADD COLUMN group_ids TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE rollouts ADD COLUMN resources TEXT NOT NULL DEFAULT '{}'",
+    """CREATE TABLE resources (
+        n INTEGER PRIMARY KEY,
+        name TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        content TEXT NOT NULL,
+        metadata TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        UNIQUE (name, version),
+        UNIQUE (name, digest)
+    )""",
+    # A row for each move; `earlier` is the `n` of the move to return to.
+    """CREATE TABLE aliases (
+        n INTEGER PRIMARY KEY,
+        name TEXT NOT NULL,
+        alias TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        at REAL NOT NULL,
+        earlier INTEGER
+    )""",
+    "CREATE INDEX aliases_by_name ON aliases (name, alias, n)",
+)
+
+REVISIONS: Final = "CREATE TABLE revisions (run TEXT PRIMARY KEY, n INTEGER NOT NULL)"
+"""How often a run has changed: what other processes watch, where the database has no way to tell them."""
+
+_PROJECTS: Final = (
+    "ALTER TABLE runs ADD COLUMN project TEXT NOT NULL DEFAULT 'default'",
+    "CREATE INDEX runs_by_project ON runs (project, created_at)",
+    REVISIONS,
+    """CREATE TABLE tokens (
+        n INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        scope TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        project TEXT NOT NULL,
+        name TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        expires_at REAL,
+        revoked_at REAL
+    )""",
+)
+
+_ANSWERS: Final = (
+    # What calls were answered, by the names of the calls, until a time by the database's clock; for when they come again.
+    "CREATE TABLE answers (id TEXT PRIMARY KEY, run TEXT NOT NULL, until REAL NOT NULL, answer TEXT NOT NULL)",
+    "CREATE INDEX answers_by_time ON answers (until)",
+    "CREATE INDEX answers_by_run ON answers (run) WHERE run <> ''",
+)
+
+_CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT NOT NULL DEFAULT ''",)
+
+_CONTEXT: Final = ("ALTER TABLE steps ADD COLUMN context TEXT NOT NULL DEFAULT '{}'",)
+
+MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
+    _FIRST,
+    _LABELS,
+    _SPANS,
+    _RESOURCES,
+    _PROJECTS,
+    _ANSWERS,
+    _CONVERSATIONS,
+    _CONTEXT,
+)
+"""`MIGRATIONS[i]` brings a database from version i to i + 1."""
