@@ -36,7 +36,7 @@ class AdapterRow:
 
 
 def adapters(as_json: AsJson = False) -> None:
-    """Say which agent frameworks can be trained here.
+    """List the agent frameworks that can be trained on this machine.
 
     ready: attached when an agent starts. waiting: attached as soon as an agent imports the framework. missing: the framework
     is not installed. broken: the adapter cannot be loaded. disabled: by LIGHTNING_DISABLE_PLUGINS.

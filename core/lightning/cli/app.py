@@ -45,7 +45,7 @@ class CoreCommand:
 
 COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     {
-        "demo": CoreCommand("lightning.cli.demo", "Watch a real agent learn, in minutes, on this machine."),
+        "demo": CoreCommand("lightning.cli.demo", "Train a real agent on this machine, in minutes."),
         "train": CoreCommand("lightning.cli.train", "Train the model behind your agent."),
         "runner": CoreCommand("lightning.cli.runner", "Run an agent for Lightning Servers, on any machine."),
         "serve": CoreCommand("lightning.cli.serve", "Serve a model through the gateway and record every call."),
@@ -54,12 +54,14 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
             "lightning.cli.resources", "List, compare and promote versions of prompts, weights and settings."
         ),
         "token": CoreCommand("lightning.cli.tokens", "Make, list and revoke the tokens of a server's control API."),
-        "db": CoreCommand(
-            "lightning.cli.db", "Look after a database: status, upgrade, backup, restore, prune, export."
+        "db": CoreCommand("lightning.cli.db", "Maintain a database: status, upgrade, backup, restore, prune, export."),
+        "audit": CoreCommand("lightning.cli.audit", "Check that a run was trained on exactly what its store holds."),
+        "adapters": CoreCommand(
+            "lightning.cli.adapters", "List the agent frameworks that can be trained on this machine."
         ),
-        "audit": CoreCommand("lightning.cli.audit", "Prove that a run was trained on exactly what its store holds."),
-        "adapters": CoreCommand("lightning.cli.adapters", "Say which agent frameworks can be trained here."),
-        "doctor": CoreCommand("lightning.cli.doctor", "Say what is installed, what is missing, and what cures it."),
+        "doctor": CoreCommand(
+            "lightning.cli.doctor", "Show what is installed, what is missing, and the command that installs it."
+        ),
     }
 )
 FROM_PLUGINS = MappingProxyType({"plan": "planner"})

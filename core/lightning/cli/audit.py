@@ -17,10 +17,10 @@ from lightning.cli.locate import locate, with_store
 
 def audit(
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
-    runs: Annotated[Path, typer.Option(help="Where runs lie.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Prove what was trained: exit code 1 when an id, logprob, reward, version or the order is not as it was."""
+    """Check what was trained against the store. Exit code 1: an id, logprob, reward, version or the order differs."""
     url, run_id = locate(run, runs)
     report = asyncio.run(_audit(url, run_id))
     console = Console(soft_wrap=True)

@@ -38,7 +38,7 @@ ASKED: Final = ("http", "https")
 
 @app.command("status")
 def status(place: Place, as_json: AsJson = False) -> None:
-    """Say what is in a database: schema, runs, rollouts, calls, size, age. An older schema is left as it is."""
+    """Show a database's schema, runs, rollouts, calls, size and age. An older schema is not upgraded."""
     url = existing_store(place)
     found = asyncio.run(_status(url))
     if as_json:
@@ -51,10 +51,10 @@ def status(place: Place, as_json: AsJson = False) -> None:
 def upgrade(
     place: Place,
     backup_: Annotated[
-        bool, typer.Option("--backup/--no-backup", help="Keep a copy of the database as it was, beside it.")
+        bool, typer.Option("--backup/--no-backup", help="First copy the database, to a file beside it.")
     ] = True,
 ) -> None:
-    """Bring a database to this release's schema, after a backup. Training and serving do so by themselves."""
+    """Upgrade a database to this release's schema, after a backup. `train` and `serve` do so automatically."""
     url = existing_store(place)
     asyncio.run(keeper_of(url).schema())  # raises where there is no store
     before = asyncio.run(keeper_of(url).status())
@@ -83,11 +83,11 @@ def upgrade(
 @app.command("backup")
 def backup(
     place: Place,
-    target: Annotated[Path, typer.Argument(help="The file to write; there must be none of the name.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")],
 ) -> None:
-    """Write all of a database, as it is at one moment, into an SQLite file, while runs go on writing.
+    """Write a consistent copy of a database into an SQLite file. Runs may continue writing meanwhile.
 
-    The file is a store like any other: every command reads it, and `lightning db restore` fills a new database from it.
+    The file is a normal store: every command reads it, and `lightning db restore` fills a new database from it.
     """
     asyncio.run(keeper_of(existing_store(place)).backup(target))
     say(f"{escape(str(target))}: {_size(target.stat().st_size)}")
@@ -100,7 +100,7 @@ def restore(
         str, typer.Argument(help="A database file that does not exist yet, or the URL of an empty database.")
     ],
 ) -> None:
-    """Fill a new database from a backup: also the way from one machine's SQLite file to a server's database."""
+    """Fill a new database from a backup. This also moves a run from SQLite to PostgreSQL or Redis."""
     if parse(existing_store(str(source))).scheme != "sqlite":
         raise ConfigError(f"{source} is not a file: make one with `lightning db backup` first")
     url = place if "://" in place else sqlite_url(Path(place).resolve())
@@ -114,24 +114,28 @@ def prune(
     place: Place,
     run: RunNames = None,
     older_than: Annotated[
-        str, typer.Option("--older-than", metavar="AGE", help="Only runs without an attempt for so long: 30d, 12h, 2w.")
+        str,
+        typer.Option("--older-than", metavar="AGE", help="Only runs without an attempt for this time: 30d, 12h, 2w."),
     ] = "",
-    whole: Annotated[
-        bool, typer.Option("--whole", help="Remove runs with all that is theirs, instead of calls and spans.")
-    ] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Remove whole runs, not only calls and spans.")] = False,
     trained: Annotated[
-        bool, typer.Option("--trained", help="Also calls that were trained: `lightning audit` cannot prove them then.")
+        bool,
+        typer.Option(
+            "--trained", help="Also remove calls that were trained; `lightning audit` can then no longer check them."
+        ),
     ] = False,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also what a run needs to go on with --resume.")
+        bool, typer.Option("--unfinished", help="Also remove what a run needs for --resume.")
     ] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Do it, instead of saying what would be done.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Remove it; without this option, only show what would be removed.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove calls and spans that nothing needs any more, or whole runs; says what it would remove until it gets --apply.
+    """Remove calls and spans that are no longer needed, or whole runs. Without --apply, only show what would be removed.
 
-    Rewards, steps and metrics stay, unless whole runs go. What a resumed run would read stays, and what was trained, unless
-    told otherwise.
+    Rewards, steps and metrics stay, except with --whole. What was trained and what a resumed run needs stay, except with
+    --trained and --unfinished.
     """
     if whole and not run and not older_than:
         raise ConfigError("--whole removes runs: say which with --run or --older-than")
@@ -147,11 +151,11 @@ def prune(
 def export(
     place: Place,
     out: Annotated[
-        str, typer.Argument(help="A folder for one file of each table; - writes one table to standard output.")
+        str, typer.Argument(help="A folder, which gets one file per table; - writes one table to standard output.")
     ],
     table: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="TABLE", help=f"Only this one of {', '.join(TABLES)}; may be repeated."),
+        typer.Option("--table", metavar="TABLE", help=f"Only this table, one of {', '.join(TABLES)}; may be repeated."),
     ] = None,
     run: RunNames = None,
     split: Annotated[
@@ -159,10 +163,10 @@ def export(
     ] = None,
     kind: Annotated[Format, typer.Option("--format", help="JSON lines, or Parquet (extra `parquet`).")] = Format.JSONL,
     attempts: Annotated[
-        bool, typer.Option("--attempts", help="Also the attempts that were lost, not only the one that counts.")
+        bool, typer.Option("--attempts", help="Also export lost attempts, not only the one that counts.")
     ] = False,
 ) -> None:
-    """Write what a store holds to files: rollouts, calls with their token ids, tool events, rewards, spans, steps, metrics."""
+    """Export a store to files: rollouts, calls with their token ids, tool events, rewards, spans, steps, metrics."""
     tables = table or list(TABLES)
     for name in tables:
         if name not in TABLES:

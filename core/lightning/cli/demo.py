@@ -30,29 +30,30 @@ def demo(
     name: Annotated[
         str | None,
         typer.Argument(
-            help=f"Which demonstration; none named: {DEFAULT}, or {WITHOUT_MODEL} where its model is missing."
+            help=f"Which demonstration. Default: {DEFAULT}, or {WITHOUT_MODEL} if its model is not installed."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seeds tasks, sampling order and training.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, picture, log.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, task order and training.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for database, checkpoints, report, plot and log.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, or the newest of this demo.")
+        bool, typer.Option("--resume", help="Continue the run in --out, or the newest run of this demo.")
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps, instead of the demo's own number.")] = None,
-    engine: Annotated[str, typer.Option(help="What trains: torch, or verl (many GPUs).")] = "torch",
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps; default: the demo's own.")] = None,
+    engine: Annotated[str, typer.Option(help="Training engine: torch, or verl (many GPUs).")] = "torch",
     world_size: Annotated[
-        int | None, typer.Option(help="Workers of the verl engine; the setting engine.verl.world_size.", min=0)
+        int | None, typer.Option(help="Number of verl workers (engine.verl.world_size).", min=0)
     ] = None,
     runner: Annotated[
-        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` elsewhere).")
+        str, typer.Option(help="What runs agents: process, inline, or remote (`lightning runner` on other machines).")
     ] = "process",
     store: Annotated[
-        str | None, typer.Option(metavar="URL", help="The database, for many machines; default: a file in the folder.")
+        str | None,
+        typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the folder."),
     ] = None,
-    held_out: Annotated[int, typer.Option(help="Held-out tasks to evaluate on.", min=1)] = HELD_OUT,
+    held_out: Annotated[int, typer.Option(help="Number of held-out tasks to evaluate on.", min=1)] = HELD_OUT,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
-    """Teach a real agent on a real vLLM, on this machine, and show before and after."""
+    """Train a real agent with a real vLLM on this machine, and compare it before and after."""
     console = Console()
     chosen = plugins().demo(name)() if name else _default()
     name = chosen.name

@@ -44,13 +44,13 @@ def doctor(
         typer.Option(
             "--try",
             metavar="NAME[=WHAT]",
-            help="Try what takes longer, too, such as verl (imports its workers) or ray=HOST:6379 (attaches); repeatable.",
+            help="Also run a slower check: verl (imports its workers) or ray=HOST:6379 (connects); may be repeated.",
         ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Say whether this model folder can be trained.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Check whether the model in this folder can be trained.")] = None,
 ) -> None:
-    """Say what is installed, what is missing, and what cures it. Exit code 1: `lightning demo` cannot run, or the model not be
-    trained."""
+    """Show what is installed, what is missing, and the command that installs it. Exit code 1: `lightning demo` cannot
+    run, or the model cannot be trained."""
     checks = list(examine(try_ or ()))
     if model is not None:
         checks += [_model(model), _template(model)]

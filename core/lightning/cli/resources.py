@@ -31,10 +31,10 @@ app = typer.Typer(no_args_is_help=True)
 
 Runs = Annotated[
     str,
-    typer.Option("--runs", metavar="PLACE", help="Where to look for names without a place: as for `lightning runs`."),
+    typer.Option("--runs", metavar="PLACE", help="Where to look for names without PLACE#, as for `lightning runs`."),
 ]
 Named = Annotated[
-    str, typer.Argument(help="NAME@VERSION or NAME@ALIAS, with PLACE# before it for one store of several.")
+    str, typer.Argument(help="NAME@VERSION or NAME@ALIAS; prefix PLACE# to choose one of several stores.")
 ]
 AliasName = Annotated[str, typer.Option("--alias", help="The alias to move.")]
 
@@ -56,7 +56,7 @@ def ls(
     place: Annotated[str, typer.Argument(help="A folder of runs, a run's folder, a database file, or a URL.")] = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """List resources: how many versions each has, and where its aliases point."""
+    """List resources with their number of versions and their aliases."""
     rows = [row for _, found in answers(place, _list) for row in found]
     if as_json:
         print_json(rows)
@@ -86,7 +86,7 @@ def show(
     where: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Show one version: its content, how it was made, and the moves of its aliases."""
+    """Show one version: its content, its origin, and the history of its aliases."""
     url, reference = _locate(named, where)
 
     async def read(store: Store) -> tuple[Resource, list[list[Alias]]]:
@@ -115,9 +115,9 @@ def show(
 
 @app.command("diff")
 def diff(
-    name: Annotated[str, typer.Argument(help="The resource, with PLACE# before it for one store of several.")],
+    name: Annotated[str, typer.Argument(help="The resource; prefix PLACE# to choose one of several stores.")],
     old: Annotated[str, typer.Argument(help="A version or an alias.")],
-    new: Annotated[str, typer.Argument(help="Another one.")],
+    new: Annotated[str, typer.Argument(help="A version or an alias to compare with.")],
     where: Runs = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -151,7 +151,7 @@ def diff(
 
 @app.command("promote")
 def promote(named: Named, alias: AliasName = "production", where: Runs = "runs") -> None:
-    """Point an alias to a version: what refers to the alias uses it from its next start on."""
+    """Point an alias to a version. Runs that refer to the alias use that version from their next start."""
     url, reference = _locate(named, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
@@ -167,11 +167,11 @@ def promote(named: Named, alias: AliasName = "production", where: Runs = "runs")
 
 @app.command("rollback")
 def rollback(
-    name: Annotated[str, typer.Argument(help="The resource, with PLACE# before it for one store of several.")],
+    name: Annotated[str, typer.Argument(help="The resource; prefix PLACE# to choose one of several stores.")],
     alias: AliasName = "production",
     where: Runs = "runs",
 ) -> None:
-    """Point an alias to where it pointed before its last move."""
+    """Point an alias back to its previous version."""
     url, reference = _locate(name, where, to_change=True)
 
     async def move(store: Store) -> tuple[int | None, Alias]:
@@ -185,12 +185,12 @@ def rollback(
 @app.command("put")
 def put(
     name: Annotated[
-        str, typer.Argument(help="PLACE#NAME: a run's folder, a database file or a URL, and the resource.")
+        str, typer.Argument(help="PLACE#NAME: a run's folder, a database file or a URL, and the resource's name.")
     ],
-    source: Annotated[Path, typer.Argument(help="A text file, for `config` a JSON file, for `weights` a folder.")],
+    source: Annotated[Path, typer.Argument(help="A text file; a JSON file for `config`; a folder for `weights`.")],
     kind: Annotated[ResourceKind, typer.Option(help="What it is.")] = ResourceKind.PROMPT,
 ) -> None:
-    """Add a version by hand; the same content again is the version that it is."""
+    """Add a version by hand. Content that a version already has adds no new version."""
     reference = parse_reference(name)
     if not reference.place:
         raise ConfigError(

@@ -17,29 +17,38 @@ def runner(
         str, typer.Argument(help="Your agent as MODULE:FUNCTION; called with (task, llm), returns the reward.")
     ],
     server: Annotated[
-        str, typer.Option(metavar="URL[,URL]", help="A Lightning Server; several with commas serve one database.")
+        str,
+        typer.Option(
+            metavar="URL[,URL]", help="URL of a Lightning Server; separate several servers of one database by commas."
+        ),
     ],
     token_file: Annotated[
-        Path | None, typer.Option(help="File with a token of the scope runner; default: the variable LIGHTNING_TOKEN.")
+        Path | None, typer.Option(help="File with a token of scope runner; default: the variable LIGHTNING_TOKEN.")
     ] = None,
     run: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="RUN", help="Work for this run only; may be repeated. Default: all with work."),
+        typer.Option(
+            "--run", metavar="RUN", help="Run rollouts of this run only; may be repeated. Default: of all runs."
+        ),
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Agents at once (runner.concurrency).")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Number of agents that run at once (runner.concurrency).")
+    ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option("--adapters", metavar="NAME", help="Adapters to install (runner.adapters); may be repeated."),
     ] = None,
-    rollouts: Annotated[int | None, typer.Option(help="End after so many attempts.")] = None,
-    idle: Annotated[float | None, typer.Option(help="End after so many seconds without work.")] = None,
+    rollouts: Annotated[int | None, typer.Option(help="Stop after this many attempts.")] = None,
+    idle: Annotated[float | None, typer.Option(help="Stop after this many seconds without work.")] = None,
     executor: Annotated[
         str, typer.Option("--runner", help="What executes agents: process, inline, or a plugin's.")
     ] = "process",
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings; the section runner counts.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of settings; only the section runner is used.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
-    """Run an agent for Lightning Servers. SIGTERM or Ctrl-C drains, a second one ends at once."""
+    """Run an agent for Lightning Servers. SIGTERM or Ctrl-C drains; a second one stops at once."""
     from lightning.client import Client
 
     client = Client(

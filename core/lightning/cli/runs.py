@@ -80,7 +80,7 @@ def show(
     ] = "",
     step: Annotated[int | None, typer.Option("--step", help="Only the rollouts of this step.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only the rollouts that failed.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="How many rollouts to list.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rollouts to list.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Show one run: its steps and its rollouts."""

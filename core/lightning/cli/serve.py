@@ -26,7 +26,7 @@ def serve(
         typer.Option(
             metavar="URL",
             help="Serve a shared database instead of a model: postgresql://, redis://, sqlite:/// or a run's folder. "
-            "Trainers on it say where the model is.",
+            "Its trainers register the model's address.",
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind (server.host), with --store.")] = None,
@@ -35,11 +35,11 @@ def serve(
         Path | None, typer.Option(help="Folder for the database and logs; with --store, for the first tokens.")
     ] = None,
     ttl: Annotated[float, typer.Option(help="Seconds for which the printed key is valid.")] = 86_400.0,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds instead of at Ctrl-C.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds; default: at Ctrl-C.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
-    """Serve a model through the gateway, or a shared database for trainers and clients; every call is recorded."""
+    """Serve a model through the gateway, or a shared database for trainers and clients. Every call is recorded."""
     console = Console(highlight=False, soft_wrap=True)
     settings = load_config(config, set_ or [])
     if (model is None) == (store is None):

@@ -41,15 +41,18 @@ UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 @app.command("create")
 def create(
     scope: Annotated[
-        Scope, typer.Argument(help="viewer looks; runner runs agents; trainer trains; admin also makes tokens.")
+        Scope,
+        typer.Argument(help="viewer may read; runner may run agents; trainer may train; admin may also make tokens."),
     ],
     place: Place,
-    project: Annotated[str, typer.Option(help="The one project it opens; * for an admin of all.")] = DEFAULT_PROJECT,
-    name: Annotated[str, typer.Option(help="Whose it is, or what it is for.")] = "",
-    expires: Annotated[str, typer.Option(metavar="TIME", help="End after 90d, 12h, ...; empty: when revoked.")] = "",
+    project: Annotated[
+        str, typer.Option(help="The project that the token is valid for; * for an admin of all.")
+    ] = DEFAULT_PROJECT,
+    name: Annotated[str, typer.Option(help="A name for the token: its owner or purpose.")] = "",
+    expires: Annotated[str, typer.Option(metavar="TIME", help="Lifetime: 90d, 12h, ...; empty: until revoked.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Make a token and print it: this once, since only its digest is kept."""
+    """Make a token and print it. It cannot be shown again: only its digest is stored."""
     token, plain = issue_token(scope, project, name, seconds(expires) if expires else None)
     url = place if "://" in place else existing_store(place)
 
@@ -68,7 +71,7 @@ def create(
 
 @app.command("ls")
 def ls(place: Place, as_json: AsJson = False) -> None:
-    """List tokens, without their secrets, which nobody has."""
+    """List tokens, without their secrets, which are not stored."""
 
     async def read(store: Store) -> list[Token]:
         return await store.list_tokens()
@@ -98,10 +101,12 @@ def ls(place: Place, as_json: AsJson = False) -> None:
 
 @app.command("revoke")
 def revoke(
-    token: Annotated[str, typer.Argument(help="Its id, as `lightning token ls` lists it, or the token itself.")],
+    token: Annotated[
+        str, typer.Argument(help="The token's id, as `lightning token ls` lists it, or the token itself.")
+    ],
     place: Place,
 ) -> None:
-    """Take a token's rights away for good. Every server refuses it a second later at the latest."""
+    """Revoke a token permanently. Every server refuses it within a second."""
     found = re.match(r"lt_([0-9a-f]+)_", token)
     identity = found.group(1) if found else token
 

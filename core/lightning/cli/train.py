@@ -24,9 +24,9 @@ ALGORITHM = (
 
 
 def train(
-    model: Annotated[str, typer.Option(help="Model folder, or its name on a model hub.")],
+    model: Annotated[str, typer.Option(help="Model folder, or a model's name on a hub.")],
     tasks: Annotated[
-        Path, typer.Option(help="Training tasks: one JSON object a line with `input`, and optionally `expected`.")
+        Path, typer.Option(help="Training tasks: JSON lines, each with `input` and optionally `expected`.")
     ],
     agent: Annotated[
         str | None,
@@ -40,29 +40,33 @@ def train(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(help="What trains: torch, or verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
+        typer.Option(help="Training engine: torch, verl (many GPUs; --set engine.verl.world_size=N), or a plugin's."),
     ] = "torch",
     runner: Annotated[
         str,
-        typer.Option(help="What runs agents: process, inline, remote (`lightning runner` elsewhere), or a plugin's."),
+        typer.Option(
+            help="What runs agents: process, inline, remote (`lightning runner` on other machines), or a plugin's."
+        ),
     ] = "process",
     store: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The database, for many machines; default: a file in the run's folder."),
+        typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the run's folder."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     from_run: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="RUN@STEP", help="Begin a new run with the weights and the optimizer of another's step."
+            "--from",
+            metavar="RUN@STEP",
+            help="Start a new run from the weights and optimizer state of another run's step.",
         ),
     ] = None,
     dev: Annotated[bool, typer.Option("--dev", help="Dry run: a few tasks, a report, no training.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
-    """Train the model behind your own agent."""
+    """Train the model behind your agent."""
     console = Console()
     function = None if agent is None else load_agent(agent)
     trainer = Trainer(

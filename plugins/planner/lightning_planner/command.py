@@ -36,29 +36,31 @@ from lightning_planner.work import Changes
 
 def plan(
     run: Annotated[str, typer.Argument(help="The recorded run: its folder, or its id under --runs.")],
-    runs: Annotated[Path, typer.Option(help="Where runs lie.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     model: Annotated[
-        str, typer.Option(help="Model to plan for: a folder, a config.json, or a name on a hub; with --gpus.")
+        str, typer.Option(help="Model to plan for: a folder, a config.json, or a name on a hub. Needs --gpus.")
     ] = "",
     gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of the cluster; 0 plans for the machine of the recorded run.")
+        int, typer.Option(min=0, help="Number of GPUs in the cluster; 0 plans for the machine of the recorded run.")
     ] = 0,
     gpu: Annotated[
         str, typer.Option(help="h100, h200, a100, or memory=GB,tflops=N,bandwidth=TB/s[,link=GB/s].")
     ] = "h100",
-    serve_on: Annotated[int, typer.Option(min=0, help="GPUs that only serve; with 0 all of them train.")] = 0,
-    tensor_parallel: Annotated[int, typer.Option(min=0, help="GPUs of the policy server; 0: all that may serve.")] = 0,
-    group_size: Annotated[int, typer.Option(min=0, help="Rollouts of a task; 0: as recorded.")] = 0,
+    serve_on: Annotated[int, typer.Option(min=0, help="Number of GPUs that only serve; with 0, all GPUs train.")] = 0,
+    tensor_parallel: Annotated[
+        int, typer.Option(min=0, help="Number of GPUs of the policy server; 0: all that may serve.")
+    ] = 0,
+    group_size: Annotated[int, typer.Option(min=0, help="Rollouts per task; 0: as recorded.")] = 0,
     max_staleness: Annotated[
         list[int] | None,
-        typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; may be repeated, to compare."),
+        typer.Option("--max-staleness", metavar="K", help="trainer.max_staleness; repeat it to compare values."),
     ] = None,
-    tool_seconds: Annotated[float, typer.Option(min=0, help="Seconds that each tool takes longer.")] = 0.0,
-    tool_scale: Annotated[float, typer.Option(min=0, help="How many times as long tools take.")] = 1.0,
-    token_scale: Annotated[float, typer.Option(help="How many times as many tokens calls have.")] = 1.0,
-    agents: Annotated[float, typer.Option(help="How many times the recorded run's machines agents get.")] = 1.0,
-    steps: Annotated[int, typer.Option(min=2, help="Steps to simulate.")] = 20,
-    seed: Annotated[int, typer.Option(help="Draws the groups.")] = 0,
+    tool_seconds: Annotated[float, typer.Option(min=0, help="Seconds added to each tool run.")] = 0.0,
+    tool_scale: Annotated[float, typer.Option(min=0, help="Factor on the duration of tool runs.")] = 1.0,
+    token_scale: Annotated[float, typer.Option(help="Factor on the tokens of each call.")] = 1.0,
+    agents: Annotated[float, typer.Option(help="Factor on the machines that run agents.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=2, help="Number of steps to simulate.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed for drawing the groups.")] = 0,
     assume_: Annotated[
         list[str] | None,
         typer.Option("--assume", metavar="NAME=NUMBER", help="Replace an assumption, such as train_mfu=0.4."),
@@ -68,7 +70,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a run: seconds of a step, memory of each GPU, utilisation and staleness, from what a recorded run took."""
+    """Simulate a run from a recorded one: seconds per step, memory of each GPU, utilisation and staleness."""
     _check(model, gpus, max_staleness or (), (token_scale, agents))
     assumptions = assume(assume_ or ())
     shape = read_shape(model) if model else None

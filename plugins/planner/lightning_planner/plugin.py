@@ -18,7 +18,7 @@ def register_commands(register: Callable[[str, Callable[[], Command]], None]) ->
 
 
 def plan_command() -> Command:
-    """Simulate a run on other machines, from what a recorded run took."""
+    """Simulate a run on other machines from a recorded one."""
     from lightning_planner.command import plan
 
     return plan
