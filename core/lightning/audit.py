@@ -73,7 +73,7 @@ async def audit(store: Store, run: str, algorithm: Algorithm | None = None) -> A
         )
     epochs = await read_epochs(store, stored)
     algorithms = {epoch.number: rebuild_algorithm(epoch.config) or algorithm for epoch in epochs}
-    records = await store.list_steps(run)
+    records = await store.steps(run)
     findings = [Finding(record.step, "", "a step before this one is missing") for record in _gaps(records)]
     findings.extend(_repeated(records))
     committed = {record.step for record in records}

@@ -191,7 +191,7 @@ async def measure(folder: Path, model: Path, bound: int, seed: int) -> Measured:
 async def read(loop: Loop, seconds: float) -> Measured:
     """The numbers of a finished run."""
     store = loop.stack.store
-    records = await store.list_steps("run")
+    records = await store.steps("run")
     waited = sum(point.values.get("seconds/rollout", 0.0) for point in await store.metrics("run"))
     rollouts = await all_rollouts(store, "run")
     calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in rollouts])

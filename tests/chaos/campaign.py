@@ -326,7 +326,7 @@ def run_campaign(
         campaign.run(kills, seconds, storm=storm)
 
         async def count(opened: Store) -> int:
-            return len(await opened.list_steps("chaos"))
+            return len(await opened.steps("chaos"))
 
         campaign.finish(lambda: int(str(asyncio.run(with_store(campaign.database.url, count)))))
 

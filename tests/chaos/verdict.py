@@ -39,7 +39,7 @@ class Verdict:
 async def judge(store: Store, run: str, lines: Sequence[Line], group_size: int) -> Verdict:
     """Compare everything that agents saw with everything that was kept."""
     rollouts = await all_rollouts(store, run)
-    steps = await store.list_steps(run)
+    steps = await store.steps(run)
     trained = Counter(name for record in steps for name, _ in record.rollouts)
     groups = Counter(rollout.group for rollout in rollouts if rollout.split == "train")
     returned = {(line.rollout, line.attempt): line.reward for line in lines if line.reward is not None}

@@ -72,7 +72,7 @@ class DemoRun:
         store = plugins().store(f"sqlite:///{database}")
         await store.open()
         try:
-            return await store.list_steps(self.folder.name), await all_rollouts(store, self.folder.name)
+            return await store.steps(self.folder.name), await all_rollouts(store, self.folder.name)
         finally:
             await store.close()
 

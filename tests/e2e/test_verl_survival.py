@@ -105,7 +105,7 @@ async def assert_trained_once(folder: Path) -> None:
     """The torch engine, which takes each recorded step once, comes to the same weights."""
     algorithm, engine, store = plugins().algorithm(ALGORITHM)(), TorchEngine(device="cpu"), await opened(folder)
     engine.open(MODEL, OptimizerConfig(lr=LR, warmup_steps=WARMUP), seed=0)
-    for record in await store.list_steps(folder.name):
+    for record in await store.steps(folder.name):
         batch = algorithm.batch(await load_groups(store, await rollouts_of(store, record, 0), ()))
         engine.step(batch.samples, batch.loss_for(algorithm))
     await store.close()

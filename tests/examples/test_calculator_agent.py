@@ -61,7 +61,9 @@ async def play(*replies: str) -> Played:
             await gateway.close()
         requests = [dict(request.body) for request in fake.requests]
     (rollout,) = (await store.list_rollouts("run")).rollouts
-    played = Played(rollout, requests, await store.transitions("r"), await store.tool_events("r"))
+    played = Played(
+        rollout, requests, await store.transitions("r"), list((await store.attempts_of([("r", None)]))[0].tool_events)
+    )
     await store.close()
     return played
 

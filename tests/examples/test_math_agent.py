@@ -66,7 +66,9 @@ async def play(*replies: Reply, task: Task = TASK) -> Played:
             await gateway.close()
         (rollout,) = (await store.list_rollouts("run")).rollouts
         requests = [dict(request.body) for request in fake.requests]
-    played = Played(rollout, requests, await store.transitions("r"), await store.tool_events("r"))
+    played = Played(
+        rollout, requests, await store.transitions("r"), list((await store.attempts_of([("r", None)]))[0].tool_events)
+    )
     await store.close()
     return played
 

@@ -138,11 +138,13 @@ def answers(
 
 
 async def _rows(url: str, store: Store) -> list[RunRow]:
-    return [await _row(store, run, url) for run in await store.list_runs()]
+    return [await _row(store, run, url) for run in await store.list_runs(brief=True)]
 
 
 async def _row(store: Store, run: Run, url: str) -> RunRow:
-    states = Counter(rollout.status for rollout in await all_rollouts(store, run.id))
+    states: Counter[Status] = Counter()
+    for counted in await store.count_rollouts(run.id):
+        states[counted.status] += counted.rollouts
     summary = await summarize(store, run.id)
     rewards = (summary.rewards[0], summary.rewards[-1]) if summary.rewards else None
     return RunRow(
@@ -166,7 +168,7 @@ async def _details(store: Store, run: str, step: int | None) -> Details | None:
     if stored is None:
         return None
     rollouts = await all_rollouts(store, run, step=step)
-    return stored, await read_epochs(store, stored), await store.list_steps(run), rollouts, await summarize(store, run)
+    return stored, await read_epochs(store, stored), await store.steps(run), rollouts, await summarize(store, run)
 
 
 def _show_rows(rows: Sequence[RunRow]) -> None:

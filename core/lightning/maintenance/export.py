@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, get_args
 from lightning.errors import StoreError
 from lightning.store import rows
 from lightning.store.epochs import read_epochs
-from lightning.store.pages import each_rollout
+from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.types import (
     Caller,
@@ -125,7 +125,8 @@ def _conversation(said: Conversation | None) -> Json:
 
 async def _tool_events(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
-        for place, event in enumerate(await store.tool_events(rollout.id, attempt)):
+        (ended,) = await store.attempts_of([(rollout.id, attempt)])
+        for place, event in enumerate(ended.tool_events):
             yield {**_of_attempt(run, rollout, attempt), "place": place, **_tool_event(event)}
 
 
@@ -145,7 +146,8 @@ def _tool_event(event: ToolEvent) -> Record:
 
 async def _step_rewards(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
-        for place, reward in enumerate(await store.step_rewards(rollout.id, attempt)):
+        (ended,) = await store.attempts_of([(rollout.id, attempt)])
+        for place, reward in enumerate(ended.step_rewards):
             yield {**_of_attempt(run, rollout, attempt), "place": place, **_step_reward(reward)}
 
 
@@ -160,7 +162,7 @@ async def _spans(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
 
 
 async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
-    for record in await store.list_steps(run.id):
+    async for record in each_step(store, run.id):
         yield {
             "run": run.id,
             **_plain(record, _STEP),

@@ -15,7 +15,6 @@ from typing import Protocol, cast
 
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.plugins import plugins
-from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted
 
@@ -106,9 +105,9 @@ async def look(store: Store, url: str) -> Status:
     steps = 0
     runs = await store.list_runs(brief=True)
     for run in runs:
-        async for rollout in each_rollout(store, run.id):
-            rollouts[rollout.status.value] += 1
-        steps += len(await store.list_steps(run.id))
+        for counted in await store.count_rollouts(run.id):
+            rollouts[counted.status.value] += counted.rollouts
+        steps += len(await store.steps(run.id, brief=True))
     return Status(
         store=redacted(url),
         schema=None,

@@ -115,7 +115,7 @@ async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
         return RunPlan(run.id, kept="somebody works on it")
     groups = await _groups(store, run.id)
     if not choice.unfinished:
-        steps = len(await store.list_steps(run.id))
+        steps = len(await store.steps(run.id, brief=True))
         planned = (await read_epochs(store, run))[-1].setting("trainer", "steps")
         if any(not group.ended for group in groups.values()):
             return RunPlan(run.id, kept="some of its rollouts have not ended: --unfinished takes it all the same")
@@ -130,7 +130,7 @@ async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
 async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: Choice, busy: bool) -> RunPlan:
     groups = await _groups(store, run.id)
     epochs = await read_epochs(store, run)
-    first = None if choice.unfinished and not busy else _first_needed(epochs, await store.list_steps(run.id))
+    first = None if choice.unfinished and not busy else _first_needed(epochs, await store.steps(run.id))
     free = [
         name
         for name, group in groups.items()

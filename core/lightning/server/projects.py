@@ -15,7 +15,17 @@ from dataclasses import replace
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.server.known import Known
 from lightning.server.names import Names, check_id, check_run_id, is_of_servers
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Store, Watch
+from lightning.store.protocol import (
+    LATEST,
+    Alias,
+    Attempt,
+    MetricPoint,
+    Page,
+    ResourceUse,
+    RolloutCount,
+    Store,
+    Watch,
+)
 from lightning.store.rules import unknown_rollout
 from lightning.types import (
     DEFAULT_PROJECT,
@@ -28,9 +38,7 @@ from lightning.types import (
     Span,
     Status,
     StepRecord,
-    StepReward,
     Token,
-    ToolEvent,
     Transition,
 )
 
@@ -202,6 +210,10 @@ class ProjectStore:
             self._known.add("rollout", [rollout.id for rollout in page.rollouts])
         return replace(page, rollouts=tuple(self._names.rollout_out(rollout) for rollout in page.rollouts))
 
+    async def count_rollouts(self, run: str) -> list[RolloutCount]:
+        """See `Store.count_rollouts`."""
+        return await self._store.count_rollouts(run) if await self._sees_run(run) else []
+
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`. Workers of two projects may have one name and stay two."""
         if not await self._sees_run(run):
@@ -245,15 +257,10 @@ class ProjectStore:
         await self._check(*(rollout for rollout, _ in attempts))
         return await self._store.transitions_of(attempts)
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """See `Store.tool_events`."""
-        await self._check(rollout)
-        return await self._store.tool_events(rollout, attempt)
-
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """See `Store.step_rewards`."""
-        await self._check(rollout)
-        return await self._store.step_rewards(rollout, attempt)
+    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+        """See `Store.attempts_of`."""
+        await self._check(*(rollout for rollout, _ in attempts))
+        return await self._store.attempts_of(attempts)
 
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
@@ -273,9 +280,16 @@ class ProjectStore:
         await self._check(*(rollout for rollout, _ in record.rollouts))
         await self._store.commit_step(record)
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """See `Store.list_steps`."""
-        return await self._store.list_steps(run) if await self._sees_run(run) else []
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+    ) -> list[StepRecord]:
+        """See `Store.steps`."""
+        seen = await self._sees_run(run)
+        return await self._store.steps(run, after=after, limit=limit, brief=brief) if seen else []
+
+    async def last_step(self, run: str) -> StepRecord | None:
+        """See `Store.last_step`."""
+        return await self._store.last_step(run) if await self._sees_run(run) else None
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`. Raises `StoreError` for a run that is not there."""

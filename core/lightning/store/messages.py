@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning.store.protocol import Attempt, RolloutCount
 from lightning.types import LLM, Json, Lease, Outcome, Rollout, Span, Transition
 
 ONCE_HEADER: Final = "idempotency-key"
@@ -149,6 +150,27 @@ class TransitionsOf:
     """The calls of the first attempts that were asked for, in order, as many as fit into one answer; ask again for the rest."""
 
     transitions: tuple[tuple[Transition, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyAttempts:
+    """Attempts to read, as pairs of a rollout's id and an attempt's number; null stands for the current attempt."""
+
+    attempts: tuple[tuple[str, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptsOf:
+    """The first attempts that were asked for, in order, as many as fit into one answer; ask again for the rest."""
+
+    attempts: tuple[Attempt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCounts:
+    """How many rollouts of a run there are by split and status."""
+
+    counts: tuple[RolloutCount, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Final
 
 from lightning.store.protocol import Store
-from lightning.types import Rollout
+from lightning.types import Rollout, StepRecord
+
+STEPS: Final = 100
+"""Steps read at once: 4 MB of 512 rollouts each."""
 
 
 async def each_rollout(
@@ -20,3 +24,12 @@ async def each_rollout(
         cursor = page.cursor
         if not cursor:
             return
+
+
+async def each_step(store: Store, run: str) -> AsyncIterator[StepRecord]:
+    """The committed steps of a run in order. Only a page of them is kept."""
+    after = -1
+    while page := await store.steps(run, after=after, limit=STEPS):
+        for record in page:
+            yield record
+        after = page[-1].step

@@ -79,6 +79,25 @@ class ResourceUse:
     reward: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What an attempt was completed with, beside its reward. `attempt` is its number; one that did not end has nothing."""
+
+    rollout: str
+    attempt: int
+    tool_events: tuple[ToolEvent, ...] = ()
+    step_rewards: tuple[StepReward, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCount:
+    """How many rollouts of a run have this split and this status."""
+
+    split: str
+    status: Status
+    rollouts: int
+
+
 class Watch(Protocol):
     """Hears of the changes of a run: rollouts created, ended or given back, steps, state. A lease is none, nor are the calls
     of an attempt: whoever waits for work or for outcomes would wake for nothing."""
@@ -146,6 +165,9 @@ class Store(Protocol):
     ) -> Page:
         """Rollouts of a run in creation order, filtered; `cursor` continues where a page ended."""
 
+    async def count_rollouts(self, run: str) -> list[RolloutCount]:
+        """How many rollouts of a run there are, by split and status; those that are none are left out."""
+
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """Take up to `limit` pending rollouts (creation order), or running ones whose lease expired, as a new attempt.
 
@@ -195,11 +217,11 @@ class Store(Protocol):
     async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
         """`transitions` for many `(rollout, attempt)` at once, in the order asked for."""
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """The tool events an attempt (default: the current one) was completed with."""
+    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+        """What many `(rollout, attempt)` were completed with, in the order asked for. None names a rollout's current attempt.
 
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """The step rewards an attempt (default: the current one) was completed with."""
+        Raises `StoreError` for an unknown rollout.
+        """
 
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
@@ -221,8 +243,17 @@ class Store(Protocol):
         another step, `StaleAttemptError` when a rollout's succeeded attempt is not the one named. Repeating is a no-op.
         """
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """Committed steps in order."""
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+    ) -> list[StepRecord]:
+        """Committed steps in order: at most `limit` of those with a larger number than `after`. If `brief`, each without
+        `rollouts`, `digests` and `groups`, which are most of a step: 40 KB of 512 rollouts.
+
+        Raises `DataError` for a limit below 1.
+        """
+
+    async def last_step(self, run: str) -> StepRecord | None:
+        """The committed step with the largest number, or None when there is none."""
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """Merge values into the metrics of a step."""

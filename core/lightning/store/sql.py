@@ -79,7 +79,18 @@ SELECT_HELD: Final = "SELECT n, id, attempt, run FROM rollouts WHERE worker = ? 
 GIVE_BACK: Final = (
     "UPDATE rollouts SET status = 'pending', spent = spent - 1, worker = '', lease_until = NULL WHERE n = ?"
 )
-MARK_TRAINED: Final = "UPDATE rollouts SET trained_at_step = ? WHERE id = ?"
+COUNT_ROLLOUTS: Final = (
+    "SELECT split, status, count(*) FROM rollouts WHERE run = ? GROUP BY split, status ORDER BY 1, 2"
+)
+MARK_TRAINED: Final = "UPDATE rollouts SET trained_at_step = ? WHERE id IN "
+"""Followed by `places`."""
+SELECT_CURRENT: Final = "SELECT id, attempt FROM rollouts WHERE id IN "
+"""Followed by `places`."""
+
+
+def places(count: int) -> str:
+    """So many parameters in parentheses."""
+    return f"({', '.join('?' * count)})"
 
 
 def page_conditions(*, split: bool, step: bool, status: bool) -> str:
@@ -98,8 +109,8 @@ END_ATTEMPT: Final = (
     "WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_TOOL_EVENTS: Final = "SELECT tool_events FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_STEP_REWARDS: Final = "SELECT step_rewards FROM attempts WHERE rollout = ? AND attempt = ?"
+SELECT_ATTEMPTS: Final = "SELECT rollout, attempt, tool_events, step_rewards FROM attempts WHERE rollout IN "
+"""Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 
 # transitions ----------------------------------------------------------------------------------------------------
@@ -147,8 +158,24 @@ SELECT_SPANS: Final = f"SELECT {SPAN_COLUMNS} FROM spans WHERE rollout = ? AND a
 STEP_COLUMNS: Final = rows.STEPS.names()
 INSERT_STEP: Final = insert("steps", STEP_COLUMNS)
 SELECT_STEP_DIGEST: Final = "SELECT digest FROM steps WHERE run = ? AND step = ?"
-SELECT_STEPS: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step"  # noqa: S608
-SELECT_TRAINABLE: Final = "SELECT run, status, attempt, trained_at_step FROM rollouts WHERE id = ?"
+BRIEF_STEP_COLUMNS: Final = ", ".join(
+    "'[]'" if field in ("rollouts", "digests", "groups") else column
+    for field, column in zip(rows.STEPS.fields, rows.STEPS.columns, strict=True)
+)
+"""Without the names of what was trained."""
+SELECT_LAST_STEP: Final = f"SELECT {STEP_COLUMNS} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1"  # noqa: S608
+SELECT_TRAINABLE: Final = "SELECT id, run, status, attempt, trained_at_step FROM rollouts WHERE id IN "
+"""Followed by `places` and ORDER_IDS."""
+ORDER_IDS: Final = " ORDER BY id"
+"""Rows are locked in this order, so that two transactions that share some do not wait for one another."""
+
+
+def select_steps(*, limit: bool, brief: bool) -> str:
+    """Steps in order; the parameters are the run, the step before the first, and the number of steps if there is a limit."""
+    columns = BRIEF_STEP_COLUMNS if brief else STEP_COLUMNS
+    return f"SELECT {columns} FROM steps WHERE run = ? AND step > ? ORDER BY step{' LIMIT ?' if limit else ''}"  # noqa: S608
+
+
 UPSERT_METRIC: Final = (
     "INSERT INTO metrics (run, step, name, value, at) VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (run, step, name) DO UPDATE SET value = excluded.value, at = excluded.at"

@@ -113,7 +113,7 @@ class House:
         outcome = returned(1.0, session, 0.0) if error is None else raised(error, session, 0.0)
         rollout, attempt = lease.rollout.id, lease.attempt
         self.do(self._store.complete(rollout, attempt, outcome))
-        events = self.do(self._store.tool_events(rollout, attempt))
+        events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events
         return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
 
     def calls(self, lease: Lease) -> list[Transition]:

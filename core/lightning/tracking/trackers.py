@@ -144,13 +144,16 @@ class _Feed:
 async def attempts_of(store: Store, rollout: Rollout) -> list[AttemptRecord]:
     """The attempts of a rollout in order; lost ones only if they recorded anything."""
     records = []
-    for attempt in range(1, rollout.attempt + 1):
+    numbers = range(1, rollout.attempt + 1)
+    for attempt, ended in zip(
+        numbers, await store.attempts_of([(rollout.id, number) for number in numbers]), strict=True
+    ):
         record = AttemptRecord(
             rollout,
             attempt,
             await store.transitions(rollout.id, attempt),
-            await store.tool_events(rollout.id, attempt),
-            await store.step_rewards(rollout.id, attempt),
+            list(ended.tool_events),
+            list(ended.step_rewards),
             await store.spans(rollout.id, attempt),
         )
         if attempt == rollout.attempt or record.transitions or record.spans:

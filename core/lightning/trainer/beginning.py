@@ -75,7 +75,7 @@ async def _fork(
     described: Mapping[str, Json],
     config: Config,
 ) -> str:
-    records, epochs = await store.list_steps(run.id), await read_epochs(store, run)
+    records, epochs = await store.steps(run.id), await read_epochs(store, run)
     step = len(records) if step is None else step
     if step > len(records):
         raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
@@ -157,7 +157,7 @@ class Beginning:
         phases = self.schedule.phases if isinstance(self.schedule, AlgorithmSchedule) else ()
         algorithms = [(first, describe_algorithm(algorithm)) for first, algorithm in phases]
         epochs = await plan_epochs(self.store, run, described, algorithms)
-        records = await self.store.list_steps(run.id)
+        records = await self.store.steps(run.id)
         committed = len(records)
         for epoch in epochs[1:]:
             if committed and epoch.first == committed:

@@ -118,9 +118,10 @@ def caller_name(caller: Caller) -> str:
 async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: Sequence[str]) -> list[Group]:
     """The groups of succeeded rollouts, in the order their first rollout was created; failed rollouts are absent."""
     done = [rollout for rollout in rollouts if rollout.status is Status.SUCCEEDED]
-    calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in done])
+    attempts = [(rollout.id, rollout.attempt) for rollout in done]
+    calls, ended = await store.transitions_of(attempts), await store.attempts_of(attempts)
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
-    for rollout, transitions in zip(done, calls, strict=True):
+    for rollout, transitions, attempt in zip(done, calls, ended, strict=True):
         answered = tuple(call for call in transitions if call.status.answered)
         trainable = tuple(is_trainable(call.caller, train_agents) for call in answered)
         groups[rollout.group].append(
@@ -128,8 +129,8 @@ async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: S
                 rollout,
                 answered,
                 trainable,
-                tuple(await store.tool_events(rollout.id, rollout.attempt)),
-                tuple(await store.step_rewards(rollout.id, rollout.attempt)),
+                attempt.tool_events,
+                attempt.step_rewards,
                 too_long=sum(call.finish_reason == TOO_LONG for call in transitions),
             )
         )

@@ -114,7 +114,8 @@ async def dry_run(
 async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> DevRow:
     recorded = await stack.store.transitions(rollout.id)
     calls = [call for call in recorded if call.status.answered]
-    events = await stack.store.tool_events(rollout.id)
+    (attempt,) = await stack.store.attempts_of([(rollout.id, None)])
+    events = attempt.tool_events
     wanted = [call for call in calls if is_trainable(call.caller, train_agents)]
     trained = [call for call in wanted if call.status is CallStatus.OK]
     return DevRow(

@@ -224,7 +224,7 @@ class Loop:
 
         The checkpoint of step 0 is what another run had from which this one was forked.
         """
-        records = await self.stack.store.list_steps(self.stack.run.id)
+        records = await self.stack.store.steps(self.stack.run.id)
         committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()

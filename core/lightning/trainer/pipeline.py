@@ -139,7 +139,7 @@ class Pipeline(Sampler):
     async def _recall(self) -> None:
         """Read from the store what had begun before this process, and what of it was taken."""
         store, run = self.stack.store, self.stack.run.id
-        records = await store.list_steps(run)
+        records = await store.steps(run)
         taken = {group for record in records for group in record.groups}
         begun = [
             rollout

@@ -185,7 +185,7 @@ async def check_run(
                 f"run {run!r} searches for prompts with other settings ({', '.join(different)}): resume it with the same "
                 "ones, or give another `out` to start a new search"
             )
-    elif (records := await store.list_steps(run)) and (lost := await not_loadable(now, described, records)):
+    elif (records := await store.steps(run)) and (lost := await not_loadable(now, described, records)):
         raise ConfigError(
             f"the training state of run {run!r} does not fit other settings of {', '.join(lost)}: resume it with the same "
             f"ones, or begin a new run with its weights: --from {run}@{records[-1].step + 1}"
@@ -219,7 +219,7 @@ async def plan_epochs(
     Settings other than the last ones begin an epoch behind the last committed step. `phases` are the algorithms of a schedule,
     as `describe_algorithm` says them, with their first steps: each begins an epoch, too.
     """
-    records = await store.list_steps(run.id)
+    records = await store.steps(run.id)
     committed = records[-1].step + 1 if records else 0
     epochs = [epoch for epoch in await read_epochs(store, run) if epoch.number == 0 or epoch.first < committed]
     planned = [(first, {**described, "algorithm": algorithm}) for first, algorithm in phases] or [(0, dict(described))]

@@ -189,10 +189,10 @@ async def summarize(store: Store, run: str) -> Summary:
     Rollouts are counted page by page: the last step of a run of weeks has millions behind it, and must not fail for want of
     memory.
     """
-    steps = [record.metrics for record in await store.list_steps(run)]  # without the names of all that was trained
+    steps = [record.metrics for record in await store.steps(run, brief=True)]
     points = await store.metrics(run)
-    counts = await _counted(store, run)
-    evaluations = counts.evaluations()
+    trained = [each for each in await store.count_rollouts(run) if each.split == TRAIN]
+    evaluations = await _evaluations(store, run)
     time = dict.fromkeys(PHASES, 0.0)
     for point in points:
         for phase in PHASES:
@@ -203,8 +203,8 @@ async def summarize(store: Store, run: str) -> Summary:
         run=run,
         seed=seed if isinstance(seed, int) else 0,
         steps=len(steps),
-        rollouts=counts.rollouts,
-        failed=counts.failed,
+        rollouts=sum(each.rollouts for each in trained),
+        failed=sum(each.rollouts for each in trained if each.status is Status.FAILED),
         trained_tokens=int(sum(metrics.get("tokens", 0.0) for metrics in steps)),
         drift_tokens=int(sum(metrics.get("drift_tokens", 0.0) for metrics in steps)),
         max_logprob_gap=max(
@@ -268,36 +268,30 @@ class _Tally:
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Training rollouts, and a tally of the newest try at each evaluation in the order in which they were begun.
+class _Evaluations:
+    """A tally of the newest try at each evaluation, in the order in which they were begun.
 
     A search that had ended and is given more measures another version of its prompt, maybe in the same round.
     """
 
-    rollouts: int = 0
-    failed: int = 0
     evaluated: dict[tuple[int, tuple[tuple[str, int], ...]], _Tally] = field(default_factory=dict)
 
     def add(self, rollout: Rollout) -> None:
-        """Count a rollout; those of one run come in the order of their creation."""
-        if rollout.split == TRAIN:
-            self.rollouts += 1
-            self.failed += rollout.status is Status.FAILED
-        elif rollout.split == VAL:
-            of, made = (rollout.step, tuple(sorted(rollout.resources.items()))), newest_generation([rollout])
-            tally = self.evaluated.get(of)
-            if tally is None or made > tally.generation:
-                tally = self.evaluated[of] = _Tally(generation=made)
-            if made == tally.generation:
-                tally.add(rollout)
+        """Count a held-out rollout; those of one run come in the order of their creation."""
+        of, made = (rollout.step, tuple(sorted(rollout.resources.items()))), newest_generation([rollout])
+        tally = self.evaluated.get(of)
+        if tally is None or made > tally.generation:
+            tally = self.evaluated[of] = _Tally(generation=made)
+        if made == tally.generation:
+            tally.add(rollout)
 
     def evaluations(self) -> tuple[Evaluation, ...]:
         """Those that have ended."""
         return tuple(tally.evaluation(step) for (step, _), tally in self.evaluated.items() if not tally.unfinished)
 
 
-async def _counted(store: Store, run: str) -> _Counts:
-    counts = _Counts()
-    async for rollout in each_rollout(store, run):
-        counts.add(rollout)
-    return counts
+async def _evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
+    found = _Evaluations()
+    async for rollout in each_rollout(store, run, split=VAL):
+        found.add(rollout)
+    return found.evaluations()

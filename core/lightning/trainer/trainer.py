@@ -223,7 +223,7 @@ class Trainer:
         """What samples and what trains, opened; and the digest of the model's folder."""
         # A server of our own has the weights of a run without steps; everything else is given its weights by the loop.
         restores = bool(
-            self.config.policy_server.attach or await store.list_steps(run.id) or self._checkpoints.newest(0) == 0
+            self.config.policy_server.attach or await store.last_step(run.id) or self._checkpoints.newest(0) == 0
         )
         sender = engine.sender() if isinstance(engine, SendsWeights) else None
         # On one GPU vLLM measures what is free while it starts: nothing may be loaded there meanwhile.

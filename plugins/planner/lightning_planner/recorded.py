@@ -107,7 +107,7 @@ class Recorded:
 async def read_run(store: Store, run: str) -> Recorded:
     """Read a run. Raises `DataError` for one that has no committed step, or whose calls were pruned."""
     stored = await store.get_run(run)
-    records = await store.list_steps(run)
+    records = await store.steps(run)
     if stored is None or not records:
         raise DataError(
             f"run {run!r} has no committed step: a plan needs one that has trained; `lightning runs` lists them"

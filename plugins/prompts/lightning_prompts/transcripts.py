@@ -38,9 +38,9 @@ class Transcripts:
     async def of(self, rollout: Rollout) -> str:
         """The transcript of a finished rollout."""
         calls = [call for call in await self._store.transitions(rollout.id) if call.status.answered]
-        events = await self._store.tool_events(rollout.id)
+        (attempt,) = await self._store.attempts_of([(rollout.id, None)])
         said = await self._calls(calls)
-        told = [*said, *(_tool(event) for event in events)]
+        told = [*said, *(_tool(event) for event in attempt.tool_events)]
         return _clipped("\n".join(told), LONGEST)
 
     async def _calls(self, calls: Sequence[Transition]) -> list[str]:

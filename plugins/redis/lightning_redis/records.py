@@ -6,19 +6,22 @@ The invariant: a step and the marks of the rollouts it trained are written toget
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import json_text, rows, rules
-from lightning.store.protocol import MetricPoint
-from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
+from lightning.store.protocol import Attempt, MetricPoint
+from lightning.types import Json, Run, Status, StepRecord
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
 from lightning_redis.link import Link, unexpected
 from lightning_redis.standing import stand
-from lightning_redis.transitions import current_attempt
+
+STEPS_AT_ONCE: Final = 50
+"""Step records in one answer at most."""
 
 
 def time_text(at: float) -> str:
@@ -92,24 +95,36 @@ def _run(run: str, value: bytes, brief: bool = False) -> Run:
 # what attempts were completed with ------------------------------------------------------------------------------
 
 
-async def tool_events(link: Link, rollout: str, attempt: int | None) -> list[ToolEvent]:
-    """See `Store.tool_events`."""
-    return json_text.tool_events_from_text(await _of_attempt(link, "tool_events", rollout, attempt))
+async def attempts_of(link: Link, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+    """See `Store.attempts_of`."""
+    if not attempts:
+        return []
+    names = list(dict.fromkeys(rollout for rollout, _ in attempts))
+    (standings,) = await link.reads.read((b"HMGET", link.keys("standing"), *map(encoded, names)))
+    current: dict[str, int] = {}
+    for name, standing in zip(names, standings, strict=True):
+        if standing is None:
+            raise rules.unknown_rollout(name)
+        current[name] = int(stand(standing, name)["attempt"])
+    asked = [(rollout, current[rollout] if attempt is None else attempt) for rollout, attempt in attempts]
+    fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in asked]
+    (texts,) = await link.reads.read((b"HMGET", link.keys("attempts"), *fields))
+    return [_attempt(rollout, attempt, text) for (rollout, attempt), text in zip(asked, texts, strict=True)]
 
 
-async def step_rewards(link: Link, rollout: str, attempt: int | None) -> list[StepReward]:
-    """See `Store.step_rewards`."""
-    return json_text.step_rewards_from_text(await _of_attempt(link, "step_rewards", rollout, attempt))
-
-
-async def _of_attempt(link: Link, what: str, rollout: str, attempt: int | None) -> str:
-    current = await current_attempt(link, rollout)
-    field = encoded(f"{rollout}:{current if attempt is None else attempt}")
-    (text,) = await link.reads.read((b"HGET", link.keys("attempts"), field))
+def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
     if text is None:
-        return "[]"
+        return Attempt(rollout, attempt)
     found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
-    return str(found.get(what, "[]")) if isinstance(found, Mapping) else ""
+    events, rewards = (
+        str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in ("tool_events", "step_rewards")
+    )
+    return Attempt(
+        rollout,
+        attempt,
+        tuple(json_text.tool_events_from_text(events)),
+        tuple(json_text.step_rewards_from_text(rewards)),
+    )
 
 
 # steps ----------------------------------------------------------------------------------------------------------
@@ -147,15 +162,30 @@ def _untrainable(record: StepRecord, rollout: str, attempt: int, standing: bytes
     return ConflictError(f"{what}: step {found['trained']} trained it already, and a rollout enters exactly one step")
 
 
-async def list_steps(link: Link, run: str) -> list[StepRecord]:
-    """See `Store.list_steps`."""
-    (flat,) = await link.reads.read((b"HGETALL", link.keys("steps", run)))
-    steps = []
-    for step, value in sorted((int(step), value) for step, value in zip(flat[::2], flat[1::2], strict=True)):
-        (at,), columns = stamped(value, f"step {step} of run {run!r}")
-        values = rows.STEPS.filled(columns, without=("run", "step", "at"))
-        steps.append(rows.STEPS.read((run, step, *values, at)))
-    return steps
+async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
+    """See `Store.steps`. Records are read some at a time: those of a long run are gigabytes before they are made brief."""
+    rules.check_page(limit)
+    (names,) = await link.reads.read((b"HKEYS", link.keys("steps", run)))
+    asked = sorted(number for number in map(int, names) if number > after)[:limit]
+    found: list[StepRecord] = []
+    for start in range(0, len(asked), STEPS_AT_ONCE):
+        some = asked[start : start + STEPS_AT_ONCE]
+        (values,) = await link.reads.read((b"HMGET", link.keys("steps", run), *(b"%d" % step for step in some)))
+        kept = [_step(run, step, value) for step, value in zip(some, values, strict=True) if value is not None]
+        found += [replace(step, rollouts=(), digests=(), groups=()) if brief else step for step in kept]
+    return found
+
+
+async def last_step(link: Link, run: str) -> StepRecord | None:
+    """See `Store.last_step`."""
+    (names,) = await link.reads.read((b"HKEYS", link.keys("steps", run)))
+    found = await steps(link, run, max(map(int, names)) - 1, 1, brief=False) if names else []
+    return found[0] if found else None
+
+
+def _step(run: str, step: int, value: bytes) -> StepRecord:
+    (at,), columns = stamped(value, f"step {step} of run {run!r}")
+    return rows.STEPS.read((run, step, *rows.STEPS.filled(columns, without=("run", "step", "at")), at))
 
 
 # metrics and state ----------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ held an earlier one is fenced off.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import rules
-from lightning.store.protocol import Page
+from lightning.store.protocol import Page, RolloutCount
 from lightning.types import Lease, Rollout, Status
 
 from lightning_redis import scripts
@@ -124,6 +125,18 @@ def _fits(rollout: Rollout, split: str | None, step: int | None, status: Status 
         and (step is None or rollout.step == step)
         and (status is None or rollout.status == status)
     )
+
+
+async def count(link: Link, run: str) -> list[RolloutCount]:
+    """See `Store.count_rollouts`. Redis has no index by split: every rollout is read, a page at a time."""
+    counts: Counter[tuple[str, Status]] = Counter()
+    cursor = ""
+    while True:
+        found = await page(link, run, None, None, None, cursor, LARGEST_LOOK)
+        counts.update((rollout.split, rollout.status) for rollout in found.rollouts)
+        cursor = found.cursor
+        if not cursor:
+            return [RolloutCount(split, status, number) for (split, status), number in sorted(counts.items())]
 
 
 async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once: str) -> list[Lease]:

@@ -15,7 +15,16 @@ from contextlib import AbstractAsyncContextManager
 
 from lightning.errors import StoreError
 from lightning.store import rules
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
+from lightning.store.protocol import (
+    LATEST,
+    Alias,
+    Attempt,
+    MetricPoint,
+    Page,
+    ResourceUse,
+    RolloutCount,
+    Watch,
+)
 from lightning.types import (
     Json,
     Lease,
@@ -26,9 +35,7 @@ from lightning.types import (
     Span,
     Status,
     StepRecord,
-    StepReward,
     Token,
-    ToolEvent,
     Transition,
 )
 
@@ -187,6 +194,11 @@ class RedisStore:
         with self._link() as link:
             return await rollout_ops.page(link, run, split, step, status, cursor, limit)
 
+    async def count_rollouts(self, run: str) -> list[RolloutCount]:
+        """See `Store.count_rollouts`."""
+        with self._link() as link:
+            return await rollout_ops.count(link, run)
+
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
         with self._link() as link:
@@ -229,15 +241,10 @@ class RedisStore:
         with self._link() as link:
             return await transition_ops.read_many(link, attempts)
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """See `Store.tool_events`."""
+    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+        """See `Store.attempts_of`."""
         with self._link() as link:
-            return await records.tool_events(link, rollout, attempt)
-
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """See `Store.step_rewards`."""
-        with self._link() as link:
-            return await records.step_rewards(link, rollout, attempt)
+            return await records.attempts_of(link, attempts)
 
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
@@ -256,10 +263,17 @@ class RedisStore:
         with self._link() as link:
             await records.commit_step(link, record)
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """See `Store.list_steps`."""
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+    ) -> list[StepRecord]:
+        """See `Store.steps`."""
         with self._link() as link:
-            return await records.list_steps(link, run)
+            return await records.steps(link, run, after, limit, brief)
+
+    async def last_step(self, run: str) -> StepRecord | None:
+        """See `Store.last_step`."""
+        with self._link() as link:
+            return await records.last_step(link, run)
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""

@@ -107,9 +107,9 @@ async def _recorded(trainer: Trainer) -> dict[str, Any]:
     counts: dict[str, int] = {}
     try:
         for rollout in await all_rollouts(store, trainer.run_id, split="train", step=0):
-            for event in await store.tool_events(rollout.id, rollout.attempt):
+            for event in list((await store.attempts_of([(rollout.id, rollout.attempt)]))[0].tool_events):
                 counts[event.status] = counts.get(event.status, 0) + 1
-        steps = [record.metrics for record in await store.list_steps(trainer.run_id)]
+        steps = [record.metrics for record in await store.steps(trainer.run_id)]
     finally:
         await store.close()
     found = {name: [step[name] for step in steps if name in step] for name in MISMATCH_METRICS}

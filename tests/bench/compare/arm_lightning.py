@@ -65,7 +65,7 @@ async def _report(trainer: Trainer) -> Report:
     store = trainer.open_store()
     await store.open()
     try:
-        records = await store.list_steps(trainer.run_id)
+        records = await store.steps(trainer.run_id)
         points = await store.metrics(trainer.run_id)
     finally:
         await store.close()

@@ -68,12 +68,12 @@ async def test_a_step_is_derived_again_and_other_rows_are_found(name: str) -> No
     report = await audit(store, "run")
     assert report.rederived
     assert report.ok, report.findings
-    steps = store.list_steps
+    steps = store.steps
 
     async def changed(run: str) -> list[StepRecord]:
         return [replace(record, digest="0" * 64) for record in await steps(run)]
 
-    store.list_steps = changed  # type: ignore[method-assign]
+    store.steps = changed  # type: ignore[method-assign]
     assert any("its training rows are not" in finding.problem for finding in (await audit(store, "run")).findings)
 
 

@@ -61,7 +61,7 @@ async def test_it_finds_runs_with_work_and_does_all_of_it(site: Site) -> None:
         found = await site.rollouts(run)
         assert {name: one.reward for name, one in found.items()} == {f"{run}/{n}": float(n) for n in range(count)}
     assert (await site.rollouts())[f"{RUN}/3"].rewards == {"reward": 3.0, "format": 1.0}
-    assert [step.value for step in await site.store.step_rewards(f"{RUN}/3")] == [0.5]
+    assert [step.value for step in list((await site.store.attempts_of([(f"{RUN}/3", None)]))[0].step_rewards)] == [0.5]
     assert len(await site.store.transitions(f"{RUN}/3")) == 1
 
 
@@ -533,9 +533,12 @@ async def test_an_outcome_that_is_too_long_is_told_with_less_in_it(site: Site) -
     assert (tally.succeeded, tally.failed, tally.lost) == (3, 1, 0)
     found = await site.rollouts()
     assert [one.reward for one in found.values()] == [0.0, 1.0, None, 3.0]
-    told = [await site.store.tool_events(f"{RUN}/{n}") for n in range(2)]
+    told = [list((await site.store.attempts_of([(f"{RUN}/{n}", None)]))[0].tool_events) for n in range(2)]
     assert [[event.arguments for event in events] for events in told] == [[None] * 3, []]
-    assert [len(await site.store.step_rewards(f"{RUN}/{n}")) for n in range(2)] == [1, 1]
+    assert [len(list((await site.store.attempts_of([(f"{RUN}/{n}", None)]))[0].step_rewards)) for n in range(2)] == [
+        1,
+        1,
+    ]
     lost = found[f"{RUN}/2"]
     assert lost.fault is Fault.INFRASTRUCTURE
     for word in ("too long, of ", "bytes or more, the limit is 8192", "gateway.max_body_bytes"):

@@ -133,7 +133,7 @@ async def test_an_outcome_at_which_a_proxy_hangs_up_is_told_with_less_in_it(
     await site.begin(count=1)
     tally = await asyncio.wait_for(client_of(site, proxy, agent, rollouts=1).work(), 30)
     assert (tally.succeeded, tally.lost) == (1, 0)
-    events = await site.store.tool_events(f"{RUN}/0")
+    events = list((await site.store.attempts_of([(f"{RUN}/0", None)]))[0].tool_events)
     assert [(event.arguments, event.output) for event in events] == [(None, "found")] * 40
     assert "less of it is told now" in caplog.text
     assert "hung up 4 times" in caplog.text

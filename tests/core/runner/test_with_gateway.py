@@ -122,10 +122,10 @@ async def test_every_call_lands_in_its_own_rollout_under_its_own_name() -> None:
         assert [call.status for call in calls] == [CallStatus.OK] * 2
         assert [call.caller.path for call in calls] == [("writer",), ("checker",)]
         assert {call.caller.framework for call in calls} == {"raw"}
-        (event,) = await store.tool_events(rollout.id)
+        (event,) = list((await store.attempts_of([(rollout.id, None)]))[0].tool_events)
         assert event.status == ("error" if rollout.task.input == 3 else "ok")
         assert (event.caller, event.response_id) == (calls[0].caller, calls[0].id)
-        steps = await store.step_rewards(rollout.id)
+        steps = list((await store.attempts_of([(rollout.id, None)]))[0].step_rewards)
         assert [(step.value, step.response_id) for step in steps] == (
             [(-1.0, calls[0].id)] if rollout.task.input == 3 else []
         )

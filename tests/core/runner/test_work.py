@@ -125,7 +125,7 @@ async def test_it_runs_everything_a_few_at_once_and_tells(store: MemoryStore) ->
         f"r{index}": float(index) for index in range(8)
     }
     assert found["r3"].rewards == {"reward": 3.0, "format": 1.0}
-    assert [step.value for step in await store.step_rewards("r3")] == [0.5]
+    assert [step.value for step in list((await store.attempts_of([("r3", None)]))[0].step_rewards)] == [0.5]
     assert runner.most == 3
     assert sorted(rollout.id for rollout in heard) == sorted(found)
     assert all(rollout.status is Status.SUCCEEDED for rollout in heard)

@@ -83,7 +83,7 @@ class House:
             page = await self.store.list_rollouts(run)
             found += [
                 page,
-                await self.store.list_steps(run),
+                await self.store.steps(run),
                 await self.store.metrics(run),
                 await self.store.get_state(run, "x"),
             ]

@@ -94,12 +94,13 @@ CASES: dict[str, Case | None] = {
     "next_seq": lambda store, ids: store.next_seq(ids.live, 1),
     "transitions": lambda store, ids: store.transitions(ids.live),
     "transitions_of": lambda store, ids: store.transitions_of([(ids.live, 1)]),
-    "tool_events": lambda store, ids: store.tool_events(ids.done),
-    "step_rewards": lambda store, ids: store.step_rewards(ids.done),
+    "attempts_of": lambda store, ids: store.attempts_of([(ids.done, 1)]),
+    "count_rollouts": lambda store, ids: store.count_rollouts(ids.run),
+    "last_step": lambda store, ids: store.last_step(ids.run),
     "append_spans": lambda store, ids: store.append_spans([span(ids.live)]),
     "spans": lambda store, ids: store.spans(ids.live),
     "commit_step": lambda store, ids: store.commit_step(record(ids.run, ids.done)),
-    "list_steps": lambda store, ids: store.list_steps(ids.run),
+    "steps": lambda store, ids: store.steps(ids.run),
     "log_metrics": lambda store, ids: store.log_metrics(ids.run, 0, {"loss": 9.0}),
     "metrics": lambda store, ids: store.metrics(ids.run),
     "put_state": lambda store, ids: store.put_state(ids.run, "notes", 9),
@@ -185,7 +186,7 @@ async def everything(store: Store) -> str:
     """All that the project `theirs` has."""
     owner = ProjectStore(store, "theirs")
     asked = (
-        "get_run", "list_rollouts", "transitions", "tool_events", "spans", "list_steps", "metrics", "get_state",
+        "get_run", "list_rollouts", "transitions", "attempts_of", "spans", "steps", "metrics", "get_state",
         "get_token", "list_resources", "list_aliases", "resource_uses",
     )  # fmt: skip
     return "\n".join([repr(await CASES[name](owner, THEIRS)) for name in asked])  # type: ignore[misc]
@@ -277,14 +278,14 @@ async def test_the_default_project_keeps_bare_names_and_sees_no_others(store: St
 async def test_an_id_that_changed_hands_is_looked_up_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(store, "theirs", THEIRS)
     theirs = Projects(store).of("theirs")
-    assert await theirs.list_steps(THEIRS.run)
+    assert await theirs.steps(THEIRS.run)
     monkeypatch.setattr("lightning.server.known.FORGET_AFTER", -1.0)
 
     async def pruned(run: str) -> Run:
         return Run(run, "somebody else's now", project="mine")
 
     monkeypatch.setattr(store, "get_run", pruned)
-    assert await theirs.list_steps(THEIRS.run) == []
+    assert await theirs.steps(THEIRS.run) == []
 
 
 async def test_rollouts_that_were_listed_are_not_looked_up_one_by_one(
@@ -335,7 +336,7 @@ OPERATIONS: dict[str, Callable[[Store, str, str], Awaitable[object]]] = {
     "append": lambda store, run, name: store.append([call(f"{run}/{name}")]),
     "transitions": lambda store, run, name: store.transitions(f"{run}/{name}"),
     "commit": lambda store, run, name: store.commit_step(record(run, f"{run}/{name}", 0)),
-    "steps": lambda store, run, name: store.list_steps(run),
+    "steps": lambda store, run, name: store.steps(run),
     "runs": lambda store, run, name: store.list_runs(),
     "put": lambda store, run, name: store.put_resource(Resource(name, run, ResourceKind.PROMPT)),
     "resources": lambda store, run, name: store.list_resources(),

@@ -319,7 +319,7 @@ async def test_no_credential_of_a_run_lies_in_its_database_or_in_a_log(
             error=f"401 for Bearer {llm.api_key}",
         )
         await report(store, "run/0", 1, Outcome(reward=1.0, tool_events=(event,), error=f"key {llm.api_key}"))
-        (kept,) = await store.tool_events("run/0")
+        (kept,) = list((await store.attempts_of([("run/0", None)]))[0].tool_events)
         assert (kept.name, kept.status) == ("http", "error")
         assert len(await store.spans("run/0")) == 1
     written = b"".join(file.read_bytes() for file in tmp_path.iterdir())

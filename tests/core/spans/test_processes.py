@@ -129,7 +129,7 @@ async def test_a_service_joins_the_rollout_by_its_traceparent(shop) -> None:
             tool.span_id,
             clerk.span_id,
         )
-        (event,) = await store.tool_events(rollout.id)
+        (event,) = list((await store.attempts_of([(rollout.id, None)]))[0].tool_events)
         failed = item == 1
         assert (event.name, event.call_id, event.status) == ("price", f"call_{item}", "error" if failed else "ok")
         assert (event.error, event.at) == ("no such item" if failed else "", tool.ended_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreE
 from lightning.plugins import plugins
 from lightning.store import Store
 from lightning.store.http import HttpStore
-from lightning.store.protocol import KNOWN_SECONDS
+from lightning.store.pages import each_step
+from lightning.store.protocol import KNOWN_SECONDS, Attempt
 from lightning.store.relational import answers
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rules import EXCUSED
@@ -404,9 +406,9 @@ async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
         2.5,
     )
     assert done == await leased.get_rollout("a")
-    assert await leased.tool_events("a") == list(events)
-    assert await leased.step_rewards("a", 1) == list(steps)
-    assert await leased.tool_events("a", 2) == []
+    assert list((await leased.attempts_of([("a", None)]))[0].tool_events) == list(events)
+    assert list((await leased.attempts_of([("a", 1)]))[0].step_rewards) == list(steps)
+    assert list((await leased.attempts_of([("a", 2)]))[0].tool_events) == []
 
 
 @everywhere
@@ -534,7 +536,11 @@ async def test_unknown_rollouts_and_future_attempts_are_refused(leased: Store, c
         await leased.complete("nobody", 1, Outcome(reward=1.0))
     with pytest.raises(StoreError, match="'nobody' is unknown"):
         await leased.append([call(rollout="nobody")])
-    for read in (leased.transitions("nobody"), leased.transitions_of([("nobody", 1)]), leased.tool_events("nobody")):
+    for read in (
+        leased.transitions("nobody"),
+        leased.transitions_of([("nobody", 1)]),
+        leased.attempts_of([("nobody", 1)]),
+    ):
         with pytest.raises(StoreError, match="'nobody' is unknown"):
             await read
     with pytest.raises(StaleAttemptError, match="it has not begun"):
@@ -710,7 +716,7 @@ def record(
 async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> None:
     await trained.commit_step(record())
     await trained.commit_step(record())
-    assert await trained.list_steps("run") == [record()]
+    assert await trained.steps("run") == [record()]
     marks = [(r.id, r.trained_at_step) for r in (await trained.list_rollouts("run")).rollouts]
     assert marks == [("a", 0), ("b", 0), ("f", None), ("p", None)]
     with pytest.raises(ConflictError, match="step 0"):
@@ -733,7 +739,7 @@ async def test_a_step_with_one_wrong_rollout_changes_nothing(
 ) -> None:
     with pytest.raises(error):
         await trained.commit_step(record(rollouts=rollouts))
-    assert await trained.list_steps("run") == []
+    assert await trained.steps("run") == []
     untouched = await trained.get_rollout("a")
     assert untouched is not None
     assert untouched.trained_at_step is None
@@ -745,9 +751,63 @@ async def test_a_rollout_enters_one_step_only(trained: Store) -> None:
     with pytest.raises(ConflictError, match="step 0 trained it"):
         await trained.commit_step(record(1, (("b", 1), ("a", 1))))
     await trained.commit_step(record(1, (("b", 1),), at=0.0))
-    steps = await trained.list_steps("run")
+    steps = await trained.steps("run")
     assert [step.step for step in steps] == [0, 1]
     assert steps[1].at > 1e9
+
+
+@everywhere
+async def test_steps_are_read_in_pages_in_brief_and_from_the_end(store: Store) -> None:
+    assert await store.steps("run") == []
+    assert await store.last_step("run") is None
+    await store.put_run(Run("run", "a run"))
+    whole = [record(number, (), groups=(f"g{number}",), digests=("d",)) for number in range(12)]
+    for each in whole:
+        await store.commit_step(each)
+    assert await store.steps("run", after=3, limit=2) == whole[4:6]
+    assert await store.steps("run", after=10, limit=5) == whole[11:]
+    assert await store.steps("run", after=11) == []
+    assert await store.last_step("run") == whole[11]
+    brief = [replace(each, rollouts=(), digests=(), groups=()) for each in whole]
+    assert await store.steps("run", brief=True) == brief
+    assert [step async for step in each_step(store, "run")] == whole
+    with pytest.raises(DataError, match="limit=0"):
+        await store.steps("run", limit=0)
+
+
+@everywhere
+async def test_rollouts_are_counted_by_split_and_status(trained: Store, rollout: RolloutOf) -> None:
+    await trained.create_rollouts([replace(rollout("held-out"), split="val")])
+    counted = {(each.split, each.status): each.rollouts for each in await trained.count_rollouts("run")}
+    pages = await trained.list_rollouts("run")
+    assert counted == Counter((each.split, each.status) for each in pages.rollouts)
+    assert len(counted) == 4
+    assert await trained.count_rollouts("nobody's") == []
+
+
+@everywhere
+async def test_many_attempts_are_read_at_once(leased: Store) -> None:
+    event, reward = ToolEvent("run", "ok", at=1.0), StepReward(0.25, "format", "call-0", 3.0)
+    await leased.complete("a", 1, Outcome(reward=1.0, tool_events=(event,), step_rewards=(reward,)))
+    asked = [("a", None), ("a", 7), ("a", 1)] * 300
+    told = Attempt("a", 1, (event,), (reward,))
+    assert await leased.attempts_of(asked) == [told, Attempt("a", 7), told] * 300
+    assert await leased.attempts_of([]) == []
+
+
+async def test_a_step_of_many_rollouts_is_committed_and_loaded_in_few_calls(store: Store, rollout: RolloutOf) -> None:
+    names = [f"r{number:04}" for number in range(900)]
+    await store.put_run(Run("run", "a run"))
+    await store.create_rollouts([rollout(name) for name in names])
+    leases = await store.lease("run", "w", limit=len(names))
+    for lease in leases:
+        await store.complete(lease.rollout.id, 1, Outcome(reward=1.0))
+    await store.commit_step(record(0, tuple((name, 1) for name in names), digests=("d",) * len(names)))
+    found = (await store.list_rollouts("run", limit=2000)).rollouts
+    assert {each.trained_at_step for each in found} == {0}
+    with pytest.raises(ConflictError, match="step 0 trained it"):
+        await store.commit_step(record(1, ((names[-1], 1),)))
+    assert [each.rollout for each in await store.attempts_of([(name, 1) for name in names])] == names
 
 
 async def test_a_step_trains_rollouts_of_its_run_only(trained: Store) -> None:

@@ -246,19 +246,19 @@ async def test_a_damaged_call_does_not_stop_new_ones(tmp_path: Path, call: CallO
 
 
 @pytest.mark.parametrize(
-    ("edit", "method"),
+    "edit",
     [
-        ("UPDATE rollouts SET task = 'x'", "get_rollout"),
-        ("UPDATE rollouts SET rewards = '[1]'", "get_rollout"),
-        ("UPDATE attempts SET tool_events = '{}'", "tool_events"),
-        ("UPDATE attempts SET step_rewards = '['", "step_rewards"),
+        "UPDATE rollouts SET task = 'x'",
+        "UPDATE rollouts SET rewards = '[1]'",
+        "UPDATE attempts SET tool_events = '{}'",
+        "UPDATE attempts SET step_rewards = '['",
     ],
 )
-async def test_damaged_json_is_named(tmp_path: Path, edit: str, method: str) -> None:
+async def test_damaged_json_is_named(tmp_path: Path, edit: str) -> None:
     store = await filled(tmp_path / "store.db")
     execute(tmp_path / "store.db", edit)
     with pytest.raises(StoreError, match="is corrupt in the database"):
-        await getattr(store, method)("a")
+        await (store.get_rollout("a") if "rollouts" in edit else store.attempts_of([("a", 1)]))
     await store.close()
 
 

@@ -100,13 +100,15 @@ async def test_outcomes_steps_and_state_are_read_back_equal(tmp_path: Path, vers
         trained_at_step=0,
         resources=resources,
     )
-    assert await store.tool_events("a") == [ToolEvent("t", "ok", "c1", {"x": 1}, "out", at=2.0)]
-    assert await store.step_rewards("a") == [StepReward(0.25, "fmt", "call-a0", 2.0)]
+    assert list((await store.attempts_of([("a", None)]))[0].tool_events) == [
+        ToolEvent("t", "ok", "c1", {"x": 1}, "out", at=2.0)
+    ]
+    assert list((await store.attempts_of([("a", None)]))[0].step_rewards) == [StepReward(0.25, "fmt", "call-a0", 2.0)]
     checkpoint, at = ("step-1", 5.0) if version == 2 else ("step-00000001", 1001.0)
     groups = ("g",) if version > 3 else ()
     context = {"epoch": 0, "dtype": "float32"} if version > 7 else {}
     step = StepRecord("run", 0, 1, (("a", 1),), ("d0",), "digest", checkpoint, {"loss": 0.5}, at, groups, context)
-    assert await store.list_steps("run") == [step]
+    assert await store.steps("run") == [step]
     (point,) = await store.metrics("run")
     assert (point.step, point.values["reward"]) == (0, 0.5)
     assert set(point.values) == ({"reward", "odd"} if version > 3 else {"reward"})

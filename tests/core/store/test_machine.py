@@ -316,7 +316,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.steps)
     @invariant()
     def every_step_is_there(self) -> None:
-        assert self.runner.run(self.store.list_steps("run")) == self.steps
+        assert self.runner.run(self.store.steps("run")) == self.steps
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def slow(answering: Any) -> Any:
 
 async def assert_whole(made: Any, bound: int = 2) -> list[StepRecord]:
     """Every step in the weights once, every group in one step, everything fresh enough, and an audit that agrees."""
-    records: list[StepRecord] = await made.store.list_steps("run")
+    records: list[StepRecord] = await made.store.steps("run")
     rollouts = {rollout.id: rollout for rollout in await all_rollouts(made.store, "run", split="train")}
     assert [record.step for record in records] == list(range(STEPS))
     assert len(made.engine.ledger) == sum(bool(record.rollouts) for record in records), "but those that taught nothing"
@@ -92,7 +92,7 @@ async def test_wherever_it_is_killed_a_resume_keeps_the_bound_and_loses_nothing(
         _kill(made, kind, int(number), monkeypatch)
         with pytest.raises(made.Crash):
             await made.loop.run({})
-        committed = await made.store.list_steps("run")
+        committed = await made.store.steps("run")
         begun = await all_rollouts(made.store, "run", split="train")
     monkeypatch.undo()
     async with bench(tmp_path, slow, trainer__checkpoint_every=2, **ASYNC) as made:
@@ -300,7 +300,7 @@ async def _group_left_out(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _group_twice(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = (await made.store.list_steps("run"))[0].groups
+    first = (await made.store.steps("run"))[0].groups
     await _change_record(
         made,
         monkeypatch,
@@ -314,12 +314,12 @@ async def _later_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _change_record(made: Any, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    changed = [change(record) for record in await made.store.list_steps("run")]
+    changed = [change(record) for record in await made.store.steps("run")]
 
-    async def list_steps(run: str) -> list[StepRecord]:
+    async def steps(run: str) -> list[StepRecord]:
         return changed
 
-    monkeypatch.setattr(made.store, "list_steps", list_steps)
+    monkeypatch.setattr(made.store, "steps", steps)
 
 
 @pytest.mark.slow

@@ -94,8 +94,8 @@ class Tampered:
         page = await self.store.list_rollouts(run, **filters)
         return replace(page, rollouts=tuple(self.rollout(rollout) for rollout in page.rollouts))
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        return [self.record(record) for record in await self.store.list_steps(run)]
+    async def steps(self, run: str) -> list[StepRecord]:
+        return [self.record(record) for record in await self.store.steps(run)]
 
 
 def _change_call(victim: str, seq: int, change: Callable[[Transition], Transition]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ async def test_an_untouched_run_is_clean() -> None:
 @pytest.mark.parametrize("kind", MUTATIONS)
 async def test_each_of_100_changes_is_found(kind: str) -> None:
     store = await _trained_store()
-    trained = [name for record in await store.list_steps("run") for name, _ in record.rollouts]
+    trained = [name for record in await store.steps("run") for name, _ in record.rollouts]
     missed = []
     for seed in range(100):
         rng = random.Random(seed)
@@ -200,7 +200,7 @@ async def test_without_the_algorithm_recorded_data_is_still_compared() -> None:
     assert run is not None
     described = {**run.config, "algorithm": {"name": "mine", "type": "Mine", "arguments": None}}
     rng = random.Random(0)
-    trained = [name for record in await store.list_steps("run") for name, _ in record.rollouts]
+    trained = [name for record in await store.steps("run") for name, _ in record.rollouts]
 
     class WithoutAlgorithm(Tampered):
         async def get_run(self, run_id: str) -> Run | None:

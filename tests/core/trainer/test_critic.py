@@ -37,7 +37,7 @@ async def recorded(store: Store, step: int) -> Mapping[tuple[str, int, int], flo
 
 async def assert_whole(made: Any) -> None:
     """Each step is in the weights once, with values that a critic of that step gave, and an audit derives it again."""
-    records = await made.store.list_steps("run")
+    records = await made.store.steps("run")
     assert [record.step for record in records] == list(range(STEPS))
     assert len(made.engine.ledger) == STEPS
     for record in records:
@@ -73,7 +73,7 @@ async def test_a_resume_replays_with_the_values_that_were_used(
         crash_after_commit(made, where, monkeypatch)
         with pytest.raises(made.Crash):
             await made.loop.run({})
-        committed = len(await made.store.list_steps("run"))
+        committed = len(await made.store.steps("run"))
         kept = [await recorded(made.store, step) for step in range(committed)]
     monkeypatch.undo()
     async with bench(tmp_path, algorithm=PPO, trainer__checkpoint_every=STEPS) as made:

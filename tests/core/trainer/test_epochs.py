@@ -30,7 +30,7 @@ async def trained(bench: Bench, folder: Path, **settings: Any) -> tuple[list[str
     """Go on with a run in a folder; what its engine learned from, and its steps."""
     async with bench(folder, trainer__eval_every=0, **settings) as run:
         await run.loop.run({})
-        return run.engine.ledger, await run.store.list_steps(run.loop.stack.run.id)
+        return run.engine.ledger, await run.store.steps(run.loop.stack.run.id)
 
 
 async def test_steps_are_taken_again_with_the_settings_of_their_own_epoch(bench: Bench, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ async def test_steps_are_taken_again_with_the_settings_of_their_own_epoch(bench:
         assert checkpoint.is_dir(), "the old settings lead to a checkpoint, where the new ones begin"
         await run.loop.run({})
         assert run.engine.ledger[:2] == before
-        records = await run.store.list_steps("run")
+        records = await run.store.steps("run")
         assert [record.context["epoch"] for record in records] == [0, 0, 1, 1]
         stored = await run.store.get_run("run")
         epochs = await read_epochs(run.store, stored)
@@ -67,7 +67,7 @@ async def test_an_audit_derives_each_step_by_the_algorithm_of_its_epoch(bench: B
         folder, trainer__eval_every=0, trainer__steps=2, algorithm=LightningRL("grpo", group_size=2)
     ) as run:
         await run.loop.run({})
-        second = (await run.store.list_steps("run"))[1]
+        second = (await run.store.steps("run"))[1]
         assert (await audit(run.store, "run")).ok
         assert (
             len(second.rollouts) <= 4 < 8 == len((await run.store.list_rollouts("run", split="train", step=0)).rollouts)
@@ -95,7 +95,7 @@ async def test_a_schedule_trains_each_phase_with_its_algorithm(bench: Bench, tmp
     await trained(bench, folder, trainer__steps=1, algorithm=SCHEDULE)
     async with bench(folder, trainer__eval_every=0, algorithm=SCHEDULE) as run:
         await run.loop.run({})
-        records = await run.store.list_steps("run")
+        records = await run.store.steps("run")
         sizes = [len((await run.store.list_rollouts("run", step=step, split="train")).rollouts) for step in range(3)]
         assert sizes == [4, 4, 6]
         names = [
@@ -129,13 +129,13 @@ async def test_a_run_may_go_on_asynchronously_and_in_turns_again(bench: Bench, t
 async def test_a_record_says_how_its_step_was_computed(bench: Bench, tmp_path: Path) -> None:
     async with bench(tmp_path / "run", trainer__eval_every=0, trainer__steps=2) as run:
         await run.loop.run({})
-        first, second = await run.store.list_steps("run")
+        first, second = await run.store.steps("run")
         assert first.context.keys() == {"epoch", "weights", "base", *NUMERIC}
         assert (first.context["base"], first.context["weights"]) == ("the base", "the base")
         assert first.context["versions"]["lightning"]
         assert first.context["path"] == run.loop.stack.config.engine.step
         records = [first, replace(second, context={**second.context, "threads": 7, "path": "tree"})]
-        run.store.list_steps = lambda run: _answer(records)
+        run.store.steps = lambda run: _answer(records)
         report = await audit(run.store, "run")
     assert report.ok
     assert report.warnings == ("from step 1 on sums are rounded otherwise than before: threads 1 → 7",)
@@ -173,7 +173,7 @@ async def test_a_fork_begins_with_the_state_of_a_step_and_goes_on(
         await run.loop.run({})
         assert run.engine.ledger[:2] == learned[:2]
         assert len(run.engine.ledger) == 4
-        records = await run.store.list_steps("fork")
+        records = await run.store.steps("fork")
         assert [(record.step, record.policy_version) for record in records] == [(0, 1), (1, 2)]
         assert (await audit(run.store, "fork")).ok
         ledger = run.engine.ledger

@@ -24,7 +24,7 @@ async def test_what_taught_nothing_is_committed_but_neither_saved_nor_sent(bench
             "weights:version-00000001", "save:step-00000001", "weights:version-00000003", "save:step-00000003",
         ]  # fmt: skip
         assert (made.policy.version, made.policy.ledger) == (4, made.engine.ledger)
-        records = await made.store.list_steps("run")
+        records = await made.store.steps("run")
         assert [record.policy_version for record in records] == [1, 2, 3, 4]
         assert [record.checkpoint for record in records] == ["", "step-00000001", "step-00000001", "step-00000003"]
         report = await audit(made.store, "run")
@@ -70,7 +70,7 @@ async def test_a_step_that_is_not_finite_is_committed_and_neither_drifts_nor_bla
 
         monkeypatch.setattr(made.engine, "step", lambda *step: steps.guard(lambda: second_fails(*step)))
         await made.loop.run({})
-        records = await made.store.list_steps("run")
+        records = await made.store.steps("run")
         assert [record.metrics["skipped_nonfinite"] for record in records] == [0.0, 1.0, 0.0]
         assert [record.metrics["drift_tokens"] for record in records] == [0.0, 0.0, 0.0]
         assert (len(made.engine.ledger), made.policy.version) == (2, 3)

@@ -26,7 +26,7 @@ STEPS = 3
 
 
 async def assert_finished(made: Any) -> None:
-    steps = await made.store.list_steps("run")
+    steps = await made.store.steps("run")
     assert [record.step for record in steps] == list(range(STEPS))
     assert len(made.engine.ledger) == sum(bool(step.rollouts) for step in steps), "what taught is in the weights once"
     assert made.policy.ledger == made.engine.ledger, "the policy server has the trained weights"
@@ -73,12 +73,12 @@ async def test_wherever_it_is_cut_a_resume_finishes_exactly_once(
         else:
             assert where == "save:2", "every other place is passed"
             assert checkpoint_every != 1
-        committed = await made.store.list_steps("run")
+        committed = await made.store.steps("run")
     monkeypatch.undo()
     async with bench(tmp_path, trainer__checkpoint_every=checkpoint_every) as made:
         await made.loop.run({})
         await assert_finished(made)
-        assert (await made.store.list_steps("run"))[: len(committed)] == committed
+        assert (await made.store.steps("run"))[: len(committed)] == committed
 
 
 def _crash_in_store(made: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +105,10 @@ def _crash_in_store(made: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_finished_run_is_not_trained_again(bench: Any, tmp_path: Path) -> None:
     async with bench(tmp_path) as made:
         await made.loop.run({})
-        before = await made.store.list_steps("run")
+        before = await made.store.steps("run")
     async with bench(tmp_path) as made:
         await made.loop.run({})
-        assert await made.store.list_steps("run") == before
+        assert await made.store.steps("run") == before
         await assert_finished(made)
 
 
@@ -143,7 +143,7 @@ async def test_failed_rollouts_are_counted_and_the_rest_is_trained(bench: Any, a
         summary = await summarize(made.store, "run")
         assert summary.steps == STEPS
         assert 0 < summary.failed < summary.rollouts
-        trained = {name for record in await made.store.list_steps("run") for name, _ in record.rollouts}
+        trained = {name for record in await made.store.steps("run") for name, _ in record.rollouts}
         page = await made.store.list_rollouts("run", split="train")
         assert all(rollout.reward is not None for rollout in page.rollouts if rollout.id in trained)
 
@@ -276,7 +276,7 @@ async def test_a_crash_between_a_commit_and_its_checkpoint_is_replayed(bench: An
         made.engine.crash_at = "save:2"
         with pytest.raises(made.Crash):
             await made.loop.run({})
-        assert len(await made.store.list_steps("run")) == 2
+        assert len(await made.store.steps("run")) == 2
         assert made.loop.checkpoints.steps() == [1]
     async with bench(tmp_path, trainer__checkpoint_every=1) as made:
         await made.loop.restore()
@@ -344,7 +344,7 @@ async def test_only_the_named_agents_are_trained(bench: Any, tmp_path: Path) -> 
     async with bench(tmp_path) as made:
         made.loop.train_agents = ("somebody else",)
         await made.loop.run({})
-        records = await made.store.list_steps("run")
+        records = await made.store.steps("run")
         assert [record.rollouts for record in records] == [()] * STEPS
 
 

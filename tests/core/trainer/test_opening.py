@@ -271,12 +271,19 @@ def test_a_run_with_steps_or_a_server_of_somebody_elses_is_restored_first(
         asked.update(options)
         raise OpenedError
 
-    async def list_steps(self: Store, run: str) -> list[Any]:
-        return [SimpleNamespace(step=number, context={}) for number in range(steps)]
+    def committed(number: int) -> Any:
+        return SimpleNamespace(step=number, context={})
+
+    async def all_steps(self: Store, run: str) -> list[Any]:
+        return [committed(number) for number in range(steps)]
+
+    async def last_step(self: Store, run: str) -> Any:
+        return committed(steps - 1) if steps else None
 
     made = make_trainer(**({"policy_server__attach": attach} if attach else {}))
     monkeypatch.setattr(trainer_module, "open_stack", open_nothing)
-    monkeypatch.setattr(type(made.open_store()), "list_steps", list_steps)
+    monkeypatch.setattr(type(made.open_store()), "steps", all_steps)
+    monkeypatch.setattr(type(made.open_store()), "last_step", last_step)
     with pytest.raises(OpenedError):
         made.fit(lambda task, llm: 1.0, [{"q": 1}])
     assert asked["restores"] is restores

@@ -74,7 +74,7 @@ async def test_clients_run_the_agents_of_a_training(
         async with clients(made, answering):
             await made.loop.run({})
         rollouts = (await made.store.list_rollouts("run")).rollouts
-        assert len(await made.store.list_steps("run")) == 3
+        assert len(await made.store.steps("run")) == 3
         assert len(made.policy.ledger) == 3
         ended = sorted(one.id for one in rollouts if one.status.ended)
         assert sorted(finished) == ended, "each is told once, wherever it ran"

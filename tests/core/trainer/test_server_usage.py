@@ -75,6 +75,6 @@ async def test_a_run_records_it_with_each_step(bench: Any, tmp_path: Path) -> No
     async with bench(tmp_path) as made:
         made.policy.used = Usage(10, 1000, 600)
         await made.loop.run({})
-        first, *_, last = [record.metrics for record in await made.store.list_steps("run")]
+        first, *_, last = [record.metrics for record in await made.store.steps("run")]
     assert (first["prefix_hit_share"], first["preemptions"]) == (0.6, 0.0)
     assert last["prefix_hit_share"] == 0.0, "nothing came since"

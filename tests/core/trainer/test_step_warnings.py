@@ -173,7 +173,7 @@ async def test_answers_that_were_cut_off_are_counted_and_told_once(
 
     async with bench(tmp_path, script=script) as made:
         await made.loop.run({})
-        shares = [record.metrics["truncated"] for record in await made.store.list_steps("run")]
+        shares = [record.metrics["truncated"] for record in await made.store.steps("run")]
     assert all(0.2 < share < 0.5 for share in shares), shares
     told = [record.getMessage() for record in caplog.records if "cut off" in record.getMessage()]
     assert len(told) == 1

@@ -50,7 +50,7 @@ def scripted(body: Any) -> Reply:
 
 async def outcome(made: Any) -> tuple[list[str], list[str], list[tuple[str, ...]]]:
     """Every step's rows, the weights, and what each step looked at."""
-    records = await made.store.list_steps("run")
+    records = await made.store.steps("run")
     report = await audit(made.store, "run")
     assert report.ok, report.findings
     return [record.digest for record in records], made.engine.ledger, [record.groups for record in records]
@@ -76,7 +76,7 @@ async def test_a_step_goes_on_in_waves_until_enough_groups_teach(
 ) -> None:
     async with bench(tmp_path, deterministic(0), algorithm=DAPO, script=scripted, trainer__max_waves=6) as made:
         await made.loop.run({})
-        records = await made.store.list_steps("run")
+        records = await made.store.steps("run")
         rollouts = await all_rollouts(made.store, "run", split="train")
         assert (await audit(made.store, "run")).ok
     assert {record.metrics["groups_used"] for record in records} <= {2.0, 3.0}, "what teaches is trained, a third too"
@@ -95,7 +95,7 @@ async def test_waves_end_at_their_limit(bench: Any, answering: Any, tmp_path: Pa
 
     async with bench(tmp_path, useless, algorithm=DAPO, trainer__max_waves=2, trainer__steps=2) as made:
         await made.loop.run({})
-        records = await made.store.list_steps("run")
+        records = await made.store.steps("run")
     assert [(record.metrics["waves"], record.metrics["groups_used"]) for record in records] == [(2.0, 0.0)] * 2
     assert [len(record.groups) for record in records] == [4, 4]
 

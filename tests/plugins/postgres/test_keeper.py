@@ -60,10 +60,10 @@ async def content(store: Store) -> dict[str, Any]:
         "runs": await store.list_runs(),
         "rollouts": rollouts,
         "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
-        "events": [await store.tool_events(rollout.id) for rollout in rollouts],
-        "rewards": [await store.step_rewards(rollout.id) for rollout in rollouts],
+        "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
+        "rewards": [list((await store.attempts_of([(rollout.id, None)]))[0].step_rewards) for rollout in rollouts],
         "spans": [await store.spans(rollout.id) for rollout in rollouts],
-        "steps": await store.list_steps("run"),
+        "steps": await store.steps("run"),
         "metrics": [(point.step, sorted(point.values), point.at) for point in await store.metrics("run")],
         "resources": await store.list_resources(),
         "moves": await store.alias_history("writer", "production"),
@@ -329,7 +329,7 @@ async def test_a_frozen_schema_is_read_back_equal(postgres_server: PostgresServe
     assert (rollout.reward, rollout.trained_at_step, rollout.resources) == (0.5, 0, {"writer": 2})
     assert [token.id for token in await store.list_tokens()] == ["t1", "t2"]
     assert [move.version for move in await store.alias_history("writer", "production")] == [1, 2, 1]
-    (step,) = await store.list_steps("run")
+    (step,) = await store.steps("run")
     assert (step.digest, step.groups) == ("digest", ("g",))
     assert step.context == ({"epoch": 0, "dtype": "float32"} if version > 3 else {})
     await store.close()

@@ -49,9 +49,9 @@ async def content(store: RedisStore, run: str = "run") -> dict[str, Any]:
         "runs": await store.list_runs(),
         "rollouts": rollouts,
         "calls": await store.transitions_of([(rollout.id, 1) for rollout in rollouts]),
-        "events": [await store.tool_events(rollout.id) for rollout in rollouts],
+        "events": [list((await store.attempts_of([(rollout.id, None)]))[0].tool_events) for rollout in rollouts],
         "spans": [await store.spans(rollout.id) for rollout in rollouts],
-        "steps": await store.list_steps(run),
+        "steps": await store.steps(run),
         "state": await store.get_state(run, "note"),
         "uses": await store.resource_uses("writer"),
     }

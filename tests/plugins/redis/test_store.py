@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import ConfigError, MissingExtraError, SchemaError, StoreError, UnavailableError
 from lightning.maintenance import keeper_of
+from lightning.store.protocol import Attempt
 from lightning.types import (
     Caller,
     Conversation,
@@ -318,7 +319,7 @@ async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
     assert {each._database for each in stores} == {database}
     assert f'"schema": {opening.SCHEMA}'.encode() in server.command("GET", "lightning:meta")
     server.command("HSET", "lightning:steps:run", "0", '5.0 [1,"[]","[]","d","","{}","[]"]')  # it had no context
-    assert await stores[0].list_steps("run") == [StepRecord("run", 0, 1, (), (), "d", at=5.0)]
+    assert await stores[0].steps("run") == [StepRecord("run", 0, 1, (), (), "d", at=5.0)]
     said = call(1, conversation=Conversation(({"role": "user", "content": "q"},), "call", 1))
     assert await stores[0].append([said]) == 1
     assert await stores[0].transitions("a") == [call(0), said]
@@ -568,9 +569,9 @@ async def test_damaged_tables_are_named(
     with redis._link() as link:
         field = b"a:1" if table == "attempts" else b"a"
         await link.reads.read((b"HSET", link.keys(table), field, text.encode("latin-1")))
-    read = redis.tool_events("a") if table == "attempts" else redis.get_rollout("a")
+    read = redis.attempts_of([("a", 1)]) if table == "attempts" else redis.get_rollout("a")
     if table == "attempts" and text == "{}":
-        assert await read == []
+        assert await read == [Attempt("a", 1)]
     else:
         with pytest.raises(StoreError, match="is corrupt in the database"):
             await read

@@ -13,6 +13,7 @@ from lightning.server.api.table import ANY, LOOK, TRAIN, Call, NoQuery, Paging, 
 from lightning.server.api.watching import LONGEST_WAIT
 from lightning.store import messages
 from lightning.store.protocol import MetricPoint
+from lightning.store.rules import no_cursor
 from lightning.store.wire import Slice
 from lightning.types import StepRecord
 
@@ -45,9 +46,30 @@ class WatchQuery(OfRun):
             raise DataError(f"timeout={self.timeout} must be a number of seconds, 0 or more")
 
 
-async def list_steps(call: Call[Paging, None]) -> Slice[StepRecord]:
+@dataclass(frozen=True, slots=True)
+class StepFilter(Paging):
+    """Which steps are wanted."""
+
+    brief: bool = field(
+        default=False,
+        metadata={
+            "doc": "`true` leaves out the names of what was trained: `rollouts`, `digests` and `groups` are empty."
+        },
+    )
+    last: bool = field(default=False, metadata={"doc": "`true` asks for the last step alone."})
+
+
+async def list_steps(call: Call[StepFilter, None]) -> Slice[StepRecord]:
     """Committed optimizer steps in order."""
-    return page(await call.store.list_steps(call.path["run"]), call.query, lambda record: str(record.step))
+    asked, run = call.query, call.path["run"]
+    if asked.last:
+        last = await call.store.last_step(run)
+        return Slice(() if last is None else (last,))
+    if asked.cursor and not (asked.cursor.isascii() and asked.cursor.isdecimal() and len(asked.cursor) < 19):
+        raise no_cursor(asked.cursor)
+    after = int(asked.cursor or -1)
+    found = await call.store.steps(run, after=after, limit=asked.limit + 1, brief=asked.brief)
+    return Slice(tuple(found[: asked.limit]), str(found[asked.limit - 1].step) if len(found) > asked.limit else "")
 
 
 async def commit_step(call: Call[NoQuery, StepRecord]) -> StepRecord:
@@ -104,7 +126,7 @@ def _check_whole_store(call: Call[OfRun, messages.State] | Call[OfRun, None] | C
 
 WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
 ROUTES = (
-    Route("GET", "/runs/{run}/steps", list_steps, LOOK, Slice[StepRecord], query=Paging),
+    Route("GET", "/runs/{run}/steps", list_steps, LOOK, Slice[StepRecord], query=StepFilter),
     Route("POST", "/steps", commit_step, TRAIN, StepRecord, StepRecord),
     Route("GET", "/runs/{run}/metrics", list_metrics, LOOK, Slice[MetricPoint], query=Paging),
     Route("POST", "/runs/{run}/metrics", log_metrics, TRAIN, messages.Metrics, messages.Metrics, once=True),

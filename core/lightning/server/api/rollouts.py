@@ -27,6 +27,7 @@ from lightning.server.api.table import (
     nothing_there,
 )
 from lightning.store import messages
+from lightning.store.protocol import Attempt
 from lightning.store.rules import no_cursor, unknown_rollout
 from lightning.store.wire import Slice
 from lightning.types import (
@@ -116,6 +117,11 @@ async def list_rollouts(call: Call[RolloutFilter, None]) -> Slice[Rollout]:
         limit=asked.limit,
     )
     return Slice(found.rollouts, found.cursor)
+
+
+async def count_rollouts(call: Call[NoQuery, None]) -> messages.RolloutCounts:
+    """How many rollouts of a run there are, by split and status."""
+    return messages.RolloutCounts(tuple(await call.store.count_rollouts(call.path["run"])))
 
 
 async def create_rollouts(call: Call[NoQuery, messages.NewRollouts]) -> messages.Created:
@@ -239,12 +245,33 @@ def _text_size(told: ToolEvent | Span | Conversation) -> int:
 
 async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
     """The tool events that an attempt was completed with."""
-    return await _page_of_attempt(call, call.store.tool_events, size=_text_size)
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[ToolEvent]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].tool_events
+
+    return await _page_of_attempt(call, read, size=_text_size)
 
 
 async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
     """The step rewards that an attempt was completed with."""
-    return await _page_of_attempt(call, call.store.step_rewards)
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[StepReward]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_rewards
+
+    return await _page_of_attempt(call, read)
+
+
+async def attempts_of(call: Call[NoQuery, messages.AnyAttempts]) -> messages.AttemptsOf:
+    """What several attempts were completed with, of as many of the first ones as fit into one answer."""
+    found: list[Attempt] = []
+    used = 0
+    for start in range(0, len(call.body.attempts), READ_AT_ONCE):
+        for attempt in await call.store.attempts_of(call.body.attempts[start : start + READ_AT_ONCE]):
+            used += sum(map(_text_size, attempt.tool_events)) + 100 * len(attempt.step_rewards)
+            if found and used > PAGE_BYTES:
+                return messages.AttemptsOf(tuple(found))
+            found.append(attempt)
+    return messages.AttemptsOf(tuple(found))
 
 
 async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
@@ -292,6 +319,7 @@ ROUTES = (
     Route("POST", "/runs", put_run, TRAIN, Run, Run),
     Route("GET", "/runs/{run}", get_run, ANY, Run),
     Route("GET", "/runs/{run}/rollouts", list_rollouts, ANY, Slice[Rollout], query=RolloutFilter),
+    Route("GET", "/runs/{run}/rollout_counts", count_rollouts, ANY, messages.RolloutCounts),
     Route("POST", "/rollouts", create_rollouts, TRAIN, messages.Created, messages.NewRollouts),
     Route("GET", "/rollouts/{rollout}", get_rollout, ANY, Rollout),
     Route("POST", "/leases", lease, RUN, messages.Leases, messages.LeaseRequest, once=True),
@@ -302,6 +330,7 @@ ROUTES = (
     Route("GET", "/rollouts/{rollout}/transitions", transitions, LOOK, Slice[Transition], query=OfAttempt, heavy=True),
     Route("POST", "/transitions", append, TRAIN, messages.Appended, messages.Transitions),
     Route("POST", "/transitions/read", transitions_of, LOOK, messages.TransitionsOf, messages.Attempts, heavy=True),
+    Route("POST", "/attempts/read", attempts_of, LOOK, messages.AttemptsOf, messages.AnyAttempts, heavy=True),
     Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
     Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
     Route("GET", "/rollouts/{rollout}/spans", spans, LOOK, Slice[Span], query=OfAttempt, heavy=True),

@@ -18,7 +18,16 @@ from lightning.store import json_text, messages, rows, rules, wire
 from lightning.store.http.asking import PAGE, Asking
 from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER
 from lightning.store.http.watching import HttpWatch
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse, Watch
+from lightning.store.protocol import (
+    LATEST,
+    Alias,
+    Attempt,
+    MetricPoint,
+    Page,
+    ResourceUse,
+    RolloutCount,
+    Watch,
+)
 from lightning.types import (
     LLM,
     Json,
@@ -30,9 +39,7 @@ from lightning.types import (
     Span,
     Status,
     StepRecord,
-    StepReward,
     Token,
-    ToolEvent,
     Transition,
 )
 
@@ -120,6 +127,11 @@ class HttpStore(Asking):
             if not cursor or len(found) >= limit:
                 return Page(tuple(found), cursor)
 
+    async def count_rollouts(self, run: str) -> list[RolloutCount]:
+        """See `Store.count_rollouts`."""
+        found = await self._ask("GET", ("runs", run, "rollout_counts"), messages.RolloutCounts)
+        return list(cast("messages.RolloutCounts", found).counts)
+
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
         return [held.lease for held in await self._lease(run, worker, limit, ttl, once)]
@@ -201,13 +213,16 @@ class HttpStore(Asking):
             found += [list(calls) for calls in some.transitions]
         return found
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """See `Store.tool_events`."""
-        return await self._all(("rollouts", rollout, "tool_events"), ToolEvent, attempt=attempt)
-
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """See `Store.step_rewards`."""
-        return await self._all(("rollouts", rollout, "step_rewards"), StepReward, attempt=attempt)
+    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+        """See `Store.attempts_of`."""
+        found: list[Attempt] = []
+        while len(found) < len(attempts):
+            asked = messages.AnyAttempts(tuple(attempts[len(found) : len(found) + PAGE]))
+            some = await self._ask("POST", ("attempts", "read"), messages.AttemptsOf, asked)
+            if not some.attempts:
+                raise StoreError(f"the server at {self._urls[0]} gave nothing of {attempts[len(found)]}: update it")
+            found += some.attempts
+        return found
 
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
@@ -226,9 +241,18 @@ class HttpStore(Asking):
         """See `Store.commit_step`."""
         await self._ask("POST", ("steps",), StepRecord, record)
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """See `Store.list_steps`."""
-        return await self._all(("runs", run, "steps"), StepRecord)
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+    ) -> list[StepRecord]:
+        """See `Store.steps`."""
+        rules.check_page(limit)
+        cursor = str(after) if after >= 0 else ""
+        return await self._all(("runs", run, "steps"), StepRecord, cursor, limit, brief="true" if brief else None)
+
+    async def last_step(self, run: str) -> StepRecord | None:
+        """See `Store.last_step`."""
+        found = await self._ask("GET", ("runs", run, "steps"), wire.Slice[StepRecord], query={"last": "true"})
+        return cast("StepRecord", found.items[0]) if found.items else None
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""

@@ -6,16 +6,19 @@ The invariant: a step and the marks of the rollouts it trained are written toget
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import json_text, rows, rules, sql
-from lightning.store.protocol import MetricPoint
-from lightning.store.relational.rollouts import standing
+from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational.transaction import Transaction
-from lightning.store.rows import Value
-from lightning.types import Json, Run, Status, StepRecord, StepReward, ToolEvent
+from lightning.store.rows import Row, Value
+from lightning.types import Json, Run, Status, StepRecord
+
+IDS_AT_ONCE: Final = 500
+"""Ids in one statement at most."""
 
 
 async def put_run(transaction: Transaction, run: Run) -> Run:
@@ -49,22 +52,23 @@ async def list_runs(
     return [rows.RUNS.read(row) for row in found]
 
 
-async def tool_events(transaction: Transaction, rollout: str, attempt: int | None) -> list[ToolEvent]:
-    """See `Store.tool_events`."""
-    text = await _of_attempt(transaction, sql.SELECT_TOOL_EVENTS, rollout, attempt)
-    return json_text.tool_events_from_text(text)
-
-
-async def step_rewards(transaction: Transaction, rollout: str, attempt: int | None) -> list[StepReward]:
-    """See `Store.step_rewards`."""
-    text = await _of_attempt(transaction, sql.SELECT_STEP_REWARDS, rollout, attempt)
-    return json_text.step_rewards_from_text(text)
-
-
-async def _of_attempt(transaction: Transaction, query: str, rollout: str, attempt: int | None) -> str:
-    current = (await standing(transaction, rollout)).position.attempt
-    row = await transaction.one(query, (rollout, current if attempt is None else attempt))
-    return "[]" if row is None else str(row[0])
+async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+    """See `Store.attempts_of`."""
+    found: list[Attempt] = []
+    for start in range(0, len(attempts), IDS_AT_ONCE):
+        asked = attempts[start : start + IDS_AT_ONCE]
+        names = list(dict.fromkeys(rollout for rollout, _ in asked))
+        places = sql.places(len(names))
+        current: dict[str, int] = {row[0]: row[1] for row in await transaction.all(sql.SELECT_CURRENT + places, names)}
+        kept = {(row[0], row[1]): row[2:] for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
+        for rollout, attempt in asked:
+            if rollout not in current:
+                raise rules.unknown_rollout(rollout)
+            number = current[rollout] if attempt is None else attempt
+            events, rewards = kept.get((rollout, number), ("[]", "[]"))
+            read = json_text.tool_events_from_text(events), json_text.step_rewards_from_text(rewards)
+            found.append(Attempt(rollout, number, tuple(read[0]), tuple(read[1])))
+    return found
 
 
 async def commit_step(transaction: Transaction, record: StepRecord) -> None:
@@ -78,20 +82,26 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
                 f"not {record.digest!r}): is another trainer working on this run?"
             )
         return
-    # In the order of their ids, so that two that share rollouts do not wait for one another.
-    for rollout, attempt in sorted(record.rollouts):
-        await _check_trainable(transaction, record, rollout, attempt)
-        await transaction.run(sql.MARK_TRAINED, (record.step, rollout))
+    trained = sorted(record.rollouts)
+    for start in range(0, len(trained), IDS_AT_ONCE):
+        some = trained[start : start + IDS_AT_ONCE]
+        names = list(dict.fromkeys(rollout for rollout, _ in some))
+        places = sql.places(len(names))
+        locked = await transaction.locked(sql.SELECT_TRAINABLE + places + sql.ORDER_IDS, names)
+        standing = {row[0]: row[1:] for row in locked}
+        for rollout, attempt in some:
+            _check_trainable(record, rollout, attempt, standing.get(rollout))
+            standing[rollout] = (*standing[rollout][:3], record.step)
+        await transaction.run(sql.MARK_TRAINED + places, (record.step, *names))
     committed = replace(record, at=record.at or await transaction.now())
     await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
     await transaction.changed(record.run)
 
 
-async def _check_trainable(transaction: Transaction, record: StepRecord, rollout: str, attempt: int) -> None:
-    found = await transaction.locked(sql.SELECT_TRAINABLE, (rollout,))
-    if not found:
+def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row | None) -> None:
+    if found is None:
         raise rules.unknown_rollout(rollout)
-    run, status, current, trained = found[0]
+    run, status, current, trained = found
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if run != record.run:
         raise StoreError(f"{what}: it belongs to run {run!r}")
@@ -101,9 +111,18 @@ async def _check_trainable(transaction: Transaction, record: StepRecord, rollout
         raise ConflictError(f"{what}: step {trained} trained it already, and a rollout enters exactly one step")
 
 
-async def list_steps(transaction: Transaction, run: str) -> list[StepRecord]:
-    """See `Store.list_steps`."""
-    return [rows.STEPS.read(row) for row in await transaction.all(sql.SELECT_STEPS, (run,))]
+async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
+    """See `Store.steps`."""
+    rules.check_page(limit)
+    query = sql.select_steps(limit=limit is not None, brief=brief)
+    found = await transaction.all(query, (run, after) if limit is None else (run, after, limit))
+    return [rows.STEPS.read(row) for row in found]
+
+
+async def last_step(transaction: Transaction, run: str) -> StepRecord | None:
+    """See `Store.last_step`."""
+    row = await transaction.one(sql.SELECT_LAST_STEP, (run,))
+    return None if row is None else rows.STEPS.read(row)
 
 
 async def log_metrics(transaction: Transaction, run: str, step: int, values: Mapping[str, float]) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError
 from lightning.store import json_text, rows, rules, sql
-from lightning.store.protocol import KNOWN_SECONDS, Page
+from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
 from lightning.store.relational import answers
 from lightning.store.relational.labels import name_callers
 from lightning.store.relational.transaction import Transaction
@@ -109,6 +109,12 @@ async def page(
     )
     rollouts = tuple(rows.ROLLOUTS.read(row[1:]) for row in found[:limit])
     return Page(rollouts, str(found[limit - 1][0]) if len(found) > limit else "")
+
+
+async def count(transaction: Transaction, run: str) -> list[RolloutCount]:
+    """See `Store.count_rollouts`."""
+    found = await transaction.all(sql.COUNT_ROLLOUTS, (run,))
+    return [RolloutCount(split, Status(status), number) for split, status, number in found]
 
 
 async def lease(

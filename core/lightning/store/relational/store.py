@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar, cast
 
 from lightning.store import json_text, rules
-from lightning.store.protocol import LATEST, Alias, MetricPoint, Page, ResourceUse
+from lightning.store.protocol import LATEST, Alias, Attempt, MetricPoint, Page, ResourceUse, RolloutCount
 from lightning.store.relational import answers, records
 from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
@@ -30,9 +30,7 @@ from lightning.types import (
     Span,
     Status,
     StepRecord,
-    StepReward,
     Token,
-    ToolEvent,
     Transition,
 )
 
@@ -105,6 +103,10 @@ class RelationalStore(ABC):
         """See `Store.list_rollouts`."""
         return await self._read(lambda tx: rollout_ops.page(tx, run, split, step, status, cursor, limit))
 
+    async def count_rollouts(self, run: str) -> list[RolloutCount]:
+        """See `Store.count_rollouts`."""
+        return await self._read(lambda tx: rollout_ops.count(tx, run))
+
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
         known_as = rules.known_as(once, "lease", run, worker, ttl)
@@ -151,13 +153,9 @@ class RelationalStore(ABC):
         """See `Store.transitions_of`."""
         return await self._read(lambda tx: transition_ops.read_many(tx, attempts), whole=True)
 
-    async def tool_events(self, rollout: str, attempt: int | None = None) -> list[ToolEvent]:
-        """See `Store.tool_events`."""
-        return await self._read(lambda tx: records.tool_events(tx, rollout, attempt))
-
-    async def step_rewards(self, rollout: str, attempt: int | None = None) -> list[StepReward]:
-        """See `Store.step_rewards`."""
-        return await self._read(lambda tx: records.step_rewards(tx, rollout, attempt))
+    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
+        """See `Store.attempts_of`."""
+        return await self._read(lambda tx: records.attempts_of(tx, attempts), whole=True)
 
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
@@ -173,9 +171,15 @@ class RelationalStore(ABC):
         """See `Store.commit_step`."""
         await self._write(lambda tx: records.commit_step(tx, record))
 
-    async def list_steps(self, run: str) -> list[StepRecord]:
-        """See `Store.list_steps`."""
-        return await self._read(lambda tx: records.list_steps(tx, run))
+    async def steps(
+        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
+    ) -> list[StepRecord]:
+        """See `Store.steps`."""
+        return await self._read(lambda tx: records.steps(tx, run, after, limit, brief))
+
+    async def last_step(self, run: str) -> StepRecord | None:
+        """See `Store.last_step`."""
+        return await self._read(lambda tx: records.last_step(tx, run))
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""
