@@ -1,4 +1,4 @@
-"""Config epochs: the settings that a run's steps were taken with, and from which step on.
+"""Config epochs: the settings that a run's steps were taken with, and from which step on; and whether a run is over.
 
 The invariant: the settings of a committed step never change. What a resume changes begins a new epoch behind the last
 committed step; epoch 0 is the configuration that the run was started with.
@@ -38,6 +38,21 @@ class Epoch:
         """`trainer.max_staleness`; None in a run that was started before there was any."""
         bound = self.setting("trainer", "max_staleness")
         return bound if isinstance(bound, int) else None
+
+
+OVER: Final = "over"
+"""The key of a run's state that is true from the end of its training until it is resumed."""
+
+
+async def mark_over(store: Store, run: str, over: bool) -> None:
+    """Say that a run has come to its end, or that it goes on."""
+    if over or await is_over(store, run):
+        await store.put_state(run, OVER, over, once=None)
+
+
+async def is_over(store: Store, run: str) -> bool:
+    """Whether a run has come to its end and no trainer has resumed it since."""
+    return await store.get_state(run, OVER) is True
 
 
 async def read_epochs(store: Store, run: Run) -> list[Epoch]:

@@ -83,9 +83,11 @@ class LeasedRollout:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """What was leased; fewer than asked for when there is no more."""
+    """What was leased; fewer than asked for when there is no more. `over` is true when the run has come to its end: there will
+    be no more unless somebody resumes it."""
 
     leases: tuple[LeasedRollout, ...]
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.server.control import project_of
 from lightning.server.projects import of_project
-from lightning.store.epochs import Epoch, keep_epochs
+from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers
@@ -192,6 +192,7 @@ class Trainer:
                 trackers = await self._begin(resources, stack, epochs)
                 _say_how_to_join(stack, reporter)
                 await self.schedule.search(stack, train, val, reporter, trackers, began)
+                await mark_over(store, run.id, True)
                 return await summarize(store, run.id)
             engine = self._make_engine(computed)
             resources.callback(engine.close)
@@ -204,6 +205,7 @@ class Trainer:
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.schedule, train, val, self.train_agents, reporter, trackers, epochs, base)
             await loop.run(started)
+            await mark_over(store, run.id, True)
             summary = await summarize(store, run.id)
             made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
             await keep_weights(seen, self.out / "model", made)
@@ -299,6 +301,7 @@ class Trainer:
         name_folder(self.out, stack.run.id, self._elsewhere())
         await stack.store.put_run(stack.run)
         await keep_epochs(stack.store, stack.run, epochs)
+        await mark_over(stack.store, stack.run.id, False)
         await stack.prompts.keep(stack.store, stack.run.id)
         trackers = Trackers(
             self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store

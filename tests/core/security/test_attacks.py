@@ -280,7 +280,7 @@ async def _(house: House) -> Got:
 @attack("work of another project")
 async def _(house: House) -> Got:
     answer = await house.api("POST", "/leases", "runner", {"run": "theirs", "worker": "w", "limit": 9})
-    return f"{answer.status_code}, {len(answer.json()['leases'])} leases"
+    return str(answer.status_code)
 
 
 @attack("giving back what a worker of the same name in another project holds")

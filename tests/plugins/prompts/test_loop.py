@@ -22,6 +22,7 @@ from lightning.instrument import components
 from lightning.plugins import plugins
 from lightning.server.agents import Agents
 from lightning.store import Store
+from lightning.store.epochs import is_over
 from lightning.store.url import sqlite_url
 from lightning.testing.chat_server import Call, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -586,6 +587,7 @@ def test_a_prompt_algorithm_of_ones_own(tmp_path: Path) -> None:
     made = trainer(tmp_path, Shout())
     made.fit(agent, TRAIN, VAL)
     assert everything(made.out)[1] == {"latest": 2, "loud": 2}
+    assert look(made.out, lambda store: is_over(store, "run")) is True
 
 
 def test_a_search_of_ones_own_that_forgets_its_budget_is_told(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ of it. A handler sees the store of its caller's project.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -47,12 +46,23 @@ NOBODY = Principal("", "nobody", TokenScope.VIEWER, "")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a server takes on. Beyond `requests` in flight, of one token a quarter of them, or `watches` that wait, it
-    answers 429."""
+    """How much a server takes on. Beyond `requests` in flight, or `watches` that wait, it answers 429. One token may have a
+    quarter of the requests in flight: further ones of it wait, `queued` of them at most and each for `queue_seconds` at most,
+    before they get 429. A fleet of clients shares one token."""
 
     body_bytes: int = 32 * 1024 * 1024
     requests: int = 256
     watches: int = 10_000
+    queued: int = 1024
+    queue_seconds: float = 10.0
+
+
+class _Turns:
+    """The requests of one token: those that are in flight and those that wait for their turn."""
+
+    def __init__(self, most: int) -> None:
+        self.turns = asyncio.Semaphore(most)
+        self.requests = 0
 
 
 class Api:
@@ -79,7 +89,7 @@ class Api:
         self._routes = _Routes(ROUTES)
         self._stopped = asyncio.Event()
         self._requests = self._watches = 0
-        self._asking: Counter[str] = Counter()
+        self._asking: dict[str, _Turns] = {}
 
     async def close(self) -> None:
         """Let everybody go who waits for changes. Idempotent."""
@@ -113,7 +123,7 @@ class Api:
         principal = NOBODY if route.scopes is None else await self._authenticator.principal(authorization)
         if route.scopes is not None:
             principal.require(*route.scopes)
-        with self._share(route, principal):
+        async with self._share(route, principal):
             query, once = query_of(route, _query(scope)), _once(scope, principal) if route.once else ""
             payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
             with self._room(route):
@@ -138,23 +148,32 @@ class Api:
 
         await stream(send, receive, wait, asked.since, self._stopped)
 
-    @contextmanager
-    def _share(self, route: Route, principal: Principal) -> Iterator[None]:
-        """Count a request of a token, or refuse it while a quarter of the room is that token's."""
+    @asynccontextmanager
+    async def _share(self, route: Route, principal: Principal) -> AsyncIterator[None]:
+        """Wait until less than a quarter of the room is this token's. Raises `ApiError` (429) when too many wait, or for too
+        long."""
         if route.scopes is None or route is records.WATCH:
             yield
             return
-        most = max(1, self._limits.requests // 4)
-        if self._asking[principal.id] >= most:
-            raise ApiError(
-                429, "busy", f"{most} requests of this token are in flight, a quarter of all: ask again later.", RETRY
-            )
-        self._asking[principal.id] += 1
+        most, limits = max(1, self._limits.requests // 4), self._limits
+        mine = self._asking.setdefault(principal.id, _Turns(most))
+        if mine.requests >= most + limits.queued:
+            raise _busy(f"{mine.requests} requests of this token are in flight or wait for their turn")
+        mine.requests += 1
         try:
-            yield
+            try:
+                await asyncio.wait_for(mine.turns.acquire(), limits.queue_seconds)
+            except TimeoutError:
+                raise _busy(
+                    f"{most} requests of this token are in flight, and this one had no turn in {limits.queue_seconds:g} s"
+                ) from None
+            try:
+                yield
+            finally:
+                mine.turns.release()
         finally:
-            self._asking[principal.id] -= 1
-            if not self._asking[principal.id]:
+            mine.requests -= 1
+            if not mine.requests:
                 del self._asking[principal.id]
 
     @contextmanager
@@ -168,9 +187,7 @@ class Api:
         count, most = (self._watches, self._limits.watches) if waits else (self._requests, self._limits.requests)
         if count >= most:
             what = "wait for changes" if waits else "are in flight"
-            raise ApiError(
-                429, "busy", f"{count} requests {what}, and this server takes no more: ask again later.", RETRY
-            )
+            raise _busy(f"{count} requests {what}, and this server takes no more")
         change = (1, 0) if waits else (0, 1)
         self._count(*change)
         try:
@@ -181,6 +198,10 @@ class Api:
     def _count(self, watches: int, requests: int) -> None:
         self._watches += watches
         self._requests += requests
+
+
+def _busy(why: str) -> ApiError:
+    return ApiError(429, "busy", f"{why}: ask again later.", RETRY)
 
 
 class _Routes:

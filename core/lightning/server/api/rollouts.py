@@ -27,6 +27,7 @@ from lightning.server.api.table import (
     nothing_there,
 )
 from lightning.store import messages
+from lightning.store.epochs import is_over
 from lightning.store.protocol import Attempt
 from lightning.store.rules import no_cursor, unknown_rollout
 from lightning.store.wire import Slice
@@ -139,22 +140,26 @@ async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
 
 async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     """Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its agent
-    needs to call the model. No new ones while no policy server of the run answers: ask again."""
+    needs to call the model. No new ones while no policy server of the run answers: ask again. 404 for a run that nobody has
+    created; `over` says that there will be no more."""
     asked = call.body
     limit = min(asked.limit, LARGEST_LEASE)
+    if await call.store.get_run(asked.run) is None:
+        raise nothing_there(f"run {asked.run!r}", "GET /runs lists those there are")
     if not await _is_served(call, asked.run):
         if not call.once:
-            return messages.Leases(())
+            return messages.Leases((), await is_over(call.store, asked.run))
         limit = 0  # what this very request was given before its answer was lost is given all the same, or nobody would run it
     leases = await call.store.lease(asked.run, asked.worker, limit=limit, ttl=asked.ttl, once=call.once)
     found = [await _with_llm(call, held) for held in leases]
-    return messages.Leases(tuple([held for held in found if held is not None]))
+    given = tuple([held for held in found if held is not None])
+    return messages.Leases(given, not leases and await is_over(call.store, asked.run))
 
 
 async def _is_served(call: Call[Any, Any], run: str) -> bool:
     """Whether agents of a run would find the model: without it they would only spend their attempts."""
     served = call.services.served
-    return served is None or await call.store.get_run(run) is None or await served(run)
+    return served is None or await served(run)
 
 
 async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout | None:

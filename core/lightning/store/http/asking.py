@@ -112,9 +112,8 @@ class Asking:
             raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
 
     async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
-        payload = None if body is None else wire.write(wire.codec_of(type(body), sparse=True).encode(body))
         try:
-            return await self._send(method, path, answer, payload, **how)
+            return await self._send(method, path, answer, None if body is None else written(body), **how)
         except NotFoundError as error:
             raise StoreError(str(error)) from error
 
@@ -138,6 +137,11 @@ class Asking:
             cursor = page.cursor
             if not cursor or len(found) == most:
                 return found
+
+
+def written(body: object) -> bytes:
+    """The JSON of a request's body."""
+    return wire.write(wire.codec_of(type(body), sparse=True).encode(body))
 
 
 def _quoted(part: str) -> str:

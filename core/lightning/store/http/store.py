@@ -11,12 +11,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import json_text, messages, rows, rules, wire
-from lightning.store.http.asking import PAGE, Asking
-from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER
+from lightning.store.http.asking import PAGE, Asking, written
+from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER, NotFoundError
 from lightning.store.http.watching import HttpWatch
 from lightning.store.protocol import (
     LATEST,
@@ -154,9 +154,11 @@ class HttpStore(Asking):
         asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or (_id() if limit else "")
         if not once and (earlier := self._unheard.take(run, worker, limit)) is not None:
             asked, name = earlier
-        how = {"answer_seconds": _within(ttl), "once": name}
+        how: dict[str, Any] = {"answer_seconds": _within(ttl), "once": name}
         try:
-            found = await self._ask("POST", ("leases",), messages.Leases, asked, **how)
+            found = await self._send("POST", ("leases",), messages.Leases, written(asked), **how)
+        except NotFoundError:  # a run that is not there yet has nothing to lease, as in every other store
+            return ()
         except (UnavailableError, asyncio.CancelledError):
             self._unheard.keep(asked, name)
             raise

@@ -11,6 +11,7 @@ import pytest
 from lightning.server.api import PREFIX, ROUTES, Limits, description
 from lightning.server.api.openapi import scopes_of
 from lightning.server.api.table import Route, parameters
+from lightning.store.epochs import mark_over
 from lightning.types import Scope
 
 from .conftest import World, connection, make_world
@@ -140,7 +141,7 @@ async def test_too_many_requests_are_told_to_come_again() -> None:
 
 
 async def test_one_token_gets_a_quarter_of_the_room_and_bodies_that_do_not_come_none() -> None:
-    world = await make_world(limits=Limits(requests=8))
+    world = await make_world(limits=Limits(requests=8, queued=1, queue_seconds=0.05))
 
     async def ask_without_end(message: Any) -> None:
         raise AssertionError(f"it was answered: {message}")
@@ -151,9 +152,11 @@ async def test_one_token_gets_a_quarter_of_the_room_and_bodies_that_do_not_come_
     scope = connection("POST", "/runs", world.authorization("trainer"))
     slow = [asyncio.create_task(world.api(scope, never, ask_without_end)) for _ in range(2)]
     await asyncio.sleep(0.01)
-    refused = await world.ask("GET", "/runs", token="trainer")
-    assert (refused.status, refused.error, refused.headers["retry-after"]) == (429, "busy", "1")
-    assert "of this token" in refused.json["error"]["message"]
+    waited, refused = await asyncio.gather(*(world.ask("GET", "/runs", token="trainer") for _ in range(2)))
+    for answer, why in ((waited, "had no turn in 0.05 s"), (refused, "wait for their turn")):
+        assert (answer.status, answer.error, answer.headers["retry-after"]) == (429, "busy", "1")
+        assert "of this token" in answer.json["error"]["message"]
+        assert why in answer.json["error"]["message"]
     assert (await world.ask("GET", "/runs", token="viewer")).status == 200
     assert world.api._requests == 0, "a body that does not come takes no room"
     for task in slow:
@@ -165,3 +168,27 @@ async def test_one_token_gets_a_quarter_of_the_room_and_bodies_that_do_not_come_
 
 def test_the_api_has_no_word_of_this_machine() -> None:
     assert str(Path.home()) not in repr(description())
+
+
+async def test_requests_of_one_token_wait_for_their_turn() -> None:
+    """A fleet of clients shares a token: none of its requests is refused only because others are on their way."""
+    world = await make_world(limits=Limits(requests=4))
+    assert {(await asked).status for asked in [asyncio.create_task(world.ask("GET", "/runs")) for _ in range(50)]} == {
+        200
+    }
+    assert world.api._asking == {}
+    await world.store.close()
+
+
+async def test_a_lease_of_no_run_is_not_found_and_the_end_of_a_run_is_told() -> None:
+    world = await make_world()
+    wanted = {"run": "nobody's", "worker": "w"}
+    missing = await world.ask("POST", "/leases", wanted, token="runner")
+    assert (missing.status, missing.error) == (404, "not_found")
+    answers = []
+    await world.ask("POST", "/leases", {"run": "run", "worker": "other", "limit": 100}, token="runner")
+    for over in (False, True, False):
+        await mark_over(world.store, "run", over)
+        answers.append((await world.ask("POST", "/leases", {**wanted, "run": "run"}, token="runner")).json)
+    assert [(answer["leases"], answer["over"]) for answer in answers] == [([], False), ([], True), ([], False)]
+    await world.store.close()
