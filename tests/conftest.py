@@ -192,7 +192,7 @@ class RealVLLM:
     """A real vLLM on the CPU with a tiny untied model, and two policies for it: `first`, `second`."""
 
     def __init__(self, root: Path) -> None:
-        from lightning.config.models import PolicyServerConfig
+        from lightning.config.sections import PolicyServerConfig
         from lightning.policy_server import OwnedVLLM
         from lightning.testing.tiny_models import make_tiny_model
 

@@ -12,8 +12,8 @@ import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.policy_server import OwnedVLLM
+from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
-from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Rollout, Run, Status, Task, Transition
 

@@ -34,7 +34,7 @@ PAUSE = 0.3
 
 async def gateway(url: str, run: str) -> None:
     """A gateway process: a seat, and a call every few milliseconds that only waits at the gate."""
-    from lightning.gateway.member import Member
+    from lightning.gateway.fleet.member import Member
     from lightning.plugins import plugins
 
     store = plugins().store(url)
@@ -58,8 +58,8 @@ async def gateway(url: str, run: str) -> None:
 
 async def measure(url: str, count: int, updates: int) -> dict[str, float]:
     """One row."""
-    from lightning.gateway.owner import Owner
-    from lightning.gateway.upstreams import Upstream
+    from lightning.gateway.fleet.coordinator import Owner
+    from lightning.gateway.upstream.servers import Upstream
     from lightning.plugins import plugins
     from lightning.policy_server.protocol import Update
 

@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 import psutil
 from aiohttp import web
+from lightning import asyncio_utils
 
 PROMPT, RESPONSE, BODIES = 1000, 212, 64
 ROLLOUTS = 512
@@ -114,7 +115,7 @@ async def backend(announce: Callable[[object], None]) -> None:
 
 async def ours(announce: Callable[[object], None], upstream: str) -> None:
     """The gateway over a SQLite file."""
-    from lightning.config.models import GatewayConfig
+    from lightning.config.sections import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.store.sqlite import SqliteStore
     from lightning.types import Rollout, Run, Task
@@ -313,14 +314,13 @@ def report(results: dict[str, Any]) -> None:
 
 def serve(role: str, upstream: str) -> None:
     """Be one of the servers."""
-    from lightning import loops
 
     def announce(said: object) -> None:
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
     roles = {"backend": lambda: backend(announce), "ours": lambda: ours(announce, upstream)}
-    loops.run(roles[role]() if role in roles else naive(announce, upstream))
+    asyncio_utils.run(roles[role]() if role in roles else naive(announce, upstream))
 
 
 if __name__ == "__main__":

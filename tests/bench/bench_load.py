@@ -34,7 +34,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 from bench_store import conversations, rollouts_of
-from lightning import loops
+from lightning import asyncio_utils
 from lightning.plugins import plugins
 from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
@@ -112,7 +112,7 @@ async def backend(announce: Callable[[object], None]) -> None:
 
 async def server(announce: Callable[[object], None], upstream: str, url: str) -> None:
     """A Lightning Server over a store: control API and gateway on one port."""
-    from lightning.config.models import GatewayConfig
+    from lightning.config.sections import GatewayConfig
     from lightning.gateway import Gateway, Upstream
     from lightning.server.auth import ALL_PROJECTS, issue_token
     from lightning.server.control import Control
@@ -407,7 +407,7 @@ def serve(role: str, args: Sequence[str]) -> None:
         sys.stdout.write(json.dumps(said) + "\n")
         sys.stdout.flush()
 
-    loops.run(backend(announce) if role == "backend" else server(announce, *args))
+    asyncio_utils.run(backend(announce) if role == "backend" else server(announce, *args))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from lightning.batch import Sample, build_samples
 from lightning.batch.radix import build_tree
-from lightning.config.models import StepKind
+from lightning.config.sections import StepKind
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.losses.policy_gradient import ClippedPolicyGradient

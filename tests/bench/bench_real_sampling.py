@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 from lightning.config import Config
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.plugins import plugins
 from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.auto_settings import choose, this_machine

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from lightning.config import Config
 from lightning.gateway import Upstream
-from lightning.gateway.owner import Owner
+from lightning.gateway.fleet.coordinator import Owner
 from lightning.plugins import plugins
 from lightning.runner.remote import RemoteRunner
 from lightning.store.protocol import Store

@@ -70,7 +70,7 @@ def test_killing_agents_then_vllm(demo_run: Any, middle: Middle) -> None:
     demo_run.steps = 2
     demo_run.start()
     demo_run.until(middle(0))
-    servers = {child.pid: child for child in demo_run.descendants("lightning.runner.template")}
+    servers = {child.pid: child for child in demo_run.descendants("lightning.runner.forkserver_child")}
     workers = [child for child in servers.values() if child.ppid() in servers]
     assert workers
     for worker in workers[:3]:

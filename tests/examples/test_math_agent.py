@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.runner.inline import InlineRunner
-from lightning.runner.work import work
+from lightning.runner.lease_loop import work
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
 from lightning.types import Rollout, Run, Status, Task, ToolEvent, Transition

@@ -12,7 +12,7 @@ import lightning
 import pytest
 import torch
 from lightning.config import Config, with_settings
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server import OwnedVLLM
 from lightning.types import LLM, Task
 from lightning_examples.math_autogen import MODEL, train

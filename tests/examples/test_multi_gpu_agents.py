@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import pytest
 from agents import set_tracing_disabled
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall

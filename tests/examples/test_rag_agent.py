@@ -16,7 +16,7 @@ import torch
 from agents import set_tracing_disabled
 from lightning.algorithms.protocol import Algorithm
 from lightning.config import Config, with_settings
-from lightning.config.models import GatewayConfig, PolicyServerConfig
+from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.policy_server import OwnedVLLM
 from lightning.store.memory import MemoryStore

@@ -13,12 +13,12 @@ import pytest
 import torch
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group, Trajectory
-from lightning.config.models import GatewayConfig, RunnerConfig
+from lightning.config.sections import GatewayConfig, RunnerConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.gateway import Gateway, Upstream
 from lightning.runner.inline import InlineRunner
-from lightning.runner.work import work
+from lightning.runner.lease_loop import work
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model

@@ -20,7 +20,7 @@ from lightning.config.load import NOT_SETTINGS
 from lightning.server.api import PREFIX, ROUTES, description
 from lightning.server.api.openapi import scopes_of
 from lightning.server.api.table import parameters
-from lightning.store import wire
+from lightning.store import json_codec
 
 from tests.house.size import rooms
 
@@ -92,7 +92,7 @@ def server_routes() -> Iterator[str]:
     for route in ROUTES:
         yield f"### `{route.method} {PREFIX}{route.path}`\n\n{route.doc}\n"
         scopes = "none needed" if route.scopes is None else ", ".join(scopes_of(route))
-        told = "any JSON" if route.answer is wire.AnyJson else _type(route.answer)
+        told = "any JSON" if route.answer is json_codec.AnyJson else _type(route.answer)
         yield f"- token: {scopes}"
         yield from (f"- `?{name}=` {item.metadata['doc']}" for name, item in parameters(route.query).items())
         if route.body is not None:

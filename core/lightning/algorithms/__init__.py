@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning.algorithms.custom import from_batch, from_loss
     from lightning.algorithms.intake import Intake
-    from lightning.algorithms.own import from_batch, from_loss
     from lightning.algorithms.protocol import Algorithm, Batch
 
 __all__ = ["Algorithm", "Batch", "Intake", "from_batch", "from_loss"]
@@ -16,8 +16,8 @@ _HOME = {
     "Algorithm": "lightning.algorithms.protocol",
     "Batch": "lightning.algorithms.protocol",
     "Intake": "lightning.algorithms.intake",
-    "from_batch": "lightning.algorithms.own",
-    "from_loss": "lightning.algorithms.own",
+    "from_batch": "lightning.algorithms.custom",
+    "from_loss": "lightning.algorithms.custom",
 }
 
 

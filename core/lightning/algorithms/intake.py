@@ -21,7 +21,7 @@ from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.advantage import ROUNDING, all_equal
 from lightning.credit.protocol import group_returns
 from lightning.errors import DataError
-from lightning.losses.given import as_loss
+from lightning.losses.custom_loss import as_loss
 from lightning.losses.protocol import Loss
 from lightning.types import Transition
 

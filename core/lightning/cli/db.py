@@ -24,7 +24,7 @@ from lightning.maintenance.files import Format, write_lines, write_table
 from lightning.maintenance.prune import Choice, RunPlan, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.store.reference import existing_store
+from lightning.store.resource_ref import existing_store
 from lightning.store.url import parse, redacted, sqlite_url
 
 app = typer.Typer(no_args_is_help=True)

@@ -22,7 +22,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
-from lightning.store.reference import Reference, existing_store, find, parse_reference
+from lightning.store.resource_ref import Reference, existing_store, find, parse_reference
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import weights_content
 from lightning.types import Json, Resource, ResourceKind

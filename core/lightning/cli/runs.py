@@ -21,7 +21,7 @@ from lightning.cli.output import AsJson, escape, fail, print_json, print_table, 
 from lightning.errors import ConfigError, LightningError
 from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.reference import DATABASE, store_in
+from lightning.store.resource_ref import DATABASE, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import changes_of, run_id_of

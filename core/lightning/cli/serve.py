@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.loops import run_to_end
-from lightning.store.reference import existing_store
+from lightning.store.resource_ref import existing_store
 from lightning.store.url import parse
 from lightning.trainer.model import resolve_model
 

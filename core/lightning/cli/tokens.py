@@ -20,7 +20,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
 from lightning.server.auth import issue_token
 from lightning.store.protocol import Store
-from lightning.store.reference import existing_store
+from lightning.store.resource_ref import existing_store
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 app = typer.Typer(no_args_is_help=True)

@@ -16,17 +16,17 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning import loops
+from lightning import asyncio_utils
+from lightning.asyncio_utils import until_told
 from lightning.client.delivery import ServerDelivery, Tally
 from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
 from lightning.config import Config, load_config, with_settings
-from lightning.ending import until_told
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
+from lightning.runner.lease_loop import deliver
 from lightning.runner.protocol import Agent
-from lightning.runner.work import deliver
 from lightning.store.http import HttpStore
 from lightning.types import new_id
 
@@ -89,7 +89,7 @@ class Client:
         long as a lease lasts, `RunnerError` when no agent can run, and `RuntimeError` where an event loop runs already: await
         `work` there.
         """
-        return loops.run(self._until_told(), instead="`await client.work()` in place of client.run()")
+        return asyncio_utils.run(self._until_told(), instead="`await client.work()` in place of client.run()")
 
     async def work(self, stop: asyncio.Event | None = None) -> Tally:
         """`run` on the loop that there is; set `stop` to drain. Cancelling ends the agents and gives the leases back."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from lightning.config.fields import Setting, settings
 from lightning.config.limits import LimitsConfig
 from lightning.config.load import load_config, with_settings
-from lightning.config.models import (
+from lightning.config.optimizer_model import OptimizerModelConfig
+from lightning.config.runners import KubernetesConfig, RayConfig
+from lightning.config.section import Section
+from lightning.config.sections import (
     Config,
     EngineConfig,
     GatewayConfig,
@@ -15,9 +18,6 @@ from lightning.config.models import (
     ServerConfig,
     TrainerConfig,
 )
-from lightning.config.optimizer_model import OptimizerModelConfig
-from lightning.config.runners import KubernetesConfig, RayConfig
-from lightning.config.section import Section
 
 __all__ = [
     "Config",

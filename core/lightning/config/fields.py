@@ -14,7 +14,7 @@ from typing import Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lightning.config.models import Config
+from lightning.config.sections import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightning.config.fields import accepts, did_you_mean, find, section_of, settings, toml_value
-from lightning.config.models import Config
+from lightning.config.sections import Config
 from lightning.errors import ConfigError
 
 ENV_PREFIX = "LIGHTNING_"

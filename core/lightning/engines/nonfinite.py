@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from lightning.engines.protocol import StepResult
-from lightning.engines.tally import Tally
+from lightning.engines.step_metrics import Tally
 from lightning.errors import EngineError
 
 logger = logging.getLogger(__name__)

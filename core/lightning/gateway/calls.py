@@ -18,12 +18,13 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
+from lightning.gateway.auth.api_keys import Claims, ExpiredTokenError
+from lightning.gateway.auth.caller_identity import Identity, forwarded_headers
 from lightning.gateway.body import ClientGoneError, read_body, read_object, write_object
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
-from lightning.gateway.disconnect import Watch
 from lightning.gateway.errors import (
     JSON_TYPE,
     Header,
@@ -33,16 +34,15 @@ from lightning.gateway.errors import (
     send_bytes,
     told_of_length,
 )
-from lightning.gateway.forward import Forwarder
+from lightning.gateway.fleet.versions import LiveCall
 from lightning.gateway.history import Entry, History
-from lightning.gateway.identity import Identity, forwarded_headers
-from lightning.gateway.policies import Policies
-from lightning.gateway.policy import Policy
+from lightning.gateway.policy_registry import Policies
+from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
 from lightning.gateway.sse import EventCutter, data_of
-from lightning.gateway.tokens import Claims, ExpiredTokenError
-from lightning.gateway.versions import LiveCall
+from lightning.gateway.upstream.call_watchdog import Watch
+from lightning.gateway.upstream.client import Forwarder
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.types import TOO_LONG, CallStatus, Conversation
 

@@ -10,13 +10,13 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
+from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.body import ClientGoneError, read_body, read_object
 from lightning.gateway.dialects.messages.dialect import Messages, prompt_of
 from lightning.gateway.errors import JSON_TYPE, RefusalError, UpstreamError, send_bytes
-from lightning.gateway.forward import Forwarder
-from lightning.gateway.identity import Identity
-from lightning.gateway.policies import Policies
+from lightning.gateway.policy_registry import Policies
+from lightning.gateway.upstream.client import Forwarder
 
 PATH = f"{Messages.path}/count_tokens"
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)

@@ -12,19 +12,19 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.errors import GatewayError
-from lightning.gateway.allowed import Allowed
-from lightning.gateway.forward import MODEL, Forwarder
+from lightning.gateway.auth.api_keys import TokenSigner
+from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.history import History
-from lightning.gateway.identity import Identity
-from lightning.gateway.policies import Policies
-from lightning.gateway.policy import Policy
+from lightning.gateway.policy_registry import Policies
+from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
-from lightning.gateway.tokens import TokenSigner
-from lightning.gateway.tracebook import TraceBook
-from lightning.gateway.traces import TraceEndpoint
-from lightning.gateway.upstreams import Upstream
+from lightning.gateway.tracing.ingest import TraceEndpoint
+from lightning.gateway.tracing.trace_index import TraceBook
+from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.upstream.client import MODEL, Forwarder
+from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Gateway:
     def hold(self) -> AbstractAsyncContextManager[None]:
         """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.
 
-        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.owner.Owner`.
+        Gateways elsewhere that serve the run, too, are held by `lightning.gateway.fleet.coordinator.Owner`.
         """
         return self._hold()
 

@@ -17,18 +17,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
+from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.calls import CallEndpoint
 from lightning.gateway.counting import PATH as COUNT_PATH
 from lightning.gateway.counting import UNANSWERED, CountTokens
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.errors import RefusalError
-from lightning.gateway.forward import Forwarder
 from lightning.gateway.history import History
-from lightning.gateway.identity import Identity
-from lightning.gateway.policies import Policies
+from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.traces import PATH, TraceEndpoint
+from lightning.gateway.tracing.ingest import PATH, TraceEndpoint
+from lightning.gateway.upstream.client import Forwarder
 
 PREFIXES = ("/v1", "/r/{token}/v1")
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)

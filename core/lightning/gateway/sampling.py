@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from lightning.gateway.tokens import Claims
+from lightning.gateway.auth.api_keys import Claims
 
 Body: TypeAlias = "dict[str, Any]"
 """A JSON object of a request or an answer."""

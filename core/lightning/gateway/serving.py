@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.errors import GatewayError
-from lightning.gateway.guard import Guard
-from lightning.gateway.patience import patient
+from lightning.gateway.auth.access_control import Guard
+from lightning.gateway.client_timeouts import patient
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import orjson
 
-from lightning.ending import end
+from lightning.asyncio_utils import end
 from lightning.gateway.errors import RefusalError, UpstreamError
 from lightning.gateway.sampling import Body
 

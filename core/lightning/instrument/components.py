@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
-from lightning.instrument.callers import current_caller
+from lightning.instrument.caller_lookup import current_caller
 from lightning.instrument.context import calling_session, current_session
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent

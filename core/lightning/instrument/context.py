@@ -26,9 +26,9 @@ from typing import TypeVar
 
 from lightning.errors import DataError
 from lightning.instrument.address import Address, Url, place_of
-from lightning.instrument.parent import parent_of_spans
+from lightning.instrument.last_call import Trail
+from lightning.instrument.otel_parent import parent_of_spans
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
-from lightning.instrument.trail import Trail
 from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 

@@ -11,8 +11,8 @@ import secrets
 import time
 from pathlib import Path
 
-from lightning.config.models import PolicyServerConfig
-from lightning.ending import end
+from lightning.asyncio_utils import end
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.families import parsers_for

@@ -21,7 +21,7 @@ from lightning.policy_server.families import parsers_for
 from lightning.policy_server.model_facts import ModelFacts
 
 if TYPE_CHECKING:
-    from lightning.config.models import PolicyServerConfig
+    from lightning.config.sections import PolicyServerConfig
 
 Device = Literal["cpu", "cuda"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server.attached import AttachedVLLM
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
 from lightning.policy_server.protocol import PolicyServer

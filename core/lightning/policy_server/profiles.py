@@ -25,7 +25,7 @@ from lightning.policy_server.weight_transfer.layout import BACKENDS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from lightning.config.models import Config, PolicyServerConfig
+    from lightning.config.sections import Config, PolicyServerConfig
     from lightning.policy_server.auto_settings import Chosen, Device
 
 PACKED = "lightning.policy_server.packed_logprobs.PackedLogprobs"

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose, this_machine, why_slow
 from lightning.policy_server.control import NotOursError, VLLMControl

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.errors import RunnerError
-from lightning.runner import frames
-from lightning.runner.posix import how_it_ended, kill_group
-from lightning.runner.reach import without_proxy
+from lightning.runner import socket_framing
+from lightning.runner.parent_death import how_it_ended, kill_group
+from lightning.runner.proxy_env import without_proxy
 from lightning.runner.sandbox import PARENT
 
 GRACE = 5.0
@@ -38,7 +38,7 @@ _LOOPBACK = "http://127.0.0.1"
 
 _COMMAND = """import json, sys
 sys.path[:], sys.argv[:] = json.loads(sys.argv[1])
-from lightning.runner.template import main
+from lightning.runner.forkserver_child import main
 main({descriptor}, {parent})
 """
 
@@ -85,9 +85,9 @@ class Worker:
         self._writer.close()
 
     async def _exchange(self, request: bytes) -> bytes:
-        self._writer.write(frames.pack(request))
+        self._writer.write(socket_framing.pack(request))
         await self._writer.drain()
-        return await frames.read(self._reader)
+        return await socket_framing.read(self._reader)
 
 
 class ForkServer:
@@ -148,7 +148,7 @@ class ForkServer:
         setup = json.dumps(self._setup).encode()
         incoming = _Incoming(self._control)
         try:
-            await loop.sock_sendall(self._control, frames.pack(setup) + frames.pack(self._shipped))
+            await loop.sock_sendall(self._control, socket_framing.pack(setup) + socket_framing.pack(self._shipped))
             answer = await incoming.next()
         except OSError:
             answer = None
@@ -216,7 +216,7 @@ class ForkServer:
         """Send a command if there is room for it now. Raises `OSError` when the fork server is gone."""
         if self._control is None or not self.alive:
             raise BrokenPipeError("the fork server of the agents' processes is gone")
-        message = frames.pack(json.dumps(command).encode())
+        message = socket_framing.pack(json.dumps(command).encode())
         try:
             if passed is None:
                 self._control.send(message)  # whole or not at all: it is short
@@ -321,7 +321,7 @@ class _Incoming:
     async def next(self) -> dict[str, int | str] | None:
         """The next message; None when the fork server is gone."""
         loop = asyncio.get_running_loop()
-        while (message := frames.unpack(self._buffer)) is None:
+        while (message := socket_framing.unpack(self._buffer)) is None:
             data = await loop.sock_recv(self._control, 65536)
             if not data:
                 return None

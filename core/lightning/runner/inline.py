@@ -19,7 +19,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
-from lightning.runner.calling import check_agent
+from lightning.runner.agent_signature import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.worker import is_async

@@ -16,7 +16,7 @@ from typing import Any, cast
 from lightning.errors import DataError
 from lightning.instrument import Session
 from lightning.instrument.texts import CURE, number
-from lightning.runner.frames import MAX_FRAME
+from lightning.runner.socket_framing import MAX_FRAME
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ import time
 
 from lightning.config import RunnerConfig
 from lightning.errors import DataError, RunnerError
+from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, encode_request, failed
 from lightning.runner.protocol import Agent
 from lightning.runner.sandbox import bubblewrap
-from lightning.runner.ship import pack_agent
 from lightning.types import LLM, Fault, Lease, Outcome
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Iterator, Sequence
 
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
-from lightning.runner import frames
+from lightning.runner import socket_framing
+from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.reach import without_proxy
-from lightning.runner.ship import unpack_agent
+from lightning.runner.proxy_env import without_proxy
 from lightning.types import LLM, Outcome, Task
 
 
@@ -34,10 +34,10 @@ def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None, r
     install_tap(reroute)
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
-        while (request := frames.receive(sock)) is not None:
+        while (request := socket_framing.receive(sock)) is not None:
             outcome = run_agent(agent, *decode_request(request), loop)
             flush()
-            frames.send(sock, encode_outcome(outcome))
+            socket_framing.send(sock, encode_outcome(outcome))
 
 
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:

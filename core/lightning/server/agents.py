@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from lightning.errors import StoreError
 from lightning.gateway import Gateway
-from lightning.server.how_to_call import TRAIN, HowToCall
+from lightning.server.endpoint_info import TRAIN, HowToCall
 from lightning.server.names import Names
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store

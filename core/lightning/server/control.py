@@ -17,7 +17,7 @@ from lightning.addresses import is_loopback
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.gateway import Gateway
-from lightning.runner.report import report
+from lightning.runner.attempt_completion import report
 from lightning.server.agents import Agents
 from lightning.server.api import Api, Limits
 from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, check_project, digest_of, issue_token

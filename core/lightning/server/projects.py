@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.server.known import Known
+from lightning.server.id_cache import Known
 from lightning.server.names import Names, check_id, check_run_id, is_of_servers
 from lightning.store.protocol import (
     LATEST,
@@ -26,7 +26,7 @@ from lightning.store.protocol import (
     Store,
     Watch,
 )
-from lightning.store.rules import unknown_rollout
+from lightning.store.rollout_state import unknown_rollout
 from lightning.types import (
     DEFAULT_PROJECT,
     Json,

@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning.config import Config
 from lightning.errors import ConfigError
 from lightning.gateway import Gateway
-from lightning.gateway.fleet import gateway_secret
+from lightning.gateway.fleet.records import gateway_secret
 from lightning.plugins import plugins
 from lightning.server.control import (
     RUNNER_FILE,

@@ -1,6 +1,6 @@
 """What the control API's requests and answers say beyond the nouns: frozen values that client and server share.
 
-The invariant: everything that travels is one of these or a noun of `lightning.types`, in the form that `lightning.store.wire`
+The invariant: everything that travels is one of these or a noun of `lightning.types`, in the form that `store.json_codec`
 derives; neither side knows any other JSON.
 """
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from lightning.config import RunnerConfig
 from lightning.plugins import plugins
+from lightning.runner.lease_loop import Source, work
 from lightning.runner.protocol import Runner
-from lightning.runner.work import Source, work
 from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts
 from lightning.types import LLM, Lease, Rollout, Status

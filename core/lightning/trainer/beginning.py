@@ -22,7 +22,7 @@ from lightning.errors import AuditError, ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.reference import store_in
+from lightning.store.resource_ref import store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints

@@ -24,7 +24,7 @@ from lightning.batch.states import StateValues, state_rows, with_values
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
 from lightning.losses.correction import Correction
-from lightning.losses.given import GivenLoss
+from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN

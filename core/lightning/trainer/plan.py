@@ -14,7 +14,7 @@ from lightning.errors import DataError
 from lightning.types import Fault, Json, Rollout, Status, Task
 
 if TYPE_CHECKING:
-    from lightning.config.models import TaskOrder
+    from lightning.config.sections import TaskOrder
 
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")

@@ -16,7 +16,7 @@ from lightning.server.auth import ALL_PROJECTS
 from lightning.server.projects import of_project
 from lightning.store.http import HttpStore
 from lightning.store.protocol import Store
-from lightning.store.reference import PREFIX, existing_store, find, parse_reference
+from lightning.store.resource_ref import PREFIX, existing_store, find, parse_reference
 from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Json, Resource, ResourceKind, Rollout
 

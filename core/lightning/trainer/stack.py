@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning.asyncio_utils import cancel
 from lightning.config import Config
-from lightning.config.models import GatewayConfig, PolicyServerConfig
-from lightning.ending import cancel
+from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import UNKNOWN, gateway_secret
-from lightning.gateway.owner import Owner
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
 from lightning.gateway.serving import bind
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
@@ -29,14 +29,14 @@ from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.policy_server.weight_transfer.layout import Sender
+from lightning.runner.lease_loop import Source
 from lightning.runner.protocol import ClientRunner, Runner, Site
-from lightning.runner.work import Source
 from lightning.server.control import Control, on_server_port, runner_token
+from lightning.server.endpoint_info import HowToCall
 from lightning.server.exposure import check_exposure
-from lightning.server.how_to_call import HowToCall
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
-from lightning.store.rules import EXCUSED
+from lightning.store.rollout_state import EXCUSED
 from lightning.trainer.agents import Agents
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.prompts import Prompts

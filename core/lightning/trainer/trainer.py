@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
-from lightning.loops import run_to_end
 from lightning.plugins import plugins
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.weight_transfer.layout import Sender

@@ -14,9 +14,9 @@ import socket
 from lightning.addresses import leads_to_itself
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
-from lightning.runner.calling import check_agent
+from lightning.runner.agent_serialization import name_of
+from lightning.runner.agent_signature import check_agent
 from lightning.runner.protocol import Agent, Site
-from lightning.runner.ship import name_of
 from lightning.types import LLM, Lease, Outcome
 
 from lightning_k8s.cluster import Cluster, ClusterError, Object, connect, inside

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_planner.costs import Costs, ServerCosts
-from lightning_planner.kernel import Action, Kernel
+from lightning_planner.event_queue import Action, Kernel
 from lightning_planner.work import Agent, Call
 
 LEAST = 1e-12

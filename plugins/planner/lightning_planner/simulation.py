@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lightning.trainer.pacing import Pacer
 
 from lightning_planner.costs import Costs, Schedule
-from lightning_planner.kernel import Kernel
+from lightning_planner.event_queue import Kernel
 from lightning_planner.serving import Floor, Running
 from lightning_planner.work import Agent, Team
 

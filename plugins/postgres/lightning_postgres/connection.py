@@ -15,7 +15,7 @@ from typing import Any, Final
 import asyncpg
 from lightning.store.rows import Row, Value
 
-from lightning_postgres.parents import TransactionParents
+from lightning_postgres.prefix_parents import TransactionParents
 from lightning_postgres.settings import Settings
 
 CONNECT_SECONDS: Final = 10.0

@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.relational.parents import ParentCache
+from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Again, Operation
 
 from lightning_postgres import failures
 from lightning_postgres.connection import PostgresTransaction, connect
 from lightning_postgres.failures import Failure
-from lightning_postgres.parents import TransactionParents
+from lightning_postgres.prefix_parents import TransactionParents
 from lightning_postgres.settings import Settings
 
 T = TypeVar("T")

@@ -15,16 +15,16 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.relational.bell import Bell
+from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
 
+from lightning_postgres.change_listener import EventWatch, Listener
 from lightning_postgres.connection import watched
 from lightning_postgres.connections import Connections
 from lightning_postgres.migrations import migrate
 from lightning_postgres.settings import Settings, from_url
 from lightning_postgres.thread import LoopThread
-from lightning_postgres.watching import EventWatch, Listener
 
 T = TypeVar("T")
 OPENING_SECONDS: Final = 5.0

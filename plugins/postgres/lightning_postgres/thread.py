@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from lightning.loops import new_loop
+from lightning.asyncio_utils import new_loop
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
-from lightning.store.reference import find, parse_reference
+from lightning.store.resource_ref import find, parse_reference
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL

@@ -17,9 +17,9 @@ import lightning
 from lightning.addresses import leads_to_itself
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
+from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.outcomes import decode_outcome, encode_request, failed
 from lightning.runner.protocol import Agent
-from lightning.runner.ship import pack_agent
 from lightning.types import LLM, Fault, Lease, Outcome
 
 from lightning_ray.cluster import ActorLostError, RayCluster, Reference, actors_for, connect

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning.errors import DataError, StoreError
-from lightning.store import codec, json_text, rows, rules
-from lightning.store.relational.parents import Fingerprint
+from lightning.store import codec, json_text, rollout_state, rows
+from lightning.store.relational.prefix_parents import Fingerprint
 from lightning.types import Transition
 
 from lightning_redis.keys import encoded
@@ -100,7 +100,7 @@ class Decoder:
         made = rows.transition_from_row(
             rollout, attempt, (seq, *found.columns), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
-        if rules.transition_digest(made, codec.stored_digest(found.blob)) != found.digest:
+        if rollout_state.transition_digest(made, codec.stored_digest(found.blob)) != found.digest:
             raise StoreError("it does not match the digest that was written with it")
         return made
 

@@ -25,14 +25,14 @@ from lightning.types import Status as RolloutStatus
 from redis.exceptions import RedisError
 
 from lightning_redis import records, scripts
+from lightning_redis.connection import Command, Wire, translate
+from lightning_redis.handshake import SCHEMA, Ask, asker, check_server, schema_of
 from lightning_redis.keys import Keys, encoded
-from lightning_redis.lane import Lane
-from lightning_redis.link import Link
-from lightning_redis.opening import SCHEMA, Ask, asker, check_server, schema_of
+from lightning_redis.loop_client import Link
+from lightning_redis.pipeline import Lane
+from lightning_redis.rollout_codec import home_of, stand
 from lightning_redis.settings import from_url
-from lightning_redis.standing import home_of, stand
 from lightning_redis.tokens import every as every_token
-from lightning_redis.wire import Command, Wire, translate
 
 BATCH: Final = 500
 """Commands on their way at once."""

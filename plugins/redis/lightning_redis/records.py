@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import json_text, rows, rules
+from lightning.store import json_text, rollout_state, rows
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.types import Json, Run, Status, StepRecord
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
-from lightning_redis.link import Link, unexpected
-from lightning_redis.standing import stand
+from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.rollout_codec import stand
 
 STEPS_AT_ONCE: Final = 50
 """Step records in one answer at most."""
@@ -76,11 +76,11 @@ async def list_runs(
     link: Link, project: str | None = None, after: str = "", limit: int | None = None, brief: bool = False
 ) -> list[Run]:
     """See `Store.list_runs`. Of those that are not asked for only the times are read: a configuration is long."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     (flat,) = await link.reads.read((b"HGETALL", link.keys("runs")))
     kept = {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
     if after and (after not in kept or project not in (None, _run(after, kept[after], brief=True).project)):
-        raise rules.no_cursor(after)
+        raise rollout_state.no_cursor(after)
     newest_first = sorted(kept, key=lambda run: numbered(kept[run], f"run {run!r}", 2)[0], reverse=True)
     behind = newest_first[newest_first.index(after) + 1 if after else 0 :]
     found = (_run(run, kept[run], brief) for run in behind)
@@ -104,7 +104,7 @@ async def attempts_of(link: Link, attempts: Sequence[tuple[str, int | None]]) ->
     current: dict[str, int] = {}
     for name, standing in zip(names, standings, strict=True):
         if standing is None:
-            raise rules.unknown_rollout(name)
+            raise rollout_state.unknown_rollout(name)
         current[name] = int(stand(standing, name)["attempt"])
     asked = [(rollout, current[rollout] if attempt is None else attempt) for rollout, attempt in attempts]
     fields = [encoded(f"{rollout}:{attempt}") for rollout, attempt in asked]
@@ -145,7 +145,7 @@ async def commit_step(link: Link, record: StepRecord) -> None:
             f"{rest[0].decode()!r}, not {record.digest!r}): is another trainer working on this run?"
         )
     if word == "unknown":
-        raise rules.unknown_rollout(rest[0].decode())
+        raise rollout_state.unknown_rollout(rest[0].decode())
     if word == "untrainable":
         raise _untrainable(record, *record.rollouts[int(rest[0])], rest[1])
     if word != "ok":
@@ -164,7 +164,7 @@ def _untrainable(record: StepRecord, rollout: str, attempt: int, standing: bytes
 
 async def steps(link: Link, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
     """See `Store.steps`. Records are read some at a time: those of a long run are gigabytes before they are made brief."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     (names,) = await link.reads.read((b"HKEYS", link.keys("steps", run)))
     asked = sorted(number for number in map(int, names) if number > after)[:limit]
     found: list[StepRecord] = []
@@ -198,7 +198,7 @@ async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, floa
     pairs: list[str] = []
     for name, value in values.items():
         pairs += [name, repr(float(value))]
-    known_as = rules.known_as(once, "log_metrics", run, step, *pairs)
+    known_as = rollout_state.known_as(once, "log_metrics", run, step, *pairs)
     word, *rest = await link.run_once(
         scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
     )
@@ -223,7 +223,7 @@ async def metrics(link: Link, run: str) -> list[MetricPoint]:
 async def put_state(link: Link, run: str, key: str, value: Json, once: str | None) -> None:
     """See `Store.put_state`."""
     text = json_text.dump(value, f"the state {key!r}")
-    known_as = rules.known_as(once or "", "put_state", run, key, text)
+    known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
     word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
     if word != "ok":

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rows, rules
+from lightning.store import json_text, rollout_state, rows
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.types import Resource
 
 from lightning_redis import scripts
+from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.link import Link, unexpected
+from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.records import listed, stamped
-from lightning_redis.wire import Reply
 
 
 async def put(link: Link, resource: Resource) -> Resource:
@@ -79,11 +79,11 @@ async def _tables(link: Link, table: str, names: Sequence[str]) -> list[list[byt
 
 async def set_alias(link: Link, name: str, alias: str, version: int, once: str) -> Alias:
     """See `Store.set_alias`."""
-    rules.check_alias(alias)
+    rollout_state.check_alias(alias)
     word, *rest = await link.run_once(
         scripts.SET_ALIAS,
         [link.keys("versions", name), link.keys("aliases", name), _moves(link, name, alias)],
-        rules.known_as(once, "set_alias", name, alias, version),
+        rollout_state.known_as(once, "set_alias", name, alias, version),
         *(alias, version),
     )
     if word == "unknown":
@@ -94,7 +94,7 @@ async def set_alias(link: Link, name: str, alias: str, version: int, once: str) 
 
 async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
     """See `Store.roll_back_alias`."""
-    known_as = rules.known_as(once, "roll_back_alias", name, alias)
+    known_as = rollout_state.known_as(once, "roll_back_alias", name, alias)
     keys = [link.keys("aliases", name), _moves(link, name, alias)]
     word, *rest = await link.run_once(scripts.ROLL_BACK_ALIAS, keys, known_as, alias)
     if word == "unknown":
@@ -149,4 +149,4 @@ async def uses(link: Link, name: str) -> list[ResourceUse]:
         run, split, resources = listed(text, "the uses of resources")
         numbers = (int(counts.get(what, 0)) for what in ("rollouts", "scored", "failed"))
         found.append((run, split, resources, *numbers, counts.get("reward")))
-    return rules.uses_of_versions(name, found)
+    return rollout_state.uses_of_versions(name, found)

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
-from lightning.store import rules
+from lightning.store import rollout_state
 from lightning.store.protocol import Page, RolloutCount
 from lightning.types import Lease, Rollout, Status
 
 from lightning_redis import scripts
+from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.link import Link, unexpected
-from lightning_redis.standing import columns_of, position_of, read_rollout, refuse, stand, uses_of
-from lightning_redis.wire import Reply
+from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
 """Rollouts in one lease at most: Redis answers nobody else meanwhile."""
@@ -93,9 +93,9 @@ async def page(
     limit: int,
 ) -> Page:
     """See `Store.list_rollouts`. The cursor is the number of the last rollout of the page before."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     if cursor and not cursor.isdecimal():
-        raise rules.no_cursor(cursor)
+        raise rollout_state.no_cursor(cursor)
     index = link.keys("all", run)
     if step is not None:
         index = link.keys("step", step, run)
@@ -152,7 +152,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
         ],
-        rules.known_as(once, "lease", run, worker, ttl),
+        rollout_state.known_as(once, "lease", run, worker, ttl),
         *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
         seconds=ttl,
     )
@@ -180,14 +180,14 @@ async def renew(link: Link, held: Lease, ttl: float) -> Lease:
         return Lease(held.rollout, held.worker, float(rest[0]))
     if word != "refused":
         raise _refused(word, rest, rollout, held.attempt)
-    rules.check_fence(position_of(rest[0], rollout), held.attempt)
+    rollout_state.check_fence(position_of(rest[0], rollout), held.attempt)
     worker = stand(rest[0], rollout).get("worker", "")
     raise StaleAttemptError(
         f"attempt {held.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {held.worker!r}"
     )
 
 
-async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *, spend: bool) -> Rollout:
+async def complete(link: Link, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
@@ -197,7 +197,7 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *,
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
         ],
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
-        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rules.EXCUSED),
+        *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rollout_state.EXCUSED),
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)
@@ -206,7 +206,7 @@ async def complete(link: Link, rollout: str, attempt: int, end: rules.Ending, *,
 
 async def release(link: Link, worker: str, once: str) -> int:
     """See `Store.release`."""
-    known_as = rules.known_as(once, "release", worker)
+    known_as = rollout_state.known_as(once, "release", worker)
     name = encoded(worker)
     held = (b"ZRANGEBYLEX", link.keys("held"), b"[" + name + b"\0", b"(" + name + b"\1")
     for _ in range(_RELEASE_TRIES):
@@ -234,7 +234,7 @@ async def release(link: Link, worker: str, once: str) -> int:
 
 def _refused(word: str, rest: Sequence[Reply], rollout: str, attempt: int) -> StoreError:
     if word == "unknown":
-        return rules.unknown_rollout(rollout)
+        return rollout_state.unknown_rollout(rollout)
     if word == "refused":
         return refuse(rest[0], rollout, attempt)
     return unexpected([word, *rest])

@@ -14,7 +14,7 @@ from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
 
 from lightning_redis import scripts
-from lightning_redis.link import Link, unexpected
+from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.transitions import current_attempt
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from lightning.errors import StoreError
-from lightning.store import rules
+from lightning.store import rollout_state
 from lightning.store.protocol import (
     LATEST,
     Alias,
@@ -45,11 +45,11 @@ from lightning_redis import rollouts as rollout_ops
 from lightning_redis import spans as span_ops
 from lightning_redis import tokens as token_ops
 from lightning_redis import transitions as transition_ops
+from lightning_redis.change_listener import EntryWatch, entry_of, newest
+from lightning_redis.handshake import Ask, check_mark, check_same, check_server
 from lightning_redis.keys import Keys
-from lightning_redis.link import Link
-from lightning_redis.opening import Ask, check_mark, check_same, check_server
+from lightning_redis.loop_client import Link
 from lightning_redis.settings import Settings, from_url
-from lightning_redis.watching import EntryWatch, entry_of, newest
 
 
 class RedisStore:
@@ -211,7 +211,7 @@ class RedisStore:
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
-        end = rules.ending(rollout, outcome)
+        end = rollout_state.ending(rollout, outcome)
         with self._link() as link:
             return await rollout_ops.complete(link, rollout, attempt, end, spend=spend)
 

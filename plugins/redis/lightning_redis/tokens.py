@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import json_text, rows, rules
+from lightning.store import json_text, rollout_state, rows
 from lightning.types import Token
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
-from lightning_redis.link import Link, unexpected
+from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.records import stamped, time_text
 
 
 async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
     text = json_text.dump(rows.TOKENS.values(token, without=("created_at",)))
-    known_as = rules.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
+    known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     word, *rest = await link.run_once(
         scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text
     )

@@ -16,17 +16,17 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import codec, json_text, rules
-from lightning.store.relational.parents import Fingerprint, choose
+from lightning.store import codec, json_text, rollout_state
+from lightning.store.relational.prefix_parents import Fingerprint, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, scripts
 from lightning_redis.calls import Decoder, Stored
+from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
-from lightning_redis.link import Link, unexpected
+from lightning_redis.loop_client import Link, unexpected
 from lightning_redis.parents import GROUP_ROOTS, CallKey, Known, extended
-from lightning_redis.standing import refuse, stand
-from lightning_redis.wire import Command
+from lightning_redis.rollout_codec import refuse, stand
 
 ATTEMPTS_AT_ONCE: Final = 32
 """Attempts read in one go: their calls are held in memory twice for a moment."""
@@ -62,7 +62,7 @@ class _Batch:
         own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
         parent, shared = choose(packed.prompt, fingerprint.blocks, chain(reversed(own), roots))
         blob = codec.encode_packed(packed, shared)
-        digest = digest or rules.transition_digest(transition, packed.digest)
+        digest = digest or rollout_state.transition_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)
         keys = self.link.keys
         above: tuple[int, int, bytes] = (0, 0, b"")
@@ -109,7 +109,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
         elif word == "conflict":
             raise _conflict(transition)
         elif word == "unknown":
-            raise rules.unknown_rollout(transition.rollout)
+            raise rollout_state.unknown_rollout(transition.rollout)
         elif word == "refused":
             raise refuse(rest[1], transition.rollout, transition.attempt)
         else:
@@ -146,7 +146,7 @@ async def _digest_before_label(link: Link, transition: Transition, value: bytes)
         content = codec.content_digest(
             codec.pack(transition.prompt_ids), codec.pack(transition.response_ids), codec.pack(transition.logprobs)
         )
-        if rules.transition_digest(original, content) == stored.digest:
+        if rollout_state.transition_digest(original, content) == stored.digest:
             return stored.digest
     raise _conflict(transition)
 
@@ -214,7 +214,7 @@ async def current_attempt(link: Link, rollout: str) -> int:
     """The attempt that a rollout is at. Raises `StoreError` when nobody created it."""
     (standing,) = await link.reads.read((b"HGET", link.keys("standing"), encoded(rollout)))
     if standing is None:
-        raise rules.unknown_rollout(rollout)
+        raise rollout_state.unknown_rollout(rollout)
     return int(stand(standing, rollout)["attempt"])
 
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from lightning.gateway.forward import MODEL
+from lightning.gateway.upstream.client import MODEL
 from lightning.spans import genai
 from lightning.spans.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord

@@ -19,28 +19,28 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.files import recover, whole_folder
-from lightning.engines.memory import MORE_ROOM
 from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
+from lightning.engines.out_of_memory import MORE_ROOM
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.tally import Tally
+from lightning.engines.step_metrics import Tally
 from lightning.engines.tokens import Numbers, Tokens, trained_tokens
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.types import Json
 
-from lightning_verl.deal import deal, share
 from lightning_verl.device import choose
 from lightning_verl.megatron_settings import layout, refuse_critic
 from lightning_verl.sender import FirstWorker
+from lightning_verl.shard_rows import deal, share
 from lightning_verl.state import Taken, read_state, write_state
 
 if TYPE_CHECKING:
     from lightning.config import Config
 
-    from lightning_verl.group import Group
     from lightning_verl.passes import Report
+    from lightning_verl.worker_group import Group
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -214,8 +214,8 @@ class VerlEngine:
 
     def _start(self, *, again: bool = False) -> None:
         """Make the workers, and bring them to where the run is. Raises `EngineError` when no checkpoint is of there."""
-        from lightning_verl.group import Alone, OnRay, connect
         from lightning_verl.settings import refuse_holes, worker_config
+        from lightning_verl.worker_group import Alone, OnRay, connect
 
         opened, engine = self._ready(), self._config.engine
         made = worker_config(self._config, opened.model, opened.optimizer, seed=opened.seed, device=self._device)

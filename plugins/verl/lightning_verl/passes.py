@@ -17,7 +17,7 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.engines.batches import Seen, state_loss, token_batch
 from lightning.engines.rows import name
-from lightning.engines.tally import Tally
+from lightning.engines.step_metrics import Tally
 from lightning.engines.tokens import Ints, reordered, states_of, trained_tokens
 from lightning.losses.protocol import Loss
 

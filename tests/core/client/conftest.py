@@ -13,8 +13,8 @@ import pytest
 from lightning.client import Client
 from lightning.config import Config, with_settings
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import gateway_secret
-from lightning.gateway.owner import Owner
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.records import gateway_secret
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
 from lightning.store.memory import MemoryStore

@@ -15,12 +15,12 @@ from lightning.client import runs as finding
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
-from lightning.gateway.owner import Owner
-from lightning.gateway.tokens import seconds_left
+from lightning.gateway.auth.api_keys import seconds_left
+from lightning.gateway.fleet.coordinator import Owner
 from lightning.instrument import emit
-from lightning.runner.report import NEVER_CALLED, OUTLIVED
+from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.server.auth import issue_token
-from lightning.server.how_to_call import HowToCall
+from lightning.server.endpoint_info import HowToCall
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
@@ -92,7 +92,7 @@ async def test_runs_are_found_at_a_server_of_the_release_before(site: Site, monk
 async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lightning.client.runs.FIND_SECONDS", "lightning.runner.work.LOOK_SECONDS"):
+    for name in ("lightning.client.runs.FIND_SECONDS", "lightning.runner.lease_loop.LOOK_SECONDS"):
         monkeypatch.setattr(name, 300.0)  # only news brings it to lease again
     server = await site.start()
     await site.begin(count=1)
@@ -301,7 +301,7 @@ def test_impossible_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.05)
     server = await site.start()
     await site.begin(count=2, max_attempts=1)
     await site.fake.close()  # as when the trainer was killed: its word of where the policy server is stays
@@ -315,7 +315,7 @@ async def test_while_the_run_s_policy_server_is_gone_nothing_is_leased(
 
 async def test_a_token_that_is_revoked_ends_an_idle_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.05)
     monkeypatch.setattr("lightning.server.auth.CACHE_SECONDS", 0.05)
     server = await site.start()
     working = asyncio.create_task(site.client(server).work())
@@ -353,7 +353,7 @@ async def test_a_token_that_expires_and_is_renewed_in_its_file_ends_no_agent(
 async def test_work_of_an_old_run_is_found_behind_many_newer_ones(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("FIND_SECONDS", 0.05), ("NEWEST", 2), ("OLDER", 2)):
         monkeypatch.setattr(finding, name, value)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.2)
     server = await site.start()
     await site.begin(count=1)
     for number in range(7):
@@ -410,7 +410,7 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
 @pytest.fixture
 def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What servers refuse is asked again soon."""
-    for name in ("client.runs.FIND_SECONDS", "client.runs.FIRST_PAUSE", "runner.work.LOOK_SECONDS"):
+    for name in ("client.runs.FIND_SECONDS", "client.runs.FIRST_PAUSE", "runner.lease_loop.LOOK_SECONDS"):
         monkeypatch.setattr(f"lightning.{name}", 0.02)
 
 
@@ -626,7 +626,7 @@ async def test_a_run_that_is_named_may_begin_later(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.05)
     server = await site.start()
     working = asyncio.create_task(site.client(server, runs=[RUN], rollouts=1).work())
     while "there is no run 'run-1'" not in caplog.text:

@@ -60,7 +60,7 @@ async def proxy(site: Site, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pr
     """One before a server of the site. Everything is asked often."""
     monkeypatch.setattr(finding, "FIND_SECONDS", 0.05)
     monkeypatch.setattr(finding, "AWAY_SECONDS", 0.05)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 0.05)
     server: Server = await site.start()
     proxy = Proxy([server.url])
     app = web.Application()
@@ -143,7 +143,7 @@ async def test_servers_that_take_turns_are_not_asked_for_news_without_end(
     site: Site, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.to.append((await site.start()).url)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 300.0)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 300.0)
 
     async def agent(task: Task, llm: LLM) -> float:
         await asyncio.sleep(0.5)
@@ -159,9 +159,9 @@ async def test_news_is_heard_from_servers_that_take_turns(
     site: Site, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy.to.append((await site.start()).url)
-    monkeypatch.setattr("lightning.runner.work.LOOK_SECONDS", 300.0)
+    monkeypatch.setattr("lightning.runner.lease_loop.LOOK_SECONDS", 300.0)
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
-        monkeypatch.setattr(f"lightning.store.http.watching.{name}", 0.02)
+        monkeypatch.setattr(f"lightning.store.http.long_poll.{name}", 0.02)
     await site.begin(count=1)
     working = asyncio.create_task(client_of(site, proxy, runs=(RUN,), rollouts=2).work())
     while (await site.rollouts())[f"{RUN}/0"].status is not Status.SUCCEEDED:

@@ -15,8 +15,8 @@ from lightning.engines.logprob_gap import bound_for
 from lightning.engines.rows import trained_length
 from lightning.engines.tokens import states_of, trained_tokens
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.passes import read_logprobs
+from lightning.engines.torch.row_layout import Linear
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory
 

@@ -17,12 +17,12 @@ from typing import Any
 from lightning.errors import PolicyServerError, StoreError
 from lightning.gateway.dialects import Capture
 from lightning.gateway.errors import RefusalError
-from lightning.gateway.fleet import UNKNOWN
-from lightning.gateway.forward import Forwarder
-from lightning.gateway.member import Member
-from lightning.gateway.owner import Owner
-from lightning.gateway.upstreams import Upstream
-from lightning.gateway.versions import LiveCall
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.member import Member
+from lightning.gateway.fleet.records import UNKNOWN
+from lightning.gateway.fleet.versions import LiveCall
+from lightning.gateway.upstream.client import Forwarder
+from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.types import Json, VersionRun
 

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from lightning.gateway.errors import CURE_OF_LENGTH
-from lightning.runner.report import judge
+from lightning.runner.attempt_completion import judge
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Outcome, VersionRun
 

@@ -9,10 +9,10 @@ import socket
 import aiohttp
 import openai
 import pytest
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
 from lightning.errors import ConflictError, GatewayError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.forward import Forwarder
+from lightning.gateway.upstream.client import Forwarder
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.types import UNSERVED, CallStatus, Fault, Outcome

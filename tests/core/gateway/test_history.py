@@ -11,7 +11,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream, history
 from lightning.gateway.body import write_object

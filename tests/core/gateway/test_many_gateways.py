@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
-from lightning.config.models import GatewayConfig
-from lightning.ending import end
+from lightning.asyncio_utils import end
+from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import UNKNOWN, gateway_secret
-from lightning.gateway.owner import Owner
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
 from lightning.policy_server.protocol import Update
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
@@ -281,7 +281,7 @@ async def test_seeds_follow_from_the_place_in_the_run(fleet, open_server):
 
 
 async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet, monkeypatch):
-    monkeypatch.setattr("lightning.gateway.policies.IDLE", 0.2)
+    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     await fleet.ask(llm)
@@ -295,7 +295,7 @@ async def test_a_run_from_which_nothing_is_heard_is_left_and_joined_again(fleet,
 
 
 async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkeypatch):
-    monkeypatch.setattr("lightning.gateway.policies.IDLE", 0.2)
+    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 0.2)
     server = fleet.servers[0]
     llm = await fleet.llm(server)
     before, asked = server._policies.of("run"), []
@@ -306,9 +306,9 @@ async def test_a_call_that_comes_while_a_run_is_left_joins_it_anew(fleet, monkey
             await fleet.until(lambda: server._policies.known)
         await end(*tasks)
 
-    monkeypatch.setattr("lightning.gateway.policies.end", ends_late)
+    monkeypatch.setattr("lightning.gateway.policy_registry.end", ends_late)
     await fleet.until(lambda: asked)
-    monkeypatch.setattr("lightning.gateway.policies.IDLE", 300.0)
+    monkeypatch.setattr("lightning.gateway.policy_registry.IDLE", 300.0)
     async with asyncio.timeout(10):
         assert (await asked[0]).status_code == 200
     await fleet.until(lambda: len(server._policies._staying) == 1 and not server._policies._leaving)
@@ -341,7 +341,7 @@ async def test_an_interrupted_end_of_a_hold_announces_what_the_servers_have(flee
     async def update() -> None:
         async with fleet.owner.hold() as hold:
             hold.update = Update(4, {})
-            monkeypatch.setattr("lightning.gateway.owner.end", interrupted)
+            monkeypatch.setattr("lightning.gateway.fleet.coordinator.end", interrupted)
 
     updating = asyncio.create_task(update())
     with pytest.raises(asyncio.CancelledError):

@@ -8,7 +8,7 @@ import json
 import httpx
 import openai
 import pytest
-from lightning.config.models import GatewayConfig
+from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects.base import Capture
 from lightning.gateway.dialects.chat import Chat

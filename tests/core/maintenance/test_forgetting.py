@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.gateway.fleet import alive_key, notice_key, seat_key
-from lightning.gateway.tracebook import PLACE
+from lightning.gateway.fleet.records import alive_key, notice_key, seat_key
+from lightning.gateway.tracing.trace_index import PLACE
 from lightning.maintenance import keeper_of
 from lightning.plugins import plugins
 from lightning.store.protocol import Store

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning.config import Config
 from lightning.config.load import with_settings
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server import auto_settings
 from lightning.policy_server.auto_settings import (
     GIBI,

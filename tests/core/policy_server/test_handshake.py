@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.policy_server import AttachedVLLM, make_policy_server
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import OwnedVLLM, make_policy_server, vllm_server
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from lightning.config.models import Config, EngineConfig, PolicyServerConfig
+from lightning.config.sections import Config, EngineConfig, PolicyServerConfig
 from lightning.errors import ConfigError, MissingExtraError
 from lightning.policy_server.auto_settings import Chosen
 from lightning.policy_server.profiles import (

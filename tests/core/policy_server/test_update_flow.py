@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import DataError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, make_policy_server, vllm_server
 from lightning.policy_server import attached as attached_module

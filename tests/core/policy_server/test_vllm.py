@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 from lightning.config import LoraConfig
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import PolicyServerError
-from lightning.gateway.upstreams import Found, Pool, Upstream
+from lightning.gateway.upstream.servers import Found, Pool, Upstream
 from lightning.policy_server import AttachedVLLM, OwnedVLLM, vllm_server
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.protocol import Probe
@@ -394,7 +394,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 import psutil
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server import OwnedVLLM
 
 async def main():

@@ -19,7 +19,7 @@ import pytest
 import torch
 from aiohttp import web
 from lightning.config import Config, with_settings
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
 from lightning.policy_server.weight_transfer import gloo

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weight_transfer import folder as module

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from lightning.runner import frames
+from lightning.runner import socket_framing
 from lightning.runner.forkserver import FORKS, ForkServer, Worker, WorkerDiedError, _Incoming
 
 NOBODY = 1 << 23
@@ -44,7 +44,7 @@ class Busy:
             for descriptor in passed:
                 socket.close(descriptor)
             self._buffer += data
-            while (message := frames.unpack(self._buffer)) is not None:
+            while (message := socket_framing.unpack(self._buffer)) is not None:
                 found.append(json.loads(message))
         return found
 
@@ -52,7 +52,7 @@ class Busy:
         loop = asyncio.get_running_loop()
         for command in commands:
             forked = {"forked": command["fork"], "pid": NOBODY + command["fork"]}
-            await loop.sock_sendall(self.other, frames.pack(json.dumps(forked).encode()))
+            await loop.sock_sendall(self.other, socket_framing.pack(json.dumps(forked).encode()))
 
     def kill(self, count: int) -> list[dict[str, int]]:
         """Kill so many workers; returns the commands that must arrive."""

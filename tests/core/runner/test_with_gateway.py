@@ -12,8 +12,8 @@ import openai
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
-from lightning.runner.work import work
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Caller, CallStatus, Rollout, Run, Status, Task

@@ -66,9 +66,13 @@ def test_a_component_writes_its_prompt_in_the_runs_folder_only(tmp_path: Path) -
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "_pickle"}
 UNSAFE = {"torch.load", "pandas.read_pickle", "eval", "exec", "yaml.load", "yaml.unsafe_load", "os.system"}
 UNSAFE_SWITCHES = {"allow_pickle", "trust_remote_code", "shell"}
-MAY_PICKLE = {"core/lightning/runner/ship.py"}
+MAY_PICKLE = {"core/lightning/runner/agent_serialization.py"}
 """Packs the agent for processes of the one who started it."""
-MAY_UNPACK = {"core/lightning/runner/ship.py", "core/lightning/runner/template.py", "core/lightning/runner/worker.py"}
+MAY_UNPACK = {
+    "core/lightning/runner/agent_serialization.py",
+    "core/lightning/runner/forkserver_child.py",
+    "core/lightning/runner/worker.py",
+}
 """The processes that run agents: not the trainer's, not the server's."""
 
 

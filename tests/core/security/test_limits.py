@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import guard, patience
+from lightning.gateway import client_timeouts
+from lightning.gateway.auth import access_control
+from lightning.gateway.auth.access_control import Guard
 from lightning.gateway.errors import send_bytes
-from lightning.gateway.guard import Guard
 from lightning.gateway.serving import Serving, bind
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -40,7 +41,7 @@ async def port(limits: LimitsConfig, app: ASGIApp = echo, *, pure: bool = False)
     """A port of this machine with these limits."""
     with pytest.MonkeyPatch.context() as patch:
         if pure:
-            patch.setattr(patience, "_fastest", lambda: patience._PatientH11)
+            patch.setattr(client_timeouts, "_fastest", lambda: client_timeouts._PatientH11)
         serving = Serving(app, bind("127.0.0.1", 0), limits)
     await serving.start()
     try:
@@ -252,7 +253,7 @@ async def test_of_wrong_tokens_at_one_time_no_more_are_answered() -> None:
 
 
 async def test_tokens_that_open_nothing_make_nobody_forget_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "CLIENTS", 10)
+    monkeypatch.setattr(access_control, "CLIENTS", 10)
     door = Guard(echo, LimitsConfig(requests_per_second=0.5), loopback=True)
     assert (await ask(door, authorization="Bearer good"))[0] == 200
     for number in range(50):
@@ -279,7 +280,7 @@ async def test_zero_sets_no_limit() -> None:
 
 
 async def test_what_is_remembered_of_clients_is_bounded_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "CLIENTS", 10)
+    monkeypatch.setattr(access_control, "CLIENTS", 10)
     door = Guard(echo, LimitsConfig(), loopback=True)
     for number in range(50):
         await ask(door, authorization=f"Bearer secret-{number}", client=f"10.0.0.{number}")

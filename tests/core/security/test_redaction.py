@@ -19,7 +19,7 @@ from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.redaction import GONE, redacted, redacted_json, redacted_outcome, redacted_span, storable
 from lightning.plugins import plugins
-from lightning.runner.report import report
+from lightning.runner.attempt_completion import report
 from lightning.server.auth import issue_token
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore

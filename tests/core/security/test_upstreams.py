@@ -12,11 +12,12 @@ import pytest
 from aiohttp import web
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
-from lightning.gateway import Gateway, Upstream, upstreams
-from lightning.gateway.allowed import Allowed
-from lightning.gateway.fleet import Notice, Stance
-from lightning.gateway.member import Member
-from lightning.gateway.upstreams import Found, Pool
+from lightning.gateway import Gateway, Upstream
+from lightning.gateway.fleet.member import Member
+from lightning.gateway.fleet.records import Notice, Stance
+from lightning.gateway.upstream import servers
+from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.upstream.servers import Found, Pool
 from lightning.store import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Task
@@ -146,7 +147,7 @@ async def test_redirects_are_not_followed(store: Store, monkeypatch: pytest.Monk
         asked.append(request.path)
         return web.Response()
 
-    monkeypatch.setattr(upstreams, "strangeness", named)  # else a server that redirects counts as another one
+    monkeypatch.setattr(servers, "strangeness", named)  # else a server that redirects counts as another one
     async with listening(elsewhere) as target:
 
         async def redirect(request: web.Request) -> web.Response:

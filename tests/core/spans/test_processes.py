@@ -14,8 +14,8 @@ from urllib.request import Request, urlopen
 import pytest
 from lightning.config import GatewayConfig, RunnerConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.runner.lease_loop import work
 from lightning.runner.process import ProcessRunner
-from lightning.runner.work import work
 from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM

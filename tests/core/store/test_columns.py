@@ -66,7 +66,7 @@ ADDED = """
     from lightning.store.sqlite import migrations
     migrations.MIGRATIONS = (*migrations.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",))
 
-    from lightning.store import rows, wire
+    from lightning.store import json_codec, rows
     from lightning.store.sqlite import SqliteStore
     from lightning.types import Outcome, Run, Task
 
@@ -80,15 +80,15 @@ ADDED = """
         a, b = (await store.list_rollouts("run")).rollouts
         assert (a.parent, b.parent, a.reward) == ("first", "", 1.0)
         await store.close()
-        codec = wire.codec_of(Rollout)
+        codec = json_codec.codec_of(Rollout)
         assert codec.decode(codec.encode(a), "it", True) == a
 
-        from lightning_redis import standing
-        kept = standing.columns_of(Rollout("a", "run", Task("q"), "g", parent="first")).encode()
+        from lightning_redis import rollout_codec
+        kept = rollout_codec.columns_of(Rollout("a", "run", Task("q"), "g", parent="first")).encode()
         begun = b'{"status": "pending", "attempt": 0, "spent": 0, "max": 2}'
-        assert standing.read_rollout(kept, begun, "a").parent == "first"
+        assert rollout_codec.read_rollout(kept, begun, "a").parent == "first"
         older = rows.dump(list(rows.rollout_values(Rollout("a", "run", Task("q"), "g")))[:-1]).encode()
-        assert standing.read_rollout(older, begun, "a").parent == ""
+        assert rollout_codec.read_rollout(older, begun, "a").parent == ""
         print("kept")
 
     asyncio.run(main(sys.argv[1]))

@@ -18,8 +18,8 @@ from lightning.plugins import plugins
 from lightning.server.api import answers
 from lightning.server.auth import issue_token
 from lightning.store import messages
-from lightning.store.http import HttpStore, transport, watching
-from lightning.store.http.watching import HttpWatch
+from lightning.store.http import HttpStore, long_poll, transport
+from lightning.store.http.long_poll import HttpWatch
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
@@ -719,7 +719,7 @@ async def test_a_watch_asks_servers_that_take_turns_with_pauses(monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(watching, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(long_poll, "asyncio", SimpleNamespace(sleep=sleep))
     async with HttpWatch(ask) as watch:
         for told in (["b.0.0"], ["a.0.0", "b.0.0", "a.0.1"], ["a.0.2"], ["b.0.1"]):
             before = len(asked)

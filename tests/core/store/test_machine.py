@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import Store
 from lightning.store.http import HttpStore
-from lightning.store.rules import EXCUSED
+from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
     Caller,
     Conversation,

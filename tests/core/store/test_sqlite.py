@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec
 from lightning.store.relational import transitions as transition_ops
-from lightning.store.relational.parents import Fingerprint, Known, ParentCache, block_digests, choose
+from lightning.store.relational.prefix_parents import Fingerprint, Known, ParentCache, block_digests, choose
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids

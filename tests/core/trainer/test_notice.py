@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lightning.errors import PolicyServerError
-from lightning.gateway.fleet import UNKNOWN, Notice, Stance, notice_key
+from lightning.gateway.fleet.records import UNKNOWN, Notice, Stance, notice_key
 
 
 async def notice(house: Any) -> Notice:

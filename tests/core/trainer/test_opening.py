@@ -16,15 +16,15 @@ import httpx
 import pytest
 from aiohttp import ClientSession
 from lightning.config import Config, with_settings
-from lightning.config.models import GatewayConfig, PolicyServerConfig
+from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import ConfigError, GatewayError, PolicyServerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import gateway_secret
-from lightning.gateway.owner import Owner
-from lightning.gateway.upstreams import Found, Pool, Slot
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.records import gateway_secret
+from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
 from lightning.runner.remote import RemoteRunner
-from lightning.server.how_to_call import HowToCall
+from lightning.server.endpoint_info import HowToCall
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM

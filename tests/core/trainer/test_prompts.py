@@ -12,7 +12,7 @@ import pytest
 from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.reference import Reference, find, parse_reference
+from lightning.store.resource_ref import Reference, find, parse_reference
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.prompts import resolve_prompts

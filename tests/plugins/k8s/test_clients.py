@@ -15,8 +15,8 @@ import pytest
 from lightning.config import Config, KubernetesConfig, RunnerConfig
 from lightning.errors import RunnerError
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.fleet import gateway_secret
-from lightning.gateway.owner import Owner
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.records import gateway_secret
 from lightning.runner.protocol import Site
 from lightning.server.auth import issue_token
 from lightning.server.control import Control

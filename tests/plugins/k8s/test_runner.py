@@ -14,8 +14,8 @@ import pytest
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
+from lightning.runner.agent_serialization import name_of
 from lightning.runner.protocol import ClientRunner, Site
-from lightning.runner.ship import name_of
 from lightning.store.protocol import Store
 from lightning.types import LLM, Outcome, Rollout, Run, Task
 from lightning_k8s import cluster as cluster_module
@@ -396,7 +396,7 @@ async def test_in_a_pod_everything_belongs_to_the_trainers_pod(
 
 
 def test_the_agents_name_is_one_that_an_import_finds() -> None:
-    assert reference_to(name_of) == "lightning.runner.ship:name_of"  # type: ignore[arg-type]
+    assert reference_to(name_of) == "lightning.runner.agent_serialization:name_of"  # type: ignore[arg-type]
     assert reference_to(Outcome.__init__) == "lightning.types:Outcome.__init__"
     for nameless in (lambda task, llm: 1.0, contextlib.nullcontext()):
         with pytest.raises(RunnerError, match=r"no name that a pod could import.*runner.k8s.agent"):

@@ -19,14 +19,14 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
-from lightning.gateway.fleet import Seat, seat_key
-from lightning.gateway.member import Member
-from lightning.gateway.owner import Owner
-from lightning.gateway.tokens import TokenSigner
-from lightning.gateway.tracebook import TraceBook
-from lightning.store import rules
+from lightning.gateway.auth.api_keys import TokenSigner
+from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.fleet.member import Member
+from lightning.gateway.fleet.records import Seat, seat_key
+from lightning.gateway.tracing.trace_index import TraceBook
+from lightning.store import rollout_state
 from lightning.store.relational import rollouts, tokens, transitions
-from lightning.store.relational.bell import Bell
+from lightning.store.relational.notify import Bell
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
     Outcome,
@@ -41,9 +41,9 @@ from lightning.types import (
     logprobs,
     token_ids,
 )
+from lightning_postgres import change_listener as postgres_watching
 from lightning_postgres import connection as postgres_connection
 from lightning_postgres import connections
-from lightning_postgres import watching as postgres_watching
 from lightning_postgres.connection import lock_key
 from lightning_postgres.migrations import MIGRATIONS
 from lightning_postgres.store import PostgresStore
@@ -203,8 +203,8 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     await store.create_rollouts([rollout(name) for name in "ab"])
     token = Token("t", Scope.RUNNER, "d" * 64)
     names = [
-        rules.known_as("1", "put_token", "t", "d" * 64, "runner", "default"),
-        rules.known_as("1", "lease", "run", "w", 60.0),
+        rollout_state.known_as("1", "put_token", "t", "d" * 64, "runner", "default"),
+        rollout_state.known_as("1", "lease", "run", "w", 60.0),
     ]
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 

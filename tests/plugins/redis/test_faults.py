@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from lightning.errors import StoreError, UnavailableError
 from lightning.types import Outcome, Resource, Rollout, Run, Scope, Status, Task, Token, Transition
-from lightning_redis import lane as lanes
+from lightning_redis import pipeline as lanes
 from lightning_redis.store import RedisStore
 
 from tests.core.store.test_machine import StoreMachine

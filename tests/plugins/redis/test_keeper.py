@@ -15,10 +15,10 @@ from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableEr
 from lightning.maintenance import Weight, check_schema, keeper_of
 from lightning.maintenance.prune import Choice, carry_out, plan
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
+from lightning_redis import handshake
 from lightning_redis import keeper as keeping
-from lightning_redis import opening
+from lightning_redis.handshake import SCHEMA
 from lightning_redis.keeper import RedisKeeper
-from lightning_redis.opening import SCHEMA
 from lightning_redis.store import RedisStore
 
 from tests.core.maintenance.gateways import check_state_of_gateways
@@ -71,7 +71,7 @@ async def test_status(store: RedisStore, url: str) -> None:
 async def test_an_older_schema_is_said_and_left_as_it_is(
     store: RedisStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "SCHEMA", SCHEMA + 1)
+    monkeypatch.setattr(handshake, "SCHEMA", SCHEMA + 1)
     monkeypatch.setattr(keeping, "SCHEMA", SCHEMA + 1)
     for _ in range(2):
         found = await keeper_of(url).status()

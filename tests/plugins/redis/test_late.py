@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from lightning.errors import UnavailableError
 from lightning.types import Resource, Rollout, Run, Status, Task
-from lightning_redis import lane, wire
+from lightning_redis import connection, pipeline
 from lightning_redis.store import RedisStore
 
 from tests.servers.redis import RedisServer
@@ -139,7 +139,7 @@ async def test_an_alias_is_rolled_back_once(store: RedisStore, proxy: HoldingPro
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let timeouts below a second be what they say."""
-    for module in (wire, lane):
+    for module in (connection, pipeline):
         monkeypatch.setattr(module, "LEAST_SECONDS", 0.05)
 
 

@@ -34,7 +34,7 @@ from lightning.types import (
     Token,
     Transition,
 )
-from lightning_redis import keys, opening, plugin
+from lightning_redis import handshake, keys, plugin
 from lightning_redis.calls import ALWAYS_KEPT, DIGEST_BYTES
 from lightning_redis.settings import Settings, from_url
 from lightning_redis.store import RedisStore
@@ -303,7 +303,7 @@ async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
 ) -> None:
     """Schema 1 had no conversations: a call had a column less, as one without a conversation still has."""
     with monkeypatch.context() as older:
-        older.setattr(opening, "SCHEMA", 1)
+        older.setattr(handshake, "SCHEMA", 1)
         store = RedisStore.from_url(server.url())
         await store.open()
         await store.put_run(Run("run", "a run"))
@@ -317,14 +317,14 @@ async def test_a_database_of_schema_1_is_brought_forward_and_its_calls_are_read(
     stores = [RedisStore.from_url(server.url()) for _ in range(4)]
     await asyncio.gather(*(each.open() for each in stores))  # whoever comes first does it
     assert {each._database for each in stores} == {database}
-    assert f'"schema": {opening.SCHEMA}'.encode() in server.command("GET", "lightning:meta")
+    assert f'"schema": {handshake.SCHEMA}'.encode() in server.command("GET", "lightning:meta")
     server.command("HSET", "lightning:steps:run", "0", '5.0 [1,"[]","[]","d","","{}","[]"]')  # it had no context
     assert await stores[0].steps("run") == [StepRecord("run", 0, 1, (), (), "d", at=5.0)]
     said = call(1, conversation=Conversation(({"role": "user", "content": "q"},), "call", 1))
     assert await stores[0].append([said]) == 1
     assert await stores[0].transitions("a") == [call(0), said]
     await asyncio.gather(*(each.close() for each in stores))
-    monkeypatch.setattr(opening, "SCHEMA", 1)
+    monkeypatch.setattr(handshake, "SCHEMA", 1)
     assert "this release knows 1: it was written by a newer release" in str(await refused(server.url()))
 
 

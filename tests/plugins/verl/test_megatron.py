@@ -135,7 +135,7 @@ def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Connection]
 @pytest.fixture
 def two_processes(wires: list[Connection], monkeypatch: pytest.MonkeyPatch) -> None:
     choose("cpu")
-    group = import_module("lightning_verl.group")
+    group = import_module("lightning_verl.worker_group")
     monkeypatch.setattr(group, "connect", lambda *_: False)
     monkeypatch.setattr(group, "OnRay", lambda _, made, arguments, *__, **___: TwoProcesses(wires, made, arguments))
 

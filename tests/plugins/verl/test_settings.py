@@ -159,7 +159,7 @@ def test_missing_weights_are_refused_before_workers_start(
 ) -> None:
     """As by the torch engine. verl would make them up, or fail in a worker."""
     choose("cpu")
-    monkeypatch.setattr(import_module("lightning_verl.group"), "Alone", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr(import_module("lightning_verl.worker_group"), "Alone", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr("lightning_verl.megatron_settings._installed", lambda _: True)
     folder = Path(shutil.copytree(model, tmp_path / "holes"))
     break_it(folder)

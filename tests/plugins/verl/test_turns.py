@@ -83,7 +83,7 @@ class Workers:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
-    told = {"group": {"Alone": None, "OnRay": cluster.group, "connect": cluster.connect}}
+    told = {"worker_group": {"Alone": None, "OnRay": cluster.group, "connect": cluster.connect}}
     told["settings"] = {"worker_config": lambda *_, **__: None, "refuse_holes": lambda _: None}
     for name, content in told.items():
         monkeypatch.setitem(sys.modules, f"lightning_verl.{name}", SimpleNamespace(**content))

@@ -20,12 +20,12 @@ from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
-from lightning.engines.memory import MORE_ROOM, needing_room
 from lightning.engines.model_contents import contents
 from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
+from lightning.engines.out_of_memory import MORE_ROOM, needing_room
 from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.tally import Tally
+from lightning.engines.step_metrics import Tally
 from lightning.engines.tokens import (
     Numbers,
     States,
@@ -36,14 +36,14 @@ from lightning.engines.tokens import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.layout import Layout
-from lightning.engines.torch.linear import Linear
 from lightning.engines.torch.model import CausalLM, load_model, resolve_device
 from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
 from lightning.engines.torch.reference import Reference
+from lightning.engines.torch.row_layout import Linear
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
+from lightning.engines.torch.tree_layout import Forest
 from lightning.engines.value_head import Critic
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
@@ -52,7 +52,7 @@ from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.config import LoraConfig
-    from lightning.config.models import StepKind
+    from lightning.config.sections import StepKind
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from lightning.batch.sample import Sample
-from lightning.engines.memory import ran_out
+from lightning.engines.out_of_memory import ran_out
 from lightning.engines.tokens import Ints, States, Tokens
 from lightning.engines.torch.model import CausalLM
 from lightning.errors import EngineError

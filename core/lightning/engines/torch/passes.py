@@ -16,12 +16,12 @@ import torch
 
 from lightning.engines.batches import Seen, state_loss, token_batch
 from lightning.engines.nonfinite import NonFiniteError
-from lightning.engines.tally import Tally
+from lightning.engines.step_metrics import Tally
 from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
-from lightning.engines.torch.forest import Forest
 from lightning.engines.torch.layout import Layout, Part, failing
 from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
+from lightning.engines.torch.tree_layout import Forest
 from lightning.engines.value_head import Critic
 from lightning.losses.protocol import Loss
 

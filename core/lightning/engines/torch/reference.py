@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning.engines.memory import needing_room
+from lightning.engines.out_of_memory import needing_room
 from lightning.engines.torch.model import CausalLM, load_model
 
 logger = logging.getLogger(__name__)

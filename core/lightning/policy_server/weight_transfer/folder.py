@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lightning.config.models import PolicyServerConfig
+from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_folder import folder_tensors
 from lightning.policy_server.weight_transfer.layout import Sender

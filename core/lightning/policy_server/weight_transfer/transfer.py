@@ -29,7 +29,7 @@ from lightning.policy_server.weight_transfer.layout import (
 from lightning.policy_server.weight_transfer.sender import LocalSender
 
 if TYPE_CHECKING:
-    from lightning.config.models import PolicyServerConfig
+    from lightning.config.sections import PolicyServerConfig
     from lightning.policy_server.control import VLLMControl
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from lightning.errors import (
 )
 from lightning.gateway.errors import RefusalError
 from lightning.server.errors import ApiError
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.messages import Failure, Problem
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def refusal_of(error: Exception, where: str) -> ApiError:
 
 async def refuse(send: Send, refusal: ApiError) -> None:
     """Answer with an error."""
-    body = wire.write(wire.codec_of(Failure).encode(Failure(Problem(refusal.type, refusal.message))))
+    body = json_codec.write(json_codec.codec_of(Failure).encode(Failure(Problem(refusal.type, refusal.message))))
     headers = dict(refusal.headers)
     if refusal.status == 401:
         headers["www-authenticate"] = 'Bearer realm="lightning"'

@@ -21,14 +21,14 @@ from lightning.errors import DataError
 from lightning.gateway.body import ClientGoneError, read_body
 from lightning.server.api import meta, records, resources, rollouts
 from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
+from lightning.server.api.change_waiters import Watchers
 from lightning.server.api.events import stream
 from lightning.server.api.openapi import describe
 from lightning.server.api.table import PREFIX, Call, Finish, LlmFor, Route, Served, Services, query_of
-from lightning.server.api.watching import Watchers
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
 from lightning.server.projects import Projects
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Changed
 from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
@@ -288,8 +288,8 @@ async def _beside(long: bool, work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _read(route: Route, payload: bytes) -> Any:
-    return wire.codec_of(route.body).decode(wire.read(payload, "the body"), "the body", True)
+    return json_codec.codec_of(route.body).decode(json_codec.read(payload, "the body"), "the body", True)
 
 
 def _written(route: Route, answered: Any) -> bytes:
-    return wire.write(wire.codec_of(route.answer).encode(answered))
+    return json_codec.write(json_codec.codec_of(route.answer).encode(answered))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Send
 
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.messages import Changed
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ async def stream(
 
 
 def _event(changed: Changed) -> bytes:
-    return b"event: changed\ndata: " + wire.write(wire.codec_of(Changed).encode(changed)) + b"\n\n"
+    return b"event: changed\ndata: " + json_codec.write(json_codec.codec_of(Changed).encode(changed)) + b"\n\n"
 
 
 async def _send(send: Send, body: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning._version import __version__
 from lightning.server.api.table import ANY, PUBLIC, Call, NoQuery, Route
 from lightning.server.auth import ALL_PROJECTS
-from lightning.store import messages, wire
+from lightning.store import json_codec, messages
 from lightning.types import Json
 
 
@@ -33,5 +33,5 @@ async def openapi(call: Call[NoQuery, None]) -> Json:
 ROUTES = (
     Route("GET", "/health", health, PUBLIC, messages.Health),
     Route("GET", "/version", version, ANY, messages.Version),
-    Route("GET", "/openapi.json", openapi, PUBLIC, wire.AnyJson),
+    Route("GET", "/openapi.json", openapi, PUBLIC, json_codec.AnyJson),
 )

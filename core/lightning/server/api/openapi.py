@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from lightning._version import __version__
 from lightning.server.api.table import PREFIX, Route, parameters
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Failure
 from lightning.types import Scope
 
@@ -72,7 +72,7 @@ def scopes_of(route: Route) -> tuple[str, ...]:
 
 
 def _operation(route: Route) -> tuple[Schema, list[type]]:
-    answer = wire.codec_of(route.answer)
+    answer = json_codec.codec_of(route.answer)
     uses = list(answer.uses)
     said = f" Scopes: {', '.join(scopes_of(route))}." if route.scopes is not None else " Needs no token."
     operation: Schema = {
@@ -82,7 +82,7 @@ def _operation(route: Route) -> tuple[Schema, list[type]]:
         "responses": {"200": {"description": "Done.", "content": {"application/json": {"schema": answer.schema}}}},
     }
     if route.body is not None:
-        body = wire.codec_of(route.body)
+        body = json_codec.codec_of(route.body)
         uses += body.uses
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body.schema}}}
     for status in _statuses(route):
@@ -105,7 +105,7 @@ def _path_parameters(route: Route) -> list[Schema]:
             "name": name,
             "in": "path",
             "required": True,
-            "schema": wire.codec_of(int).schema if name == "attempt" else {"type": "string", "minLength": 1},
+            "schema": json_codec.codec_of(int).schema if name == "attempt" else {"type": "string", "minLength": 1},
         }
         for name in names
     ]
@@ -115,7 +115,7 @@ def _query_parameters(query: type) -> list[Schema]:
     hints = get_type_hints(query)
     found = []
     for name, item in parameters(query).items():
-        schema = _plain(wire.codec_of(hints[name]).schema) | {
+        schema = _plain(json_codec.codec_of(hints[name]).schema) | {
             key: item.metadata[key] for key in ("minimum", "maximum") if key in item.metadata
         }
         if item.default is not None:
@@ -136,7 +136,7 @@ def _schemas(used: Sequence[type]) -> Schema:
     while waiting:
         cls = waiting.pop()
         if cls.__name__ not in found:
-            found[cls.__name__], more = wire.describe(cls)
+            found[cls.__name__], more = json_codec.describe(cls)
             waiting += more
     return dict(sorted(found.items()))
 
@@ -144,5 +144,5 @@ def _schemas(used: Sequence[type]) -> Schema:
 def _failure(text: str) -> Schema:
     return {
         "description": text,
-        "content": {"application/json": {"schema": {"$ref": f"{wire.REF}{Failure.__name__}"}}},
+        "content": {"application/json": {"schema": {"$ref": f"{json_codec.REF}{Failure.__name__}"}}},
     }

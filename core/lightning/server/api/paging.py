@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lightning.server.api.table import Paging
-from lightning.store.rules import no_cursor
-from lightning.store.wire import Slice
+from lightning.store.json_codec import Slice
+from lightning.store.rollout_state import no_cursor
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning.errors import DataError
+from lightning.server.api.change_waiters import LONGEST_WAIT
 from lightning.server.api.paging import page
 from lightning.server.api.table import ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route
-from lightning.server.api.watching import LONGEST_WAIT
 from lightning.store import messages
+from lightning.store.json_codec import Slice
 from lightning.store.protocol import MetricPoint
-from lightning.store.rules import no_cursor
-from lightning.store.wire import Slice
+from lightning.store.rollout_state import no_cursor
 from lightning.types import StepRecord
 
 WHOLE_STORE = "The run; empty for what belongs to the whole store, which is for admins."

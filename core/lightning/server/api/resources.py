@@ -13,8 +13,8 @@ from lightning.server.api.paging import page
 from lightning.server.api.table import ADMIN, ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route, nothing_there
 from lightning.server.auth import check_token
 from lightning.store import messages
+from lightning.store.json_codec import Slice
 from lightning.store.protocol import Alias, ResourceUse
-from lightning.store.wire import Slice
 from lightning.types import Resource, Token
 
 WHERE = "GET /resources lists those there are"

@@ -28,9 +28,9 @@ from lightning.server.api.table import (
 )
 from lightning.store import messages
 from lightning.store.epochs import is_over
+from lightning.store.json_codec import Slice
 from lightning.store.protocol import Attempt
-from lightning.store.rules import no_cursor, unknown_rollout
-from lightning.store.wire import Slice
+from lightning.store.rollout_state import no_cursor, unknown_rollout
 from lightning.types import (
     Conversation,
     Fault,

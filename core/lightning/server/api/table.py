@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from lightning.errors import DataError
-from lightning.server.api.watching import Watchers
+from lightning.server.api.change_waiters import Watchers
 from lightning.server.auth import Principal
 from lightning.server.errors import ApiError
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.protocol import Store
 from lightning.types import LLM, Json, Lease, Outcome, Rollout, Scope
 
@@ -132,7 +132,7 @@ def query_of(route: Route, given: list[tuple[str, str]]) -> Any:
     if len(found) != len(given):
         raise DataError("the query has a parameter twice: send each of them once")
     hints = _hints(route.query)
-    wire.check_names(found, hints, "the query")
+    json_codec.check_names(found, hints, "the query")
     return route.query(**{name: _parsed(text, hints[name], name) for name, text in found.items()})
 
 
@@ -154,20 +154,20 @@ def _parsed(text: str, hint: Any, name: str) -> Any:
         return _integer(text, where)
     if hint is bool:
         if text not in ("true", "false"):
-            raise wire.wrong(text, where, "true or false")
+            raise json_codec.wrong(text, where, "true or false")
         return text == "true"
     if hint in (float, float | None):
         try:
             return float(text)
         except ValueError:
-            raise wire.wrong(text, where, "a number of seconds") from None
-    return wire.codec_of(hint).decode(text, where, True)
+            raise json_codec.wrong(text, where, "a number of seconds") from None
+    return json_codec.codec_of(hint).decode(text, where, True)
 
 
 def _integer(text: str, where: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,19}", text):
-        raise wire.wrong(text, where, "an integer of 64 bits")
-    value: int = wire.codec_of(int).decode(int(text), where, True)
+        raise json_codec.wrong(text, where, "an integer of 64 bits")
+    value: int = json_codec.codec_of(int).decode(int(text), where, True)
     return value
 
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
-from lightning.store import json_text, messages, rows, rules, wire
-from lightning.store.http.asking import PAGE, Asking, written
+from lightning.store import json_codec, json_text, messages, rollout_state, rows
+from lightning.store.http.long_poll import HttpWatch
+from lightning.store.http.requests import PAGE, Asking, written
 from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER, NotFoundError
-from lightning.store.http.watching import HttpWatch
 from lightning.store.protocol import (
     LATEST,
     Alias,
@@ -72,7 +72,7 @@ class HttpStore(Asking):
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
     ) -> list[Run]:
         """See `Store.list_runs`."""
-        rules.check_page(limit)
+        rollout_state.check_page(limit)
         return await self._all(("runs",), Run, after, limit, project=project, brief="true" if brief else None)
 
     def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
@@ -120,7 +120,7 @@ class HttpStore(Asking):
             query = {"split": split, "step": step, "status": status, "cursor": cursor}
             path = ("runs", run, "rollouts")
             page = await self._ask(
-                "GET", path, wire.Slice[Rollout], query={**query, "limit": min(limit - len(found), PAGE)}
+                "GET", path, json_codec.Slice[Rollout], query={**query, "limit": min(limit - len(found), PAGE)}
             )
             found += page.items
             cursor = page.cursor
@@ -190,8 +190,8 @@ class HttpStore(Asking):
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`. More than `BODY_BYTES` of them are stored in several requests."""
-        codec, total = wire.codec_of(Transition, sparse=True), 0
-        for body in _bodies("transitions", [wire.write(codec.encode(item)) for item in transitions]):
+        codec, total = json_codec.codec_of(Transition, sparse=True), 0
+        for body in _bodies("transitions", [json_codec.write(codec.encode(item)) for item in transitions]):
             total += (await self._send("POST", ("transitions",), messages.Appended, body)).appended
         return total
 
@@ -247,13 +247,13 @@ class HttpStore(Asking):
         self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
     ) -> list[StepRecord]:
         """See `Store.steps`."""
-        rules.check_page(limit)
+        rollout_state.check_page(limit)
         cursor = str(after) if after >= 0 else ""
         return await self._all(("runs", run, "steps"), StepRecord, cursor, limit, brief="true" if brief else None)
 
     async def last_step(self, run: str) -> StepRecord | None:
         """See `Store.last_step`."""
-        found = await self._ask("GET", ("runs", run, "steps"), wire.Slice[StepRecord], query={"last": "true"})
+        found = await self._ask("GET", ("runs", run, "steps"), json_codec.Slice[StepRecord], query={"last": "true"})
         return cast("StepRecord", found.items[0]) if found.items else None
 
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
@@ -352,7 +352,7 @@ def _state(key: str, value: Json) -> messages.State:
 def _item(cls: type[T], value: T, check: Callable[[T], object]) -> bytes:
     """A noun as JSON. Where it has none, `check` says what is wrong with it better than JSON can."""
     try:
-        return wire.write(wire.codec_of(cls, sparse=True).encode(value))
+        return json_codec.write(json_codec.codec_of(cls, sparse=True).encode(value))
     except DataError:
         check(value)
         raise

@@ -34,7 +34,7 @@ from lightning.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning.store import wire
+from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Failure, Problem
 
 T = TypeVar("T")
@@ -352,7 +352,7 @@ def _hung_up(base: str, request: Request) -> str:
 def _problem(body: bytes) -> Problem | None:
     """What a server says is wrong; None when the answer is not a server's of ours."""
     try:
-        failure: Failure = wire.codec_of(Failure).decode(wire.read(body, "the answer"), "the answer", False)
+        failure: Failure = json_codec.codec_of(Failure).decode(json_codec.read(body, "the answer"), "the answer", False)
     except DataError:
         return None
     return failure.error

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Final
 
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
-from lightning.store import json_text, rows, rules, sql
+from lightning.store import json_text, rollout_state, rows, sql
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row, Value
@@ -40,12 +40,12 @@ async def list_runs(
     transaction: Transaction, project: str | None, after: str, limit: int | None, brief: bool
 ) -> list[Run]:
     """See `Store.list_runs`."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     values: list[Value] = [] if project is None else [project]
     if after:
         place = await transaction.one(sql.SELECT_RUN_PLACE, (after,))
         if place is None or project not in (None, place[2]):
-            raise rules.no_cursor(after)
+            raise rollout_state.no_cursor(after)
         values += place[:2]
     query = sql.select_runs(project=project is not None, after=bool(after), limit=limit is not None, brief=brief)
     found = await transaction.all(query, values if limit is None else [*values, limit])
@@ -63,7 +63,7 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
         kept = {(row[0], row[1]): row[2:] for row in await transaction.all(sql.SELECT_ATTEMPTS + places, names)}
         for rollout, attempt in asked:
             if rollout not in current:
-                raise rules.unknown_rollout(rollout)
+                raise rollout_state.unknown_rollout(rollout)
             number = current[rollout] if attempt is None else attempt
             events, rewards = kept.get((rollout, number), ("[]", "[]"))
             read = json_text.tool_events_from_text(events), json_text.step_rewards_from_text(rewards)
@@ -100,7 +100,7 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
 
 def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row | None) -> None:
     if found is None:
-        raise rules.unknown_rollout(rollout)
+        raise rollout_state.unknown_rollout(rollout)
     run, status, current, trained = found
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if run != record.run:
@@ -113,7 +113,7 @@ def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row 
 
 async def steps(transaction: Transaction, run: str, after: int, limit: int | None, brief: bool) -> list[StepRecord]:
     """See `Store.steps`."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     query = sql.select_steps(limit=limit is not None, brief=brief)
     found = await transaction.all(query, (run, after) if limit is None else (run, after, limit))
     return [rows.STEPS.read(row) for row in found]

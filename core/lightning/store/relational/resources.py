@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import cast
 
 from lightning.errors import ConflictError, StoreError
-from lightning.store import rows, rules, sql
+from lightning.store import rollout_state, rows, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
-from lightning.store.relational import answers
+from lightning.store.relational import idempotency
 from lightning.store.relational.transaction import Transaction
 from lightning.types import Json, Resource
 
@@ -58,8 +58,8 @@ async def versions(transaction: Transaction, name: str | None) -> list[Resource]
 
 
 async def set_alias(transaction: Transaction, name: str, alias: str, version: int, known_as: str) -> Alias:
-    """See `Store.set_alias`; `known_as` is the name of the call (`rules.known_as`)."""
-    rules.check_alias(alias)
+    """See `Store.set_alias`; `known_as` is the name of the call (`rollout_state.known_as`)."""
+    rollout_state.check_alias(alias)
     return await _once(transaction, known_as, name, alias, lambda: _set_alias(transaction, name, alias, version))
 
 
@@ -74,7 +74,7 @@ async def _set_alias(transaction: Transaction, name: str, alias: str, version: i
 
 
 async def roll_back(transaction: Transaction, name: str, alias: str, known_as: str) -> Alias:
-    """See `Store.roll_back_alias`; `known_as` is the name of the call (`rules.known_as`)."""
+    """See `Store.roll_back_alias`; `known_as` is the name of the call (`rollout_state.known_as`)."""
     return await _once(transaction, known_as, name, alias, lambda: _roll_back(transaction, name, alias))
 
 
@@ -105,7 +105,7 @@ async def history(transaction: Transaction, name: str, alias: str) -> list[Alias
 
 async def uses(transaction: Transaction, name: str) -> list[ResourceUse]:
     """See `Store.resource_uses`."""
-    return rules.uses_of_versions(name, await transaction.all(sql.SELECT_USES))
+    return rollout_state.uses_of_versions(name, await transaction.all(sql.SELECT_USES))
 
 
 async def _move(transaction: Transaction, name: str, alias: str, version: int, earlier: int | None) -> Alias:
@@ -122,7 +122,7 @@ async def _once(
         moved = await move()
         return [moved.version, moved.at]
 
-    version, at = cast("tuple[int, float]", await answers.once(transaction, known_as, "", work))
+    version, at = cast("tuple[int, float]", await idempotency.once(transaction, known_as, "", work))
     return Alias(name, alias, version, at)
 
 

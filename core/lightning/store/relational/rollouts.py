@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from lightning.errors import ConflictError, DataError, StaleAttemptError
-from lightning.store import json_text, rows, rules, sql
+from lightning.store import json_text, rollout_state, rows, sql
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
-from lightning.store.relational import answers
+from lightning.store.relational import idempotency
 from lightning.store.relational.labels import name_callers
 from lightning.store.relational.transaction import Transaction
+from lightning.store.rollout_state import Position
 from lightning.store.rows import Row
-from lightning.store.rules import Position
 from lightning.types import Json, Lease, Rollout, Status
 
 
@@ -45,7 +45,7 @@ async def held_standing(transaction: Transaction, rollout: str) -> Standing:
 
 def _standing(rollout: str, found: list[Row]) -> Standing:
     if not found:
-        raise rules.unknown_rollout(rollout)
+        raise rollout_state.unknown_rollout(rollout)
     row = found[0]
     n, run, group, status, attempt, spent, max_attempts, worker = row
     return Standing(n, run, group, Position(rollout, Status(status), attempt, spent, max_attempts), worker)
@@ -97,9 +97,9 @@ async def page(
     limit: int,
 ) -> Page:
     """See `Store.list_rollouts`. The cursor is the `n` of the last rollout of the page before."""
-    rules.check_page(limit)
+    rollout_state.check_page(limit)
     if cursor and not cursor.isdecimal():
-        raise rules.no_cursor(cursor)
+        raise rollout_state.no_cursor(cursor)
     asked = [value for value in (split, step, None if status is None else status.value) if value is not None]
     found = await transaction.all(
         sql.SELECT_ROLLOUTS
@@ -120,7 +120,7 @@ async def count(transaction: Transaction, run: str) -> list[RolloutCount]:
 async def lease(
     transaction: Transaction, run: str, worker: str, limit: int, ttl: float, known_as: str = ""
 ) -> list[Lease]:
-    """See `Store.lease`; `known_as` is the name of the call (`rules.known_as`)."""
+    """See `Store.lease`; `known_as` is the name of the call (`rollout_state.known_as`)."""
     _check_ttl(ttl)
     if limit < 0:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
@@ -138,7 +138,7 @@ async def lease(
         before = rows.ROLLOUTS.read(tuple(row))
         if before.status is Status.RUNNING:
             expired.append((now, "expired", before.id, before.attempt))
-        leases.append(Lease(rules.leased(before), worker, now + ttl))
+        leases.append(Lease(rollout_state.leased(before), worker, now + ttl))
         taken.append((before.attempt + 1, worker, now + ttl, n))
         begun.append((before.id, before.attempt + 1, worker, now))
     if len(found) > limit:  # some were held for a moment and left: whoever found nothing meanwhile is to look again
@@ -148,20 +148,20 @@ async def lease(
     await transaction.many(sql.INSERT_ATTEMPT, begun)
     if known_as and leases:
         given: list[Json] = [[lease.rollout.id, lease.attempt] for lease in leases]
-        await answers.keep(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
+        await idempotency.keep(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
     return leases
 
 
 async def _leased_before(transaction: Transaction, known_as: str, worker: str, ttl: float) -> list[Lease]:
     """What the same call was given before its answer was lost and is still the worker's, for another `ttl` seconds."""
     await transaction.alone(f"call {known_as}")
-    given = cast("list[tuple[str, int]]", await answers.recalled(transaction, known_as) or [])
+    given = cast("list[tuple[str, int]]", await idempotency.recalled(transaction, known_as) or [])
     # In the order of their ids, so that two that share rollouts do not wait for one another.
     standings = {rollout: await held_standing(transaction, rollout) for rollout, _ in sorted(given)}
     mine = [
         rollout
         for rollout, attempt in given
-        if rules.may_write(standings[rollout].position, attempt) and standings[rollout].worker == worker
+        if rollout_state.may_write(standings[rollout].position, attempt) and standings[rollout].worker == worker
     ]
     until = await transaction.now() + ttl
     await transaction.many(sql.RENEW_LEASE, [(until, rollout) for rollout in mine])
@@ -174,7 +174,7 @@ async def _lapsed(transaction: Transaction, run: str, limit: int) -> list[Row]:
     now = await transaction.now()
     for n, rollout, worker, attempt in await transaction.free(sql.SELECT_EXHAUSTED, (run, now)):
         await transaction.run(sql.CLOSE_ATTEMPT, (now, "expired", rollout, attempt))
-        await transaction.run(sql.FAIL_EXHAUSTED, (rules.expired_error(worker, attempt), n))
+        await transaction.run(sql.FAIL_EXHAUSTED, (rollout_state.expired_error(worker, attempt), n))
         await transaction.changed(run)
     return await transaction.free(sql.SELECT_EXPIRED, (run, now, limit))
 
@@ -194,7 +194,7 @@ async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     _check_ttl(ttl)
     where = await held_standing(transaction, held.rollout.id)
-    rules.check_fence(where.position, held.attempt)
+    rollout_state.check_fence(where.position, held.attempt)
     if where.worker != held.worker:
         raise StaleAttemptError(
             f"attempt {held.attempt} of rollout {held.rollout.id!r} is leased by {where.worker!r}, not by {held.worker!r}"
@@ -204,16 +204,18 @@ async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
     return Lease(held.rollout, held.worker, until)
 
 
-async def complete(transaction: Transaction, rollout: str, attempt: int, end: rules.Ending, *, spend: bool) -> Rollout:
+async def complete(
+    transaction: Transaction, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool
+) -> Rollout:
     """See `Store.complete`; `end` is the checked outcome."""
     where = await held_standing(transaction, rollout)
-    if not rules.may_write(where.position, attempt):
+    if not rollout_state.may_write(where.position, attempt):
         earlier = await transaction.one(sql.SELECT_OUTCOME_DIGEST, (rollout, attempt))
         if earlier is None or earlier[0] != end.digest:
-            rules.check_fence(where.position, attempt)
+            rollout_state.check_fence(where.position, attempt)
     else:
-        excused = rules.is_excused(where.position, end, spend=spend)
-        status = Status.PENDING if excused else rules.after(where.position, end)
+        excused = rollout_state.is_excused(where.position, end, spend=spend)
+        status = Status.PENDING if excused else rollout_state.after(where.position, end)
         await transaction.run(
             sql.END_ROLLOUT, (status.value, end.reward, end.rewards, end.fault, end.error, end.seconds, where.n)
         )

@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypeVar, cast
 
-from lightning.store import json_text, rules
+from lightning.store import json_text, rollout_state
 from lightning.store.protocol import LATEST, Alias, Attempt, MetricPoint, Page, ResourceUse, RolloutCount
-from lightning.store.relational import answers, records
+from lightning.store.relational import idempotency, records
 from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
 from lightning.store.relational import spans as span_ops
@@ -62,7 +62,7 @@ class RelationalStore(ABC):
         matter (None)."""
         if once == "" and self.answers_get_lost:
             once = uuid.uuid4().hex
-        return rules.known_as(once or "", method, *arguments)
+        return rollout_state.known_as(once or "", method, *arguments)
 
     # runs -------------------------------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
@@ -109,7 +109,7 @@ class RelationalStore(ABC):
 
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`."""
-        known_as = rules.known_as(once, "lease", run, worker, ttl)
+        known_as = rollout_state.known_as(once, "lease", run, worker, ttl)
         return await self._write(
             lambda tx: rollout_ops.lease(tx, run, worker, limit, ttl, known_as),
             lambda tx, leases: rollout_ops.lease_again(tx, leases, run, worker, limit, ttl, known_as),
@@ -121,7 +121,7 @@ class RelationalStore(ABC):
 
     async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
         """See `Store.complete`."""
-        end = rules.ending(rollout, outcome)
+        end = rollout_state.ending(rollout, outcome)
         return await self._write(lambda tx: rollout_ops.complete(tx, rollout, attempt, end, spend=spend))
 
     async def release(self, worker: str, *, once: str = "") -> int:
@@ -129,7 +129,7 @@ class RelationalStore(ABC):
         known_as = self._known_as(once, "release", worker)
         return cast(
             "int",
-            await self._write(lambda tx: answers.once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
+            await self._write(lambda tx: idempotency.once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
         )
 
     # transitions ------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class RelationalStore(ABC):
         """See `Store.log_metrics`."""
         known_as = self._known_as(once, "log_metrics", run, step, dict(values))
         await self._write(
-            lambda tx: answers.once(tx, known_as, run, lambda: records.log_metrics(tx, run, step, values))
+            lambda tx: idempotency.once(tx, known_as, run, lambda: records.log_metrics(tx, run, step, values))
         )
 
     async def metrics(self, run: str) -> list[MetricPoint]:
@@ -196,7 +196,7 @@ class RelationalStore(ABC):
         """See `Store.put_state`."""
         text = json_text.dump(value, f"the state {key!r}")
         known_as = self._known_as(once, "put_state", run, key, text)
-        await self._write(lambda tx: answers.once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
+        await self._write(lambda tx: idempotency.once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rows, sql
-from lightning.store.relational import answers
+from lightning.store.relational import idempotency
 from lightning.store.relational.transaction import Transaction
 from lightning.types import Token
 
 
 async def put(transaction: Transaction, token: Token, known_as: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
-    await answers.once(transaction, known_as, "", lambda: _insert(transaction, token))
+    await idempotency.once(transaction, known_as, "", lambda: _insert(transaction, token))
     stored = await get(transaction, token.id)
     assert stored is not None, "a token is never deleted"
     return stored

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
-    from lightning.store.relational.parents import Known
+    from lightning.store.relational.prefix_parents import Known
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.store import codec, rows, rules, sql
+from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.relational.labels import labels_of
-from lightning.store.relational.parents import CANDIDATES, Decoder, Fingerprint, Known, choose
+from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, Known, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
@@ -58,9 +58,9 @@ async def append_again(transaction: Transaction, new: int, calls: Sequence[NewCa
 async def _append_one(transaction: Transaction, where: Standing, call: NewCall) -> bool:
     attempt = call.transition.attempt
     key = (where.n, attempt, call.transition.seq)
-    if not rules.may_write(where.position, attempt):
+    if not rollout_state.may_write(where.position, attempt):
         if not await _is_repeated(transaction, key, call):
-            rules.check_fence(where.position, attempt)
+            rollout_state.check_fence(where.position, attempt)
         return False
     parent, shared = await _parent(transaction, where, call)
     blob = codec.encode_packed(call.packed, shared)
@@ -92,7 +92,7 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     """What the digest of a stored call may be if it is this one: as it was appended, and as it was labelled since."""
     labels = await labels_of(transaction, transition.rollout, transition.attempt)
     named = [transition] + ([replace(transition, caller=labels[transition.id])] if transition.id in labels else [])
-    return [rules.transition_digest(each, content) for each in named]
+    return [rollout_state.transition_digest(each, content) for each in named]
 
 
 async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[Known | None, int]:
@@ -138,7 +138,7 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
 def _values(transition: Transition, content: bytes) -> tuple[rows.Value, ...]:
     if transition.seq < 0:
         raise DataError(f"the seq of transition {transition.key} is negative: count the calls of an attempt from 0")
-    return (*rows.CALLS.values(transition), rules.transition_digest(transition, content))
+    return (*rows.CALLS.values(transition), rollout_state.transition_digest(transition, content))
 
 
 async def read(transaction: Transaction, rollout: str, attempt: int | None) -> list[Transition]:
@@ -167,7 +167,7 @@ async def _decode(decoder: Decoder, rollout: str, attempt: int, row: Row) -> Tra
         transition = rows.transition_from_row(
             rollout, attempt, tuple(described), tokens.prompt_ids, tokens.response_ids, tokens.logprobs
         )
-        if rules.transition_digest(transition, codec.stored_digest(blob)) != digest:
+        if rollout_state.transition_digest(transition, codec.stored_digest(blob)) != digest:
             raise StoreError("the row does not match the digest that was written with it")
     except (StoreError, ValueError, TypeError) as error:
         raise StoreError(

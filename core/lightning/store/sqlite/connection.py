@@ -16,7 +16,7 @@ from lightning.errors import ConfigError, DataError, LightningError, SchemaError
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
-    from lightning.store.relational.parents import ParentCache
+    from lightning.store.relational.prefix_parents import ParentCache
 
 T = TypeVar("T")
 MEMORY: Final = ":memory:"

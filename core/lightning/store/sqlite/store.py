@@ -17,11 +17,11 @@ from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, StoreError
 from lightning.store.protocol import Watch
-from lightning.store.relational.bell import Bell
+from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
+from lightning.store.sqlite.change_poll import revision, watching
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
-from lightning.store.sqlite.watching import revision, watching
 from lightning.store.sqlite.writer import Writer, closed_error
 from lightning.store.url import StoreURL, parse
 

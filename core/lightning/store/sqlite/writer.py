@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
 from lightning.errors import StoreError
-from lightning.store.relational.bell import Bell
-from lightning.store.relational.parents import ParentCache
+from lightning.store.relational.notify import Bell
+from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Operation
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, is_busy, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign

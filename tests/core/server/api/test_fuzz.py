@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from lightning.server.api import PREFIX, ROUTES, description
 from lightning.server.api.table import Route
-from lightning.store import messages, wire
+from lightning.store import json_codec, messages
 from lightning.store.memory import MemoryStore
 from lightning.testing.control import ControlServer
 from lightning.types import Outcome, Resource, Rollout, Run, Task
@@ -61,9 +61,9 @@ def check(route: Route, answer: Any, seconds: float) -> None:
     assert str(answer.status_code) in operation["responses"], answer.text
     assert seconds < SLOWEST
     if answer.status_code == 200:
-        wire.codec_of(route.answer).decode(wire.read(answer.content, "it"), "it", True)
+        json_codec.codec_of(route.answer).decode(json_codec.read(answer.content, "it"), "it", True)
     else:
-        failure = wire.codec_of(messages.Failure).decode(wire.read(answer.content, "it"), "it", True)
+        failure = json_codec.codec_of(messages.Failure).decode(json_codec.read(answer.content, "it"), "it", True)
         assert failure.error.type
         assert len(failure.error.message) > 10
 

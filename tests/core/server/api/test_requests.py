@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.server.api import ROUTES, Api
 from lightning.server.auth import Authenticator
-from lightning.store.rules import EXCUSED
+from lightning.store.rollout_state import EXCUSED
 from lightning.types import LLM, Fault, Outcome, Rollout, Status, Task, Transition, logprobs, token_ids
 
 from .conftest import World, connection, make_world, receiver

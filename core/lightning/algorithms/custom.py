@@ -1,0 +1,182 @@
+"""A user's own algorithm from one function.
+
+The invariant: what the decorators make is a dataclass whose fields are plain arguments and whose name is the function's, so a
+run's record holds all of it (of the function, what tells whether it was edited), and an audit can make it again once it is
+registered under that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, overload
+
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.protocol import Algorithm, Batch
+from lightning.algorithms.spec import types_of
+from lightning.batch.trajectory import Group
+from lightning.errors import ConfigError
+from lightning.losses.correction import NO_CORRECTION
+from lightning.losses.custom_loss import as_loss, check_callable, is_whole, name_of
+from lightning.losses.protocol import Loss
+
+if TYPE_CHECKING:
+    from lightning.losses.policy_gradient import OwnLoss
+
+logger = logging.getLogger(__name__)
+
+TAKEN = ("name", "loss", "batch", "own_functions")
+"""Attributes of the algorithm, which no argument can be called. `own_functions` are the user's, for the run's record."""
+
+
+@overload
+def from_loss(function: OwnLoss, /) -> type[LightningRL]: ...
+
+
+@overload
+def from_loss(*, needs_reference: bool) -> Callable[[OwnLoss], type[LightningRL]]: ...
+
+
+def from_loss(function: OwnLoss | None = None, /, *, needs_reference: bool = False) -> object:
+    """Decorator: a loss function becomes an algorithm, LightningRL with this loss in the place of its surrogate.
+
+    `function(tokens)` gets a `TokenBatch` and returns one loss for each token, shape (N,), to be minimised; it must not add
+    them up, or the loss would depend on how rows are split. Everything else stays LightningRL's: the result is called with
+    its arguments (`my_loss("rloo", group_size=4)`), low level and credit decide advantages and weights, and an entropy bonus,
+    a KL penalty and a `correction` compose; without one given there is none. Nothing but the function clips: `clip_low` and
+    `clip_high` do nothing, which the log says where one is given. Calls whose advantage is 0 keep their rows: what the function
+    makes of them is its own affair. To use it by name, register it under the function's own name.
+
+    With `needs_reference` the function finds the reference model's logprobs in `tokens.reference`. An object that is called
+    like a function may say so itself (`needs_reference = True`), and may have a method `prepare` (`StepLoss`).
+    """
+    if function is None:
+        return partial(_from_loss, needs_reference=needs_reference)
+    return _from_loss(function, needs_reference=needs_reference)
+
+
+def _from_loss(function: OwnLoss, *, needs_reference: bool) -> type[LightningRL]:
+    check_callable(function, "from_loss")
+    name = name_of(function)
+    if is_whole(function):
+        raise ConfigError(
+            f"from_loss got {name}, which is a whole loss (it returns a LossOutput): give it as from_batch(loss=...) or "
+            "Intake.batch(loss=...), or write a function that returns one loss for each token"
+        )
+    surrogate = _with_reference(function) if needs_reference else function
+    told: set[str] = set()
+
+    def check(self: LightningRL) -> None:
+        if self.correction is None:
+            object.__setattr__(self, "correction", NO_CORRECTION)
+        LightningRL.__post_init__(self)
+        for field in ("clip_low", "clip_high"):
+            value = getattr(self, field)
+            # One of a preset's is what `dataclasses.replace` keeps of another low level.
+            if field not in told and all(value != getattr(preset, field) for preset in PRESETS.values()):
+                told.add(field)
+                logger.warning(
+                    "%s=%s does nothing: the loss %s is used as it is, and only what it clips itself is clipped; leave %s out",
+                    field,
+                    value,
+                    name,
+                    field,
+                )
+
+    members = {
+        "__slots__": (),
+        "__module__": function.__module__,
+        # An object's class has its name already: the algorithm is another type, also for pickle and in the run's record.
+        "__qualname__": getattr(function, "__qualname__", f"from_loss({name})"),
+        "__doc__": function.__doc__,
+        "__post_init__": check,
+        "name": property(lambda self: name),
+        "loss": property(lambda self: self.loss_with(surrogate)),
+        "zero_advantage_teaches": True,
+        "own_functions": {"loss": function},
+    }
+    return type(name, (LightningRL,), members)
+
+
+def _with_reference(function: OwnLoss) -> OwnLoss:
+    """The function as one that compares with the reference model; the user's own object stays as it is."""
+    wrapped = partial(function)
+    wrapped.needs_reference = True  # type: ignore[attr-defined]
+    if hasattr(function, "prepare"):
+        wrapped.prepare = function.prepare  # type: ignore[attr-defined]
+    return wrapped
+
+
+@overload
+def from_batch(function: Callable[..., Batch], /) -> Callable[..., Algorithm]: ...
+
+
+@overload
+def from_batch(*, loss: OwnLoss | Loss) -> Callable[[Callable[..., Batch]], Callable[..., Algorithm]]: ...
+
+
+def from_batch(function: Callable[..., Batch] | None = None, /, *, loss: OwnLoss | Loss | None = None) -> object:
+    """Decorator: a function from groups to a `Batch` becomes an algorithm.
+
+    `function(groups, *, group_size=8, ...)` gets the step's finished groups and must be pure: a resume and an audit call it
+    again. Its keyword-only parameters, all with plain defaults, are the algorithm's arguments; `group_size` is 8 where it is
+    none of them. `lightning.algorithms.Intake` drops what cannot be trained on, counts, and makes the batch.
+
+    `loss` is a function as of `from_loss` (with the attribute `needs_reference = True` if it compares with the reference
+    model) or a whole `Loss`; without it, a batch that another algorithm made (`LightningRL(...).batch(groups)`) is trained
+    with that one's loss, any other with GRPO's. A batch may bring its own (`Intake.batch(..., loss=...)`). To use the
+    algorithm by name, register it under the function's own name.
+    """
+    if function is None:
+        return partial(_from_batch, loss=loss)
+    return _from_batch(function, loss=loss)
+
+
+def _from_batch(function: Callable[..., Batch], *, loss: OwnLoss | Loss | None) -> Callable[..., Algorithm]:
+    options = _options(function)
+    given = None if loss is None else as_loss(loss, f"the algorithm {function.__name__}: from_batch(loss=...)")
+
+    def batch(self: object, groups: Sequence[Group]) -> Batch:
+        made = function(groups, **{option.name: getattr(self, option.name) for option in options})
+        if not isinstance(made, Batch):
+            raise ConfigError(f"the algorithm {function.__name__} returned {made!r}: it has to return a Batch")
+        return made
+
+    hints = types_of(function)
+    fields = [
+        (option.name, hints.get(option.name, object), dataclasses.field(default=option.default)) for option in options
+    ]
+    if "group_size" not in {option.name for option in options}:
+        fields.append(("group_size", int, dataclasses.field(default=8)))
+    members = {
+        "__qualname__": function.__qualname__,
+        "__doc__": function.__doc__,
+        "name": property(lambda self: function.__name__),
+        "loss": property(lambda self: LightningRL().loss if given is None else given),
+        "passes_on_losses": given is None,
+        "batch": batch,
+        "own_functions": {"batch": function} | ({} if loss is None else {"loss": loss}),
+    }
+    made = dataclasses.make_dataclass(function.__name__, fields, namespace=members, frozen=True, kw_only=True)
+    made.__module__ = function.__module__
+    return made
+
+
+def _options(function: Callable[..., Batch]) -> list[inspect.Parameter]:
+    """The keyword-only parameters. Raises `ConfigError` for a signature that cannot be an algorithm."""
+    first, *rest = inspect.signature(function).parameters.values() or (None,)
+    if first is None or first.kind is first.KEYWORD_ONLY:
+        raise ConfigError(
+            f"the algorithm {function.__name__} takes no groups: write {function.__name__}(groups, *, ...)"
+        )
+    for option in rest:
+        if option.kind is not option.KEYWORD_ONLY or option.default is option.empty or option.name in TAKEN:
+            raise ConfigError(
+                f"the parameter {option.name!r} of the algorithm {function.__name__} must be keyword-only, have a default, "
+                f"and not be called {', '.join(TAKEN)}: write {function.__name__}(groups, *, group_size=8, ...)"
+            )
+    return rest

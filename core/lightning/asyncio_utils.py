@@ -1,0 +1,136 @@
+"""What asyncio lacks: ending tasks, the main one by a signal; and one kind of event loop for everything that serves.
+
+The invariant: when a function that ends tasks returns, they have ended; what those raised that it was told to end is not looked
+at. Servers, trainers, clients and what measures them run on the fastest loop there is. An agent's own process has asyncio's:
+what runs there is not ours. Async agents of the runner `inline` are in our process, on our loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+AGAIN = 0.1
+"""Seconds until a task that has not ended is cancelled once more."""
+
+
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks until they have ended: for those that only listen, and have nothing to tidy up that takes time.
+
+    One `cancel` is not enough for them everywhere: before Python 3.12 `asyncio.wait_for` loses a cancellation that comes in
+    the moment in which what it waits for is done.
+    """
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=AGAIN)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks once, and wait however long they tidy up: for those whose tidying a second cancellation would spoil."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_told(main: Awaitable[T], *numbers: signal.Signals, gently: asyncio.Event | None = None) -> T:
+    """Await `main` in the loop's main task; one of these signals cancels it, and KeyboardInterrupt is raised when it has ended.
+
+    With `gently` the first signal sets that event and nothing else: `main` is to end by itself then, and the second cancels it.
+    """
+    task, cancelled = asyncio.current_task(), False
+
+    def told() -> None:
+        nonlocal cancelled
+        if gently is not None and not gently.is_set():
+            gently.set()
+        elif task is not None:
+            cancelled = True
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        # Windows has no such handlers, and a thread that is not the main one may set none: there a signal stays what it was.
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, told)
+    try:
+        return await main
+    except asyncio.CancelledError:
+        if cancelled:
+            raise KeyboardInterrupt from None
+        raise
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """The fastest loop there is: uvloop has none for Windows and PyPy."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def run(main: Coroutine[Any, Any, T], *, instead: str = "await the coroutine") -> T:
+    """`asyncio.run` on such a loop. Raises `RuntimeError`, which says what to do `instead`, where a loop runs already."""
+    if is_inside():
+        main.close()
+        raise RuntimeError(
+            f"an event loop runs in this thread already, as in a notebook or an async function: {instead}"
+        )
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main)
+
+
+def is_inside() -> bool:
+    """Whether a loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_to_end(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine from ordinary code, also inside a notebook whose thread has a loop already.
+
+    Outside a notebook SIGTERM ends it as Ctrl-C does: agents are stopped, leases returned, servers closed, then
+    KeyboardInterrupt is raised.
+    """
+    return _run_beside(main) if is_inside() else run(until_told(main, signal.SIGTERM))
+
+
+def _run_beside(main: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on a loop of its own in another thread; Ctrl-C here cancels it there and waits for its end."""
+    finished: Future[T] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+
+    async def watched() -> T:
+        task = asyncio.create_task(main)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    def target() -> None:
+        try:
+            finished.set_result(run(watched()))
+        except BaseException as error:  # noqa: BLE001 — carried over to the calling thread
+            finished.set_exception(error)
+
+    threading.Thread(target=target, name="lightning-trainer").start()
+    try:
+        return finished.result()
+    except KeyboardInterrupt:
+        loop, task = started.result()
+        if not finished.done():
+            loop.call_soon_threadsafe(task.cancel)
+            finished.exception()
+        raise

@@ -1,0 +1,254 @@
+"""The trainer's end of a fleet: it says where its policy is served, and holds every gateway's calls while that changes.
+
+The invariant: weights change only inside `hold`, after each gateway that may have dispatched a call has stopped or is gone; and
+what is announced afterwards is true: the new version, the old one, or that nobody knows. `fleet.records` has the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+
+from lightning.asyncio_utils import end
+from lightning.errors import ConflictError, PolicyServerError, StoreError
+from lightning.gateway.fleet.records import (
+    BEAT,
+    GONE,
+    UNKNOWN,
+    Notice,
+    Seat,
+    Stance,
+    alive_key,
+    notice_key,
+    now,
+    seat_key,
+)
+from lightning.gateway.upstream.servers import Upstream
+from lightning.policy_server.protocol import Update
+from lightning.store.protocol import Store
+from lightning.types import new_id
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Hold:
+    """A hold that every gateway keeps. Set `update` when the weights have changed, `lost` when nobody knows what they are."""
+
+    update: Update | None = None
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A seat as it was read last, and when its heartbeat was first seen (the owner's clock)."""
+
+    seat: Seat
+    since: float
+
+
+class Owner:
+    """What owns the policy of one run. All methods raise `StoreError`; `ConflictError` when another owner has taken over."""
+
+    def __init__(self, store: Store, run: str, *, seed: int | None = None, clock: Callable[[], float] = now) -> None:
+        self._store, self._run, self._clock = store, run, clock
+        self._notice = Notice(new_id("owner"), 0, Stance.PAUSED, UNKNOWN, 0, (), seed=seed)
+        self._first = 0
+        self._seen: dict[int, _Seen] = {}
+        self._gone: set[int] = set()
+        self._changing = asyncio.Lock()
+        self._observer: asyncio.Task[None] | None = None
+
+    @property
+    def others(self) -> int:
+        """How many gateways besides the owner's own served the run when it was last looked."""
+        return len(self._seen)
+
+    async def open(self, servers: Sequence[Upstream], version: int) -> None:
+        """Take the run over, serving `version` (negative: unknown, so nothing is sent to them before the first update).
+
+        Without servers call `serve` when there are some: until then calls wait.
+        """
+        before = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
+        epoch, self._first = (before.epoch + 1, before.first) if before else (1, 0)
+        self._notice = replace(
+            self._notice,
+            epoch=epoch,
+            updated=epoch - (not servers),  # `serve` says the version for the first time, which is news at this epoch
+            stance=Stance.OPEN,
+            version=max(version, UNKNOWN),
+            servers=tuple(servers),
+        )
+        await self._announce()
+
+    async def serve(self, servers: Sequence[Upstream], version: int) -> None:
+        """After `open` without servers, and before the first hold: these serve `version` (negative: unknown, as there)."""
+        async with self._changing:
+            await self._check_owner()
+            notice = replace(self._notice, version=max(version, UNKNOWN), servers=tuple(servers))
+            self._notice = replace(notice, updated=notice.epoch)
+            await self._announce()
+
+    async def close(self) -> None:
+        """Say that nobody serves the run any more. What the store refuses then is only logged."""
+        if self._observer is not None:
+            await end(self._observer)
+            self._observer = None
+        try:
+            await self._check_owner()
+            self._notice = replace(self._notice, stance=Stance.OPEN, servers=(), counts={})
+            await self._announce()
+        except StoreError as error:
+            log.info("the gateways of run %s were not told that its policy server stops: %s", self._run, error)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Hold]:
+        """For the length of the block no gateway sends anything to the policy servers, and each call in flight is counted.
+
+        When the block ends with a `PolicyServerError` the old version goes on; with any other error, or when it says so, nobody
+        knows what the servers have, and they get no calls before the next update.
+        """
+        async with self._changing:
+            hold = Hold()
+            async with self._closed(Stance.HELD) as closed:
+                keys: list[str] = []
+                try:
+                    keys = await self._gather()
+                    try:
+                        yield hold
+                    except PolicyServerError:
+                        raise
+                    except BaseException:
+                        hold.lost = hold.update is None
+                        raise
+                finally:
+                    closed.notice = self._outcome(replace(closed.notice, taken=tuple(self._seen)), hold, keys)
+            self._observe()
+
+    @asynccontextmanager
+    async def moving(self, servers: Callable[[], Sequence[Upstream]]) -> AsyncIterator[None]:
+        """For the length of the block new calls wait, while dead servers are brought back with the weights they had.
+
+        `servers` says where they are then. When the block fails none is left.
+        """
+        async with self._changing, self._closed(Stance.PAUSED) as closed:
+            closed.notice = replace(closed.notice, servers=())
+            yield
+            closed.notice = replace(closed.notice, servers=tuple(servers()))
+
+    def _outcome(self, notice: Notice, hold: Hold, keys: Sequence[str]) -> Notice:
+        if hold.lost:
+            return replace(notice, version=UNKNOWN, updated=notice.epoch, counts={})
+        if (update := hold.update) is None:
+            return notice
+        counts = {key: update.in_flight[key] for key in keys if key in update.in_flight}
+        return replace(notice, version=update.version, updated=notice.epoch, counts=counts)
+
+    # the notice -------------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def _closed(self, stance: Stance) -> AsyncIterator[_After]:
+        """Hold calls for the length of the block; then announce what the block left in `_After`."""
+        await self._check_owner()
+        after = _After(self._notice)
+        if stance is Stance.HELD:
+            after.notice = replace(after.notice, epoch=after.notice.epoch + 1)
+        self._notice = replace(after.notice, stance=stance)
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._announce()
+            yield after
+        finally:
+            self._notice = after.notice
+            reopening = asyncio.create_task(self._reopen(beating))
+            try:
+                await asyncio.shield(reopening)
+            except asyncio.CancelledError:
+                await asyncio.wait({reopening})  # or `close` would announce at the same time
+                raise
+
+    async def _reopen(self, beating: asyncio.Task[None]) -> None:
+        await end(beating)
+        await self._announce()
+
+    async def _announce(self) -> None:
+        while self._first in self._gone:
+            self._gone.discard(self._first)
+            self._first += 1
+        self._notice = replace(self._notice, first=self._first)
+        await self._store.put_state("", notice_key(self._run), self._notice.to_json())
+
+    async def _check_owner(self) -> None:
+        kept = Notice.from_json(await self._store.get_state("", notice_key(self._run)))
+        if kept is None or kept.owner != self._notice.owner:
+            raise ConflictError(
+                f"another trainer has taken over run {self._run!r} in this store: end one of the two, and resume the other"
+            )
+
+    async def _beat(self) -> None:
+        """Say that the owner lives, from one second of holding on."""
+        for number in count():
+            await asyncio.sleep(BEAT)
+            with suppress(
+                StoreError
+            ):  # gateways that hear nothing stop waiting; whatever fails here fails the hold, too
+                await self._store.put_state("", alive_key(self._run), [self._notice.epoch, number], once=None)
+
+    # the seats --------------------------------------------------------------------------------------------------
+    async def _gather(self) -> list[str]:
+        """Wait until each seat has acknowledged the epoch or is gone; return the keys of all calls in flight."""
+        if await self._unready():
+            async with self._store.watch("") as watch:
+                while await self._unready():
+                    await watch.wait(BEAT / 4)
+        return [key for seen in self._seen.values() for key in seen.seat.keys]
+
+    async def _unready(self) -> bool:
+        await self._look()
+        return any(seen.seat.ack != self._notice.epoch for seen in self._seen.values())
+
+    async def _look(self) -> None:
+        """Read every seat that is not gone."""
+        for number in count(self._first):
+            if number in self._gone:
+                continue
+            asked = self._clock()
+            seat = Seat.from_json(await self._store.get_state("", seat_key(self._run, number)))
+            if seat is None:
+                return
+            seen = self._seen.get(number)
+            if seat.left:
+                self._dismiss(number)
+            elif seen is None or seen.seat.beat != seat.beat:
+                self._seen[number] = _Seen(seat, self._clock())
+            elif asked - seen.since > GONE:
+                log.warning("gateway %s no longer serves run %s: no sign of life for %g s", seat.id, self._run, GONE)
+                self._dismiss(number)
+            else:
+                seen.seat = seat
+
+    def _dismiss(self, number: int) -> None:
+        self._seen.pop(number, None)
+        self._gone.add(number)
+
+    def _observe(self) -> None:
+        """Look after the seats between holds, so that one which falls silent is known to be gone when the next hold comes."""
+        if self._seen and (self._observer is None or self._observer.done()):
+            self._observer = asyncio.create_task(self._look_on(), name="lightning-fleet")
+
+    async def _look_on(self) -> None:
+        while self._seen:
+            await asyncio.sleep(BEAT)
+            async with self._changing:
+                with suppress(StoreError):  # a hold asks again, and says what it could not learn
+                    await self._look()
+
+
+@dataclass(slots=True)
+class _After:
+    """What is announced when calls go on."""
+
+    notice: Notice

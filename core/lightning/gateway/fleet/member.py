@@ -1,0 +1,268 @@
+"""A gateway's seat among those that serve one run: it follows the owner's notice, and stops in time when it cannot.
+
+The invariant: a call is dispatched only while the seat is held and the notice, read since, says so; a call that was in flight
+across an update which this gateway did not acknowledge, or while it had lost its seat, is unsure. `fleet.records` says why that
+is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning.errors import GatewayError, StoreError
+from lightning.gateway.fleet.records import (
+    BEAT,
+    GONE,
+    LAPSE,
+    UNKNOWN,
+    Notice,
+    Seat,
+    Stance,
+    alive_key,
+    notice_key,
+    now,
+    seat_key,
+)
+from lightning.gateway.policy_state import Policy
+from lightning.gateway.update_gate import UPDATING
+from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.upstream.servers import Upstream
+from lightning.policy_server.protocol import Update
+from lightning.store.protocol import Store, Watch
+from lightning.types import new_id
+
+log = logging.getLogger(__name__)
+
+RETRY = 0.2
+"""Seconds until the store is asked again after it refused."""
+OUT_OF_TOUCH = "This server has lost touch with the database, which says which weights are current,"
+RESTARTING = "The policy server is being restarted"
+
+
+class Member:
+    """One seat. `policy` is closed until the notice has been read; `follow` keeps it as the notice says."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        hold_timeout: float,
+        clock: Callable[[], float] = now,
+        allowed: Allowed | None = None,
+    ) -> None:
+        self._store, self._run, self._clock = store, run, clock
+        self._allowed = allowed or Allowed()
+        self._refused: tuple[Upstream, ...] = ()
+        self.policy = Policy((), hold_timeout, check=self.check)
+        self.policy.gate.close(self, OUT_OF_TOUCH)
+        self._number, self._seat = 0, Seat("")
+        self._valid_until = 0.0
+        self._seated = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._owner = ""
+        self._since = self._updated = 0
+        self._heard: tuple[object, float] = (None, 0.0)
+        self._orphaned = False
+
+    @property
+    def seated(self) -> bool:
+        """Whether it has a seat and has heard nothing to the contrary."""
+        return self._seated
+
+    async def follow(self) -> None:
+        """Take a seat and follow the notice, for ever; take another one when it was lost."""
+        complained = False
+        while True:
+            try:
+                async with self._store.watch("") as watch:
+                    await self._take_seat()
+                    complained = False
+                    await self._stay(watch)
+            except StoreError as error:
+                if not complained:
+                    complained = True
+                    log.warning("this gateway holds the calls of run %s until the store answers: %s", self._run, error)
+            self.lapse("its store does not answer")
+            await asyncio.sleep(RETRY)
+
+    async def leave(self) -> None:
+        """Give the seat up; what is still in flight is unsure. Call it when `follow` has been cancelled."""
+        seated = self._seated
+        self.lapse("")
+        if seated:
+            try:
+                await self._store.put_state(
+                    "", seat_key(self._run, self._number), replace(self._seat, left=True).to_json()
+                )
+            except StoreError as error:
+                log.info("the seat %d of run %s will be noticed to be empty: %s", self._number, self._run, error)
+        await self.policy.close()
+
+    def check(self) -> None:
+        """Give the seat up if its time is over: the timer may be late, when this process or its machine stood still."""
+        if self._seated and self._clock() >= self._valid_until:
+            self.lapse("its heartbeat came too late")
+
+    def lapse(self, why: str) -> None:
+        """The seat is lost: hold new calls, and take nothing for known of those in flight."""
+        if not self._seated:
+            return
+        self._seated = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self.policy.gate.close(self, OUT_OF_TOUCH)
+        lost = self._lose()
+        if why:
+            log.warning(
+                "this gateway no longer serves run %s, since %s; %d calls are not trained on", self._run, why, lost
+            )
+
+    # the seat ---------------------------------------------------------------------------------------------------
+    async def _take_seat(self) -> None:
+        notice = await self._notice()
+        self._number = notice.first if notice else 0
+        self._seat = Seat(new_id("gateway"))
+        while True:
+            began = self._clock()
+            kept = await self._store.keep_state("", seat_key(self._run, self._number), self._seat.to_json())
+            found = Seat.from_json(kept)
+            if found is not None and found.id == self._seat.id:
+                break
+            self._number += 1
+        self._owner, self._orphaned, self._heard = "", False, (None, 0.0)
+        self._seated = True
+        self._valid_until = began + LAPSE
+        self._renewed(began)
+        self._due = began + BEAT
+
+    async def _stay(self, watch: Watch) -> None:
+        """Follow until the seat is lost. A store that refuses is asked again while there is time."""
+        while self._seated:
+            try:
+                notice = await self._notice()
+                self.check()
+                if self._seated:
+                    await self._heed(notice)
+                    self.policy.told = True
+                if self._seated and self._clock() >= self._due:
+                    await self._beat()
+                if self._seated:
+                    await watch.wait(max(self._due - self._clock(), 0.0))
+            except StoreError as error:
+                log.debug("the store refused the gateway of run %s: %s", self._run, error)
+                await asyncio.sleep(RETRY)
+
+    async def _beat(self) -> None:
+        began = self._clock()
+        seat = replace(self._seat, beat=self._seat.beat + 1)
+        self._seat = seat
+        await self._store.put_state("", seat_key(self._run, self._number), seat.to_json(), once=None)
+        self._renewed(began)
+        self._due = began + BEAT
+
+    def _renewed(self, began: float) -> None:
+        """The store has acknowledged the heartbeat that began then. Once the time is over it is too late for that."""
+        self.check()
+        if not self._seated:
+            return
+        self._valid_until = began + LAPSE
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ring_later()
+
+    def _ring_later(self) -> None:
+        left = max(self._valid_until - self._clock(), 0.001)
+        self._timer = asyncio.get_running_loop().call_later(left, self._rung)
+
+    def _rung(self) -> None:
+        self.check()
+        if self._seated:  # the loop's clock was a little ahead
+            self._ring_later()
+
+    # the notice -------------------------------------------------------------------------------------------------
+    async def _notice(self) -> Notice | None:
+        return Notice.from_json(await self._store.get_state("", notice_key(self._run)))
+
+    async def _heed(self, notice: Notice | None) -> None:
+        """Do as the notice says."""
+        if notice is None:  # no trainer has begun: calls wait for a server as they do when one restarts
+            self._serve(None)
+            return
+        if not self._account(notice):
+            return
+        if notice.stance is Stance.OPEN:
+            self._orphaned, self._heard = False, (None, 0.0)
+            self._seat = replace(self._seat, keys=())
+            self._serve(notice)
+            return
+        if not self._orphaned:
+            self.policy.gate.close(self, UPDATING if notice.stance is Stance.HELD else RESTARTING)
+        if notice.stance is Stance.PAUSED:
+            self.policy.pool.vacate()
+        if notice.stance is Stance.HELD and self._seat.ack != notice.epoch:
+            self.policy.book.freeze()
+            self._seat = replace(self._seat, ack=notice.epoch, keys=tuple(self.policy.book.keys()))
+            await self._beat()
+        await self._listen(notice)
+
+    def _account(self, notice: Notice) -> bool:
+        """Bring the versions of the calls in flight up to date; False when the owner has given this gateway up."""
+        book = self.policy.book
+        if self._number < notice.first:  # gone; it may have been pruned since, and taken anew by one that came late
+            self.lapse("its seat is gone")
+            return False
+        if notice.owner != self._owner:
+            if self._owner:
+                self._lose()  # whatever the new owner did, it did not ask about these
+            self._owner, self._since, self._updated = notice.owner, notice.epoch, notice.updated
+            self._orphaned, self._heard = False, (None, 0.0)
+            book.current = notice.version
+        elif notice.ended > self._since and self._number not in notice.taken:
+            self.lapse("the trainer went on without it")
+            return False
+        elif notice.updated > self._updated:
+            self._updated = notice.updated
+            if notice.version == UNKNOWN:
+                self._lose()
+            book.update(Update(notice.version, notice.counts))
+        self.policy.seed = notice.seed
+        return True
+
+    def _serve(self, notice: Notice | None) -> None:
+        """Open the gate before these servers, which may be none."""
+        servers = notice.servers if notice is not None and notice.version != UNKNOWN else ()
+        try:
+            for server in servers:
+                self._allowed.check(server.url)
+            self.policy.pool.assign(servers)
+        except GatewayError as error:
+            if servers != self._refused:
+                log.error("calls of run %s find no policy server here: %s", self._run, error)  # noqa: TRY400 — is no fault
+            self._refused = servers
+            self.policy.pool.assign(())
+        self.policy.gate.open(self)
+
+    async def _listen(self, notice: Notice) -> None:
+        """While calls are held: notice when the owner is gone, who alone knows what became of the weights."""
+        began = self._clock()
+        alive = (notice.epoch, notice.stance, await self._store.get_state("", alive_key(self._run)))
+        known, since = self._heard
+        if alive != known:
+            self._heard = (alive, self._clock())
+            if self._orphaned:
+                self._orphaned = False
+                self.policy.gate.close(self, UPDATING)
+        elif began - since > GONE and not self._orphaned:
+            self._orphaned = True
+            lost = self._lose() if notice.stance is Stance.HELD else 0
+            log.warning("the trainer of run %s fell silent while it held calls; %d are not trained on", self._run, lost)
+            self._serve(None)
+
+    def _lose(self) -> int:
+        lost = self.policy.book.lose()
+        self.policy.gate.stir()
+        return lost

@@ -1,0 +1,170 @@
+"""What the trainer that owns a policy and the gateways that serve it tell each other, and where in the store it lies.
+
+The invariant: everything is said in the store's state under the empty run; a key has one writer at a time, but for the claim
+of a seat, which `keep_state` decides.
+
+    policy/RUN          the owner's notice: servers, weight version, and whether calls are held
+    policy/RUN/alive    the owner's heartbeat, only while it holds calls
+    gateway/RUN/0, 1..  one seat for each gateway that serves the run, taken in order; from the notice's `first` on, none is
+                        ever given to a second one
+
+An update: the owner announces a hold under a new epoch, then reads the seats. A gateway that reads the announcement stops
+dispatching, then writes the epoch and its calls in flight into its seat. A gateway that takes a seat reads the notice after
+that. So the owner sees every gateway that may have dispatched, or that gateway sees the hold. When each seat has
+acknowledged or is gone the owner updates, and announces the version with the tokens that each call had then.
+
+Nobody compares clocks. A seat is gone when the owner has seen its heartbeat unchanged for `GONE` seconds of its own clock; a
+gateway gives its seat up for good when `LAPSE` seconds of its own, fewer, have passed since it began the last heartbeat that
+the store has acknowledged.
+
+Seats below the notice's `first` are gone, and whoever finds to have one gives it up: pruning a database removes them
+(`lightning.maintenance.queries`), so that their numbers may be taken once more by a gateway that read an older notice.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import cast
+
+from lightning.gateway.upstream.servers import Upstream
+from lightning.store.protocol import Store
+from lightning.types import Json
+
+BEAT = 1.0
+"""Seconds between two heartbeats."""
+LAPSE = 4.0
+"""Seconds after which a gateway that could not renew its seat takes itself for out."""
+GONE = 5.0
+"""Seconds without a heartbeat after which others take a gateway, or an owner that holds calls, for gone."""
+UNKNOWN = -1
+"""The version of weights that nobody can name: an update broke off."""
+
+
+def now() -> float:
+    """Seconds of a clock that never jumps, and on Linux goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class Stance(StrEnum):
+    """What gateways do with new calls: `OPEN` sends them; `HELD` keeps them and acknowledges; `PAUSED` only keeps them."""
+
+    OPEN = "open"
+    HELD = "held"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What an owner says of its policy.
+
+    `epoch` counts its holds (and owners). `version` is that of the weights since epoch `updated`, and `counts` says how many
+    response tokens calls in flight had then; `taken` are the seats that had acknowledged the last hold that ended. Seats below
+    `first` are gone. `seed` is what calls are seeded with, None where they are not.
+    """
+
+    owner: str
+    epoch: int
+    stance: Stance
+    version: int
+    updated: int
+    servers: tuple[Upstream, ...]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    taken: tuple[int, ...] = ()
+    first: int = 0
+    seed: int | None = None
+
+    @property
+    def ended(self) -> int:
+        """The epoch of the last hold that has ended."""
+        return self.epoch - (self.stance is Stance.HELD)
+
+    def to_json(self) -> Json:
+        """For the store."""
+        return {
+            "owner": self.owner,
+            "epoch": self.epoch,
+            "stance": self.stance.value,
+            "version": self.version,
+            "updated": self.updated,
+            "servers": [[server.url, server.model, server.claim] for server in self.servers],
+            "counts": dict(self.counts),
+            "taken": list(self.taken),
+            "first": self.first,
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, kept: Json) -> Notice | None:
+        """What `to_json` wrote; None when nothing was kept."""
+        if kept is None:
+            return None
+        said = cast("dict[str, object]", kept)
+        return cls(
+            owner=cast("str", said["owner"]),
+            epoch=cast("int", said["epoch"]),
+            stance=Stance(cast("str", said["stance"])),
+            version=cast("int", said["version"]),
+            updated=cast("int", said["updated"]),
+            servers=tuple(Upstream(*server) for server in cast("list[list[str]]", said["servers"])),
+            counts=cast("dict[str, int]", said["counts"]),
+            taken=tuple(cast("list[int]", said["taken"])),
+            first=cast("int", said["first"]),
+            seed=cast("int | None", said["seed"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a gateway says of itself. `ack` is the newest hold it keeps or kept, `keys` its calls in flight in that one, as
+    `Update.in_flight` names them; a gateway that has `left` never comes back under this seat."""
+
+    id: str
+    beat: int = 0
+    ack: int = 0
+    keys: tuple[str, ...] = ()
+    left: bool = False
+
+    def to_json(self) -> Json:
+        """For the store."""
+        return {"id": self.id, "beat": self.beat, "ack": self.ack, "keys": list(self.keys), "left": self.left}
+
+    @classmethod
+    def from_json(cls, kept: Json) -> Seat | None:
+        """What `to_json` wrote; None when nothing was kept."""
+        if kept is None:
+            return None
+        said = cast("dict[str, object]", kept)
+        return cls(
+            id=cast("str", said["id"]),
+            beat=cast("int", said["beat"]),
+            ack=cast("int", said["ack"]),
+            keys=tuple(cast("list[str]", said["keys"])),
+            left=cast("bool", said["left"]),
+        )
+
+
+def notice_key(run: str) -> str:
+    """Where the owner's notice lies."""
+    return f"policy/{run}"
+
+
+def alive_key(run: str) -> str:
+    """Where the owner's heartbeat lies."""
+    return f"policy/{run}/alive"
+
+
+def seat_key(run: str, number: int) -> str:
+    """Where a seat lies."""
+    return f"gateway/{run}/{number}"
+
+
+async def gateway_secret(store: Store) -> bytes:
+    """The secret that signs the keys of agents: one for all servers over a store, made by the first that asks.
+
+    Raises `StoreError`.
+    """
+    return bytes.fromhex(str(await store.keep_state("", "gateway_secret", secrets.token_hex(32))))

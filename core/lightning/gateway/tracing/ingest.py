@@ -1,0 +1,207 @@
+"""`POST /v1/traces`: spans of any OpenTelemetry-instrumented process join the rollout they belong to (OTLP/HTTP).
+
+The invariant: a span is stored under the attempt that its trace id, or else the token of the request, belongs to, and under no
+other; what belongs to none is counted and said in the answer, and costs no more than being read. Who sends no token can
+bring little at a time. Answers have OTLP's shape, errors included: a `Status` in the encoding of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from lightning.config.sections import GatewayConfig
+from lightning.errors import DataError, MissingExtraError, StoreError
+from lightning.gateway.auth.api_keys import Claims
+from lightning.gateway.auth.caller_identity import Identity
+from lightning.gateway.body import RAISE_THE_LIMIT, ClientGoneError, read_body, too_large
+from lightning.gateway.errors import Header, RefusalError, send_bytes
+from lightning.gateway.redaction import redacted_span
+from lightning.gateway.tracing.trace_index import TraceBook
+from lightning.spans import otlp
+from lightning.store.protocol import MAX_SPANS, Store
+from lightning.types import Span
+
+log = logging.getLogger(__name__)
+
+PATH: Final = "/traces"
+READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
+GRPC_CODES: Final = {400: 3, 401: 16, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
+"""HTTP statuses as the code of a `google.rpc.Status`; any other is INTERNAL (13)."""
+ANONYMOUS_LOOKUPS: Final = 64
+"""Trace ids unknown here that the store is asked for, in one request without a token."""
+ANONYMOUS_BYTES: Final = 1024 * 1024
+"""Of a request without a token, unpacked."""
+ANONYMOUS_AT_ONCE: Final = 4
+"""Requests without a token that are unpacked, read and kept at a time."""
+ANONYMOUS_SPANS: Final = 10_000
+"""Of a request without a token."""
+SEND_THE_KEY: Final = "send the rollout's API key with the spans"
+WHY_REJECTED: Final = (
+    "{} of {} spans were not kept. A span belongs to a rollout by its trace id (continue the traceparent that the agent sent) "
+    "or by the rollout's API key in the request; the rollout's attempt must be its latest, its key not expired, the ids well "
+    f"formed, and of one attempt {MAX_SPANS} spans are kept"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a request may bring: bytes, unpacked, with the cure for more of them, and spans."""
+
+    size: int
+    cure: str = RAISE_THE_LIMIT
+    spans: int = sys.maxsize
+
+
+class TraceEndpoint:
+    """The ASGI application behind the route."""
+
+    def __init__(self, config: GatewayConfig, identity: Identity, book: TraceBook, store: Store) -> None:
+        self._config, self._identity, self._book, self._store = config, identity, book, store
+        self._anonymous = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Never raises for what is the sender's or the store's fault."""
+        content_type = _header(scope, b"content-type").partition(";")[0].strip().lower()
+        try:
+            body = await self._take(content_type, scope, receive)
+        except RefusalError as refusal:
+            await _refuse(send, content_type, refusal)
+        except ClientGoneError:
+            return
+        except Exception:
+            log.exception("the gateway failed on a request with spans")
+            await _refuse(send, content_type, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
+        else:
+            await send_bytes(send, 200, body, [(b"content-type", content_type.encode())])
+
+    async def _take(self, content_type: str, scope: Scope, receive: Receive) -> bytes:
+        """Store the spans of a request; return the body of the answer."""
+        claims = self._claims(scope)
+        if content_type not in READERS:
+            message = f"The content type is {content_type!r:.80}; send {' or '.join(READERS)}."
+            raise RefusalError(415, "unsupported_media_type", message)
+        encoding = _header(scope, b"content-encoding").strip().lower()
+        if encoding not in ("", "identity", "gzip"):
+            message = f"The content encoding is {encoding!r:.80}; send gzip, or none."
+            raise RefusalError(415, "unsupported_encoding", message)
+        bounds = Bounds(self._config.max_body_bytes) if claims is not None else anonymous(self._config.max_body_bytes)
+        payload = await read_body(scope, receive, bounds.size, bounds.cure)
+        with self._turn(claims):
+            return await self._keep(content_type, encoding, payload, bounds, claims)
+
+    async def _keep(
+        self, content_type: str, encoding: str, payload: bytes, bounds: Bounds, claims: Claims | None
+    ) -> bytes:
+        """What `_take` returns, of a request's body. It is read in threads: the loop has streams to pass on meanwhile."""
+        if encoding == "gzip":
+            payload = await asyncio.to_thread(unzipped, payload, bounds)
+        spans = await asyncio.to_thread(_read, content_type, payload, bounds)
+        try:
+            owners = await self._book.find(self._looked_up(spans, claims))
+            owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
+            stored = await self._store.append_spans(await asyncio.to_thread(_storable, owned)) if owned else 0
+        except StoreError as error:
+            message = f"The store did not take the spans: {error}. Send them again."
+            raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error
+        rejected = len(spans) - stored
+        return otlp.accepted(content_type, rejected, WHY_REJECTED.format(rejected, len(spans)))
+
+    def _looked_up(self, spans: Sequence[Span], claims: Claims | None) -> list[str]:
+        """The trace ids to find: of those that the store must be asked for, a few for who sends no token."""
+        ids = list(dict.fromkeys(span.trace_id for span in spans if otlp.well_identified(span)))
+        if claims is not None:
+            return ids
+        unknown = [trace_id for trace_id in ids if not self._identity.knows(trace_id)]
+        left_out = set(unknown[ANONYMOUS_LOOKUPS:])
+        return [trace_id for trace_id in ids if trace_id not in left_out]
+
+    def _claims(self, scope: Scope) -> Claims | None:
+        """The attempt whose token came with the request; None without one. Raises `RefusalError` (401) for a bad one."""
+        try:
+            return self._identity.claims(scope)
+        except RefusalError as refusal:
+            if refusal.code == "missing_token":
+                return None
+            raise
+
+    @contextlib.contextmanager
+    def _turn(self, claims: Claims | None) -> Iterator[None]:
+        """Around the work on a request: who sends no token gets few of the threads that all share. Raises `RefusalError`."""
+        if claims is not None:
+            yield
+            return
+        if self._anonymous >= ANONYMOUS_AT_ONCE:
+            message = (
+                f"{ANONYMOUS_AT_ONCE} requests without a token are being read already. Ask again, or {SEND_THE_KEY}."
+            )
+            raise RefusalError(429, "too_many_requests", message, [(b"retry-after", b"1")])
+        self._anonymous += 1
+        try:
+            yield
+        finally:
+            self._anonymous -= 1
+
+
+def _owned(span: Span, owners: Mapping[str, Claims], claims: Claims | None) -> Span | None:
+    """The span under the attempt it belongs to: its trace's, else that of the request."""
+    owner = owners.get(span.trace_id, claims)
+    if owner is None or not otlp.well_identified(span):
+        return None
+    return replace(span, rollout=owner.rollout, attempt=owner.attempt)
+
+
+def anonymous(most: int) -> Bounds:
+    """Those of a request without a token, where one with a token may have `most` bytes."""
+    if most <= ANONYMOUS_BYTES:
+        return Bounds(most, spans=ANONYMOUS_SPANS)
+    return Bounds(ANONYMOUS_BYTES, f"send fewer spans at a time, or {SEND_THE_KEY}", ANONYMOUS_SPANS)
+
+
+def unzipped(payload: bytes, bounds: Bounds) -> bytes:
+    """What a gzip body holds. Raises `RefusalError`: 413 for too many bytes, however small the body, 400 if it is broken."""
+    inflate = zlib.decompressobj(wbits=31)
+    try:
+        data = inflate.decompress(payload, bounds.size + 1)
+    except zlib.error as error:
+        raise RefusalError(400, "bad_gzip", f"The body is not gzip, as its header says: {error}.") from error
+    if len(data) > bounds.size:
+        raise too_large(len(data), bounds.size, bounds.cure)
+    if not inflate.eof:
+        raise RefusalError(400, "bad_gzip", "The body's gzip stream is cut off.")
+    return data
+
+
+def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
+    """The spans of a request's body. Raises `RefusalError`."""
+    try:
+        return READERS[content_type](payload, bounds.spans)
+    except MissingExtraError as error:
+        message = f"Spans in protobuf need {error} beside the gateway; or send them as {otlp.JSON}."
+        raise RefusalError(501, "missing_extra", message) from error
+    except DataError as error:
+        raise RefusalError(400, "invalid_spans", f"The request cannot be read: {error}.") from error
+
+
+def _storable(spans: Sequence[Span]) -> list[Span]:
+    """The spans as they may be stored. It takes most of the time that spans take, so that only those are given that will be."""
+    return [redacted_span(span) for span in spans]
+
+
+async def _refuse(send: Send, content_type: str, refusal: RefusalError) -> None:
+    kind = content_type if content_type in READERS else otlp.JSON
+    headers: list[Header] = [(b"content-type", kind.encode()), *refusal.headers]
+    body = otlp.refused(kind, GRPC_CODES.get(refusal.status, 13), str(refusal))
+    await send_bytes(send, refusal.status, body, headers)
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

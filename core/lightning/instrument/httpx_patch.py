@@ -1,0 +1,205 @@
+"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is reported
+after a reply knows which call it follows.
+
+The invariant: only requests to the gateway of an active rollout are touched, and those that are to be rerouted to it; a tap
+can never make a request fail, and after the last undo the libraries are exactly as they were. Neither library is imported
+here; one that is imported later is tapped when it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Protocol, TypeAlias, cast
+
+from lightning.instrument.address import Url
+from lightning.instrument.caller_lookup import current_caller
+from lightning.instrument.context import (
+    Session,
+    calling_session,
+    certain_session,
+    is_gateway,
+    log_once,
+    session_of,
+)
+from lightning.instrument.reroute import Request, host_of, reroute
+from lightning.types import Caller
+
+ROLLOUT_HEADER = "x-lightning-rollout"
+CALLER_HEADER = "x-lightning-caller"
+TRACE_HEADER = "traceparent"
+ID_HEADER = "x-request-id"
+LIBRARIES = ("httpx", "httpx2")
+FAILED = 400
+"""From this status on a reply is a refusal or a failure, and no call that a reward could belong to."""
+UNNAMED = "agent"
+"""What the gateway calls an agent that nobody named."""
+
+
+class Reply(Protocol):
+    """What httpx's and httpx2's responses have in common."""
+
+    status_code: int
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Case-insensitive."""
+
+
+def encode_caller(caller: Caller) -> str:
+    """A caller as compact ASCII JSON, without its empty fields, as it stands in `x-lightning-caller`."""
+    fields: dict[str, str | Sequence[str]] = {"agent": caller.agent}
+    if caller.path:
+        fields["path"] = caller.path
+    for name in ("span_id", "parent_id", "framework"):
+        if value := getattr(caller, name):
+            fields[name] = value
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
+    """What a request of `caller` to a gateway at `url`, sent from here and now, has to carry."""
+    headers = {}
+    session = certain_session()
+    if session is not None and session.serves(url):
+        headers[ROLLOUT_HEADER] = session.llm.api_key
+        if session.traceparent:
+            headers[TRACE_HEADER] = session.traceparent
+    if caller is not None:
+        headers[CALLER_HEADER] = encode_caller(caller)
+    return headers
+
+
+_Sent: TypeAlias = tuple[Session, str]
+"""The rollout that a call is made in, and the agent that makes it."""
+
+
+def _mark(request: Request) -> _Sent | None:
+    """Write on a request whose it is; None unless it is a call of a rollout's that is known here."""
+    try:
+        reroute(request, _tap.hosts)
+        if not is_gateway(request.url):
+            return None
+        caller = current_caller()
+        headers = headers_for(request.url, caller)
+        said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
+        request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
+        session = certain_session() or session_of(_key(request)) or calling_session()
+        if session is None or not session.serves(request.url):
+            return None
+    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+        log_once("tap", "a model call goes out without the name of its agent: %r", error)
+        return None
+    return session, caller.agent if caller is not None else UNNAMED
+
+
+def _key(request: Request) -> str:
+    """By which the gateway tells whose call it is, when the context does not say so."""
+    return request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
+
+
+def _answered(sent: _Sent, reply: Reply) -> None:
+    """Keep which call was answered, or has begun to be, if it is a stream."""
+    try:
+        response_id = reply.headers.get(ID_HEADER)
+        if response_id and reply.status_code < FAILED:
+            session, agent = sent
+            session.calls.add(response_id, agent)
+    except Exception as error:  # noqa: BLE001 — an answer must come in even if nobody can say which it is
+        log_once("reply", "rewards and tool runs after a model call are matched to it by time: %r", error)
+
+
+class _Tap:
+    """The process's one tap; counts its users."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users = 0
+        self.hosts: tuple[str, ...] = ()
+        self._undo: list[Callable[[], None]] = []
+
+    def acquire(self, hosts: Sequence[str]) -> None:
+        with self._lock:
+            self._users += 1
+            self.hosts = (*self.hosts, *hosts)
+            if self._users > 1:
+                return
+            from lightning.plugins.importing import on_import
+
+            for name in LIBRARIES:
+                self._undo.append(on_import(name, self._attach))
+
+    def release(self, hosts: Sequence[str]) -> None:
+        with self._lock:
+            self._users -= 1
+            kept = list(self.hosts)
+            for host in hosts:
+                kept.remove(host)
+            self.hosts = tuple(kept)
+            if self._users == 0:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _attach(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._users == 0:
+                return
+            for name, wrap in (("Client", _wrap_sync), ("AsyncClient", _wrap_async)):
+                client = getattr(module, name, None)
+                original = vars(client).get("send") if isinstance(client, type) else None
+                if not isinstance(client, type) or not callable(original) or getattr(original, "_lightning", False):
+                    continue
+                wrapped = functools.wraps(original)(wrap(original))
+                wrapped._lightning = True  # type: ignore[attr-defined]  # noqa: SLF001 — our own mark on our own function
+                setattr(client, "send", wrapped)  # noqa: B010 — mypy forbids assigning to a method
+                self._undo.append(functools.partial(_restore, client, wrapped, original))
+
+
+def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
+    def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
+        sent = _mark(request)
+        reply = original(self, request, *args, **kwargs)
+        if sent is not None:
+            _answered(sent, cast("Reply", reply))
+        return reply
+
+    return send
+
+
+def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
+    async def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
+        sent = _mark(request)
+        reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
+        if sent is not None:
+            _answered(sent, cast("Reply", reply))
+        return reply
+
+    return send
+
+
+def _restore(client: type, wrapped: object, original: object) -> None:
+    if vars(client).get("send") is wrapped:
+        setattr(client, "send", original)  # noqa: B010 — mypy forbids assigning to a method
+
+
+_tap = _Tap()
+
+
+def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
+    """Tap `Client.send` and `AsyncClient.send` of httpx and httpx2, now or when they are imported; return the undo.
+
+    Requests that a rollout sends to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be called
+    any number of times and from any thread; the tap goes when every call has been undone.
+    """
+    hosts = tuple(host_of(name) for name in reroute)
+    _tap.acquire(hosts)
+    done = threading.Lock()
+
+    def undo() -> None:
+        if done.acquire(blocking=False):
+            _tap.release(hosts)
+
+    return undo

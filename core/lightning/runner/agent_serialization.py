@@ -1,0 +1,103 @@
+"""Makes an agent travel to worker processes: functions of scripts and notebooks, closures, bound methods, objects.
+
+The invariant: a worker never re-executes the user's script. What was defined in `__main__`, or in a module that a new
+process could not import, travels by value; everything else by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from lightning.errors import RunnerError
+from lightning.runner.agent_signature import check_agent
+from lightning.runner.protocol import Agent
+
+_LIBRARIES = tuple({str(Path(path)) + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib")})
+"""Where the standard library and installed packages are: `stdlib`, `platstdlib`, `purelib`, `platlib`."""
+
+
+def name_of(agent: Agent) -> str:
+    """What to call an agent in messages."""
+    name = getattr(agent, "__qualname__", None) or type(agent).__qualname__
+    return f"{_module_name(agent)}.{name}"
+
+
+def pack_agent(agent: Agent) -> bytes:
+    """The agent as bytes for `cloudpickle.loads`.
+
+    Raises `RunnerError` when it cannot be called with (task, llm), or when part of it cannot leave this process.
+    """
+    check_agent(agent)
+    by_value = _homeless(_module_name(agent))
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        data: bytes = cloudpickle.dumps(agent)
+    except Exception as error:
+        raise RunnerError(
+            f"the agent {name_of(agent)} cannot be sent to a worker process: {error}. Make clients, locks and open files "
+            "inside the agent or in an imported module, or run it in this process with runner='inline'"
+        ) from error
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return data
+
+
+def unpack_agent(shipped: bytes) -> Agent:
+    """The agent again, in a worker process. Whatever its modules raise when they are imported comes through."""
+    agent: Agent = cloudpickle.loads(shipped)
+    return agent
+
+
+def _module_name(agent: Agent) -> str:
+    while isinstance(agent, functools.partial):
+        agent = agent.func
+    return str(getattr(agent, "__module__", None) or type(agent).__module__)
+
+
+def _homeless(of_agent: str) -> list[ModuleType]:
+    """The user's modules that a new process could not import; by value goes only what the agent refers to in them."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name == "__main__" or not isinstance(module, ModuleType) or vars(module).get("__name__") != name:
+            continue  # an alias; and cloudpickle takes care of `__main__` itself
+        if (name == of_agent or not _installed(vars(module).get("__file__"))) and not _importable(module):
+            found.append(module)
+    return found
+
+
+def _installed(file: object) -> bool:
+    """Whether a module belongs to the standard library or an installed package, or has no file."""
+    return not isinstance(file, str) or file.startswith(_LIBRARIES)
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a new process with the same `sys.path` would find this very file under the module's name."""
+    file = getattr(module, "__file__", None)
+    if file is None:  # built in: there is no file to miss
+        return True
+    path: list[str] | None = None
+    origin: str | None = None
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = None
+        for finder in sys.meta_path:
+            try:
+                spec = finder.find_spec(".".join(parts[:depth]), path)
+            except (AttributeError, ImportError, ValueError):
+                continue  # a finder that cannot tell
+            if spec is not None:
+                break
+        if spec is None:
+            return False
+        origin = spec.origin
+        path = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else []
+    return bool(origin == file)

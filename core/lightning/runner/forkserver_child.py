@@ -1,0 +1,224 @@
+"""The fork server: a small process that imports what agents need once, then forks worker processes on request.
+
+The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every
+worker's process group and leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lightning.instrument import emit
+from lightning.plugins import plugins
+from lightning.runner import socket_framing, worker
+from lightning.runner.agent_serialization import unpack_agent
+from lightning.runner.parent_death import die_with_parent, kill_group
+
+MOST_NAMES = 8
+"""Threads that are named in a message."""
+
+_COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
+"""They start their threads anew in a forked process, or do without."""
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the parent at the other end of `descriptor`. The first two messages are the setup (JSON) and the agent."""
+    die_with_parent(parent, signal.SIGTERM)
+    with socket.socket(fileno=descriptor) as control:
+        head, shipped = socket_framing.receive(control), socket_framing.receive(control)
+        if head is None or shipped is None:
+            return
+        setup = json.loads(head)
+        error, threads = _prepare(setup, shipped)
+        try:
+            socket_framing.send(control, json.dumps({"ready": not error, "error": error, "threads": threads}).encode())
+        except OSError:
+            return  # the parent gave up on its start meanwhile, and has said why
+        if not error:
+            gc.collect()
+            gc.freeze()  # forked workers then share these pages instead of copying them
+            _Template(control, parent, shipped, setup["adapters"], setup["reroute"]).serve()
+
+
+def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> tuple[str, str]:
+    """Import once what every worker will need; return what went wrong, or nothing, and the threads that this started.
+
+    The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and
+    removed again for the same reason; a worker does that itself, so threads of theirs are in the workers.
+    """
+    doing = threads = ""
+    before = threading.enumerate()
+    try:
+        for module in setup["preload"] or ():
+            doing = f"preloading module {module!r} (runner.preload)"
+            importlib.import_module(module)
+        doing = "loading the agent"
+        unpack_agent(shipped)
+        threads = _started_since(before)
+        doing = "installing the adapters"
+        plugins().install_adapters(emit, setup["adapters"])()
+    except BaseException:  # noqa: BLE001 — isolates the user's modules; the parent raises it
+        return f"{doing} failed in a new process:\n{traceback.format_exc()}", ""
+    return "", threads
+
+
+def _started_since(before: Sequence[threading.Thread]) -> str:
+    """The threads that live now and did not `before`, in words; nothing when no fork misses one."""
+    names = [thread.name for thread in threading.enumerate() if thread not in before and not _restarts(thread)]
+    shown = ", ".join(name[:100] for name in names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+    return f"{len(names)} thread{'s' * (len(names) > 1)} ({shown})" if names else ""
+
+
+def _restarts(thread: threading.Thread) -> bool:
+    """Whether a thread is of a library that copes with forks."""
+    target = getattr(thread, "_target", None)  # what it runs, if it is no class of its own
+    modules = (type(thread).__module__, str(getattr(target, "__module__", "")))
+    return any(module.partition(".")[0] in _COPE_WITH_FORKS for module in modules)
+
+
+def _go_on(*_: object) -> None:
+    """A handler that does nothing; unlike SIG_IGN it ends with an `exec`, so programs that an agent starts do not have it."""
+
+
+def _outlive_sigterm() -> None:
+    """SIGTERM to every process of a service or a job is for the runner, which lets agents end (`runner.drain`) or kills them.
+
+    What an agent forks without `exec` (multiprocessing) ends by it as ever, also when it comes right after the fork, unless
+    the agent has blocked it.
+    """
+    masks = threading.local()  # several threads may fork at a time
+
+    def before() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def in_child() -> None:
+        if signal.getsignal(signal.SIGTERM) is _go_on:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        restore()
+
+    signal.signal(signal.SIGTERM, _go_on)
+    os.register_at_fork(before=before, after_in_parent=restore, after_in_child=in_child)
+
+
+class _Template:
+    """The loop that forks, kills and reaps. Messages to the parent: `forked` or `failed` for a request, then `exited`."""
+
+    def __init__(
+        self, control: socket.socket, parent: int, shipped: bytes, adapters: list[str] | None, reroute: list[str] | None
+    ) -> None:
+        self._control, self._parent, self._pid = control, parent, os.getpid()
+        self._shipped, self._adapters, self._reroute = shipped, adapters, reroute or []
+        self._children: set[int] = set()
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+
+    def serve(self) -> None:
+        """Until the parent is gone."""
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._control, selectors.EVENT_READ)
+                selector.register(self._woken, selectors.EVENT_READ)
+                # SIGTERM also comes when only the thread that started us has ended: then the parent is still there.
+                while os.getppid() == self._parent:
+                    ready = {key.fileobj for key, _ in selector.select()}
+                    if self._woken in ready:
+                        self._drain()
+                    if self._control in ready and not self._receive():
+                        return
+                    self._reap()
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        finally:
+            signal.set_wakeup_fd(-1)  # the socket is closed before the last signals, those of the children, have come
+            for pid in self._children:
+                kill_group(pid)
+
+    def _receive(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._control, 65536, 64)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._descriptors.extend(descriptors)
+        self._buffer += data
+        while (message := socket_framing.unpack(self._buffer)) is not None:
+            command = json.loads(message)
+            if "fork" in command:
+                self._fork(command["fork"], self._descriptors.pop(0))
+            elif command["kill"] in self._children:
+                kill_group(command["kill"])
+        return bool(data)
+
+    def _fork(self, request: int, descriptor: int) -> None:
+        worker.flush()  # or both processes would write what is buffered
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell({"failed": request, "error": str(error)})
+            os.close(descriptor)
+            return
+        if pid == 0:
+            self._become_worker(descriptor)
+        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
+        os.close(descriptor)
+        self._children.add(pid)
+        self._tell({"forked": request, "pid": pid})
+
+    def _become_worker(self, descriptor: int) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _outlive_sigterm()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            for mine in (self._control, self._woken, self._wake):
+                mine.close()
+            die_with_parent(self._pid, signal.SIGKILL)
+            with socket.socket(fileno=descriptor) as sock:
+                worker.serve(sock, self._shipped, self._adapters, self._reroute)
+            code = 0
+        except (BrokenPipeError, ConnectionResetError):
+            code = 0
+        except BaseException:  # noqa: BLE001 — nothing may return into the fork server's loop
+            traceback.print_exc()
+        finally:
+            worker.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for pid in tuple(self._children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self._children.discard(pid)
+                kill_group(pid)  # what the agent started and left behind
+                self._tell({"exited": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _tell(self, message: dict[str, int | str]) -> None:
+        socket_framing.send(self._control, json.dumps(message).encode())
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass

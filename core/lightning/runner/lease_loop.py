@@ -1,0 +1,295 @@
+"""Leases rollouts, runs their agents, reports the outcomes, until nothing of the run is left to do.
+
+The invariant: a lease this worker holds is renewed while its agent runs and is completed or given back before the work
+ends, however it ends. With a `Source` there is always more to do, and a rollout is made only when there is room to run it.
+
+Where leases come from and outcomes go to is a `Delivery`: the store itself for agents beside the trainer (`work`), a server
+for a client (`lightning.client`). The loop is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, cast
+
+from lightning.asyncio_utils import cancel
+from lightning.config import RunnerConfig
+from lightning.errors import StaleAttemptError
+from lightning.runner.attempt_completion import report
+from lightning.runner.protocol import Runner
+from lightning.store.protocol import Store, Watch
+from lightning.types import LLM, Lease, Outcome, Rollout, Status
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""After so long without news leases are asked for all the same: that one of another worker expired is no news."""
+
+
+class Source(Protocol):
+    """Where a worker that never stops gets rollouts from."""
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when `refill` may have something that it had not before, or when rollouts were created by others."""
+
+    async def refill(self) -> bool:
+        """Create some rollouts, if it is time for them; asked when there is room and nothing is pending."""
+
+
+class Delivery(Protocol):
+    """Hands out attempts to one worker and takes their outcomes."""
+
+    def watch(self) -> AbstractAsyncContextManager[Watch]:
+        """Hear of what may have become leasable."""
+
+    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
+        """Up to `limit` attempts to run, each with the model as it sees it."""
+
+    async def renew(self, lease: Lease) -> None:
+        """Prolong a lease. Raises `StaleAttemptError` when the attempt was superseded or has ended."""
+
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout | None:
+        """End an attempt; None when no outcome of it was taken, which is said where it happens: its lease runs out then.
+
+        Raises `StaleAttemptError` when it was superseded or has ended otherwise.
+        """
+
+    async def release(self) -> None:
+        """Give back whatever this worker holds, or held before it was started again."""
+
+    async def unfinished(self) -> bool:
+        """Whether there may be more to do, here or elsewhere; asked when this worker runs nothing."""
+
+
+async def work(
+    store: Store,
+    runner: Runner,
+    run: str,
+    llm_for: Callable[[Lease], LLM],
+    *,
+    worker: str,
+    config: RunnerConfig,
+    on_finished: Callable[[Rollout], None] | None = None,
+    source: Source | None = None,
+) -> None:
+    """Run every rollout of a run that is pending, as `worker`, until none is pending or running any more.
+
+    With a `source` it goes on until it is cancelled, and asks for more whenever there is room.
+
+    `worker` names this process in leases; what it held before (a restart) is given back first. `on_finished` hears of each
+    rollout that ends here for good. Cancelling ends the agents and gives the leases back.
+    Errors of the store, of `llm_for`, of `on_finished` and of `source` propagate; `RunnerError` means that no agent can be
+    run.
+    """
+    delivery = _FromStore(store, run, llm_for, worker, config.lease_ttl, source)
+    await deliver(delivery, runner, config, on_finished=on_finished, news=source.changed if source else None)
+
+
+async def deliver(
+    delivery: Delivery,
+    runner: Runner,
+    config: RunnerConfig,
+    *,
+    on_finished: Callable[[Rollout], None] | None = None,
+    news: asyncio.Event | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Run what `delivery` hands out until it has no more.
+
+    `news` (cleared here) makes it ask again at once. Once `stop` is set nothing more is leased: agents that run get
+    `config.drain` seconds to end, then they are ended and their leases given back. Otherwise as `work`.
+    """
+    await _Worker(delivery, runner, config, on_finished, news or asyncio.Event(), stop or asyncio.Event()).execute()
+
+
+class _FromStore:
+    """The `Delivery` of one run, from the store itself."""
+
+    def __init__(
+        self, store: Store, run: str, llm_for: Callable[[Lease], LLM], worker: str, ttl: float, source: Source | None
+    ) -> None:
+        self._store, self._run, self._llm_for = store, run, llm_for
+        self._worker, self._ttl, self._source = worker, ttl, source
+
+    def watch(self) -> AbstractAsyncContextManager[Watch]:
+        return self._store.watch(self._run)
+
+    async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
+        leases: list[Lease] = []
+        while free := limit - len(leases):
+            more = await self._store.lease(self._run, self._worker, limit=free, ttl=self._ttl)
+            leases += more
+            if len(more) == free or self._source is None or not await self._source.refill():
+                break
+        return [(lease, self._llm_for(lease)) for lease in leases]
+
+    async def renew(self, lease: Lease) -> None:
+        await self._store.renew(lease, ttl=self._ttl)
+
+    async def report(self, lease: Lease, outcome: Outcome) -> Rollout:
+        return await report(self._store, lease.rollout.id, lease.attempt, outcome)
+
+    async def release(self) -> None:
+        await self._store.release(self._worker)
+
+    async def unfinished(self) -> bool:
+        if self._source is not None:
+            return True
+        for status in (Status.PENDING, Status.RUNNING):
+            page = await self._store.list_rollouts(self._run, status=status, limit=1)
+            if page.rollouts:
+                return True
+        return False
+
+
+class _Worker:
+    """One call of `deliver`."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        runner: Runner,
+        config: RunnerConfig,
+        on_finished: Callable[[Rollout], None] | None,
+        news: asyncio.Event,
+        stop: asyncio.Event,
+    ) -> None:
+        self._delivery, self._runner, self._config, self._on_finished = delivery, runner, config, on_finished
+        self._news, self._stop = news, stop
+        self._concurrency = min(runner.concurrency, config.concurrency)
+        self._held: dict[asyncio.Task[None], Lease] = {}  # what the heartbeat renews: until the outcome is taken
+        self._reporting: set[asyncio.Task[None]] = set()
+        self._superseded: set[asyncio.Task[None]] = set()
+        self._stale = 0
+
+    async def execute(self) -> None:
+        await self._delivery.release()
+        async with self._delivery.watch() as watch:
+            waiting = _Waiting(self._heartbeat, lambda: watch.wait(LOOK_SECONDS), self._news.wait)
+            told = asyncio.create_task(self._stop.wait())
+            try:
+                await self._until_done(waiting, told)
+            except BaseException:
+                await cancel(*waiting.tasks, told, *self._held)
+                await self._release_anyway()
+                raise
+            else:
+                await cancel(*waiting.tasks, told, *self._held)
+                await self._delivery.release()
+            finally:
+                if self._stale:
+                    logger.warning("%d outcomes came too late: their attempts had been given to others", self._stale)
+
+    async def _until_done(self, waiting: _Waiting, told: asyncio.Task[bool]) -> None:
+        while await self._more():
+            if told.done():
+                await self._drain(waiting)
+                return
+            await waiting.first([told, *self._held])
+            self._news.clear()
+            self._collect()
+
+    async def _drain(self, waiting: _Waiting) -> None:
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._config.drain
+        logger.info("told to end: %d agents get %g s (runner.drain)", len(self._held), self._config.drain)
+        while self._held and now() < deadline:
+            await waiting.first(self._held, deadline - now())
+            self._collect()
+        if self._held:
+            logger.warning("%d agents were ended after %g s (runner.drain)", len(self._held), self._config.drain)
+
+    async def _more(self) -> bool:
+        """Lease what there is room for; False when there is nothing left to do, here or elsewhere."""
+        if self._stop.is_set():
+            return bool(self._held)
+        free = self._concurrency - len(self._held)
+        for lease, llm in await self._lease(free) if free else ():
+            self._held[asyncio.create_task(self._attempt(lease, llm))] = lease
+        return bool(self._held) or await self._delivery.unfinished()
+
+    async def _lease(self, free: int) -> list[tuple[Lease, LLM]]:
+        """What `delivery` hands out; nothing when `stop` comes first. What was leased then is given back in the end."""
+        leasing = asyncio.create_task(self._delivery.lease(free))
+        told = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({leasing, told}, return_when=asyncio.FIRST_COMPLETED)
+            return leasing.result() if leasing.done() else []
+        finally:
+            await cancel(leasing, told)
+
+    def _collect(self) -> None:
+        for task in [task for task in self._held if task.done()]:
+            del self._held[task]
+            self._reporting.discard(task)
+            if task in self._superseded:
+                self._superseded.discard(task)
+            else:
+                task.result()
+
+    async def _attempt(self, lease: Lease, llm: LLM) -> None:
+        outcome = await self._runner.run(lease, llm)
+        self._reporting.add(cast("asyncio.Task[None]", asyncio.current_task()))
+        try:
+            rollout = await self._delivery.report(lease, outcome)
+        except StaleAttemptError as error:
+            self._too_late(lease, error)
+            return
+        if rollout is None:
+            return
+        if rollout.status is Status.PENDING:
+            logger.info(
+                "rollout %s, attempt %d failed and will be retried: %s", rollout.id, lease.attempt, outcome.error
+            )
+        elif self._on_finished is not None:
+            self._on_finished(rollout)
+
+    async def _heartbeat(self) -> None:
+        """Renew every lease; end the agent of one that another worker has taken over."""
+        while True:
+            await asyncio.sleep(self._config.lease_ttl / 3)
+            await asyncio.gather(*(self._renew(task, lease) for task, lease in self._held.items()))
+
+    async def _renew(self, task: asyncio.Task[None], lease: Lease) -> None:
+        try:
+            await self._delivery.renew(lease)
+        except StaleAttemptError as error:
+            if not task.done() and task not in self._reporting:  # else its report says how it stands
+                self._superseded.add(task)
+                task.cancel()
+                self._too_late(lease, error)
+
+    async def _release_anyway(self) -> None:
+        """Give the leases back while an error is going out, which must stay the one that is seen."""
+        try:
+            await self._delivery.release()
+        except Exception as error:  # noqa: BLE001 — the first error says more
+            logger.warning("leases were not given back and will expire: %s", error)
+
+    def _too_late(self, lease: Lease, error: StaleAttemptError) -> None:
+        self._stale += 1
+        logger.warning("rollout %s, attempt %d: %s", lease.rollout.id, lease.attempt, error)
+
+
+class _Waiting:
+    """Waits for the first of several things that come again and again. A thing that fails raises its error."""
+
+    def __init__(self, *things: Callable[[], Coroutine[object, object, object]]) -> None:
+        self._things = {asyncio.create_task(thing()): thing for thing in things}
+
+    @property
+    def tasks(self) -> Sequence[asyncio.Task[object]]:
+        """What is being waited for."""
+        return list(self._things)
+
+    async def first(self, more: Iterable[asyncio.Task[object]], timeout: float | None = None) -> None:
+        """Return when one of the things has come, or one of `more` is done, or after `timeout` seconds."""
+        await asyncio.wait({*self._things, *more}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in self._things if task.done()]:
+            thing = self._things.pop(task)
+            task.result()
+            self._things[asyncio.create_task(thing())] = thing

@@ -1,0 +1,164 @@
+"""Asking servers: what every method of `HttpStore` does with its path, its body and the answer.
+
+The invariant: an answer is read as the type that was expected, or it is an error that names the request.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self, cast
+from urllib.parse import quote
+
+from lightning.errors import ConfigError, DataError, StoreError
+from lightning.store import json_codec, messages
+from lightning.store.http.address import split_urls, token_or_complain
+from lightning.store.http.transport import NotFoundError, Request, Transport
+from lightning.store.http.unconfirmed_leases import Unheard
+
+PATIENCE: Final = 120.0
+PAGE: Final = 1000
+
+
+class Asking:
+    """The connection of an `HttpStore`, which says what the arguments are."""
+
+    def __init__(
+        self, urls: str | Sequence[str], *, token: str | Path | None = None, patience: float | None = None
+    ) -> None:
+        self._urls, options = split_urls(urls)
+        if isinstance(token, Path):
+            token = token.absolute()  # it is read again later, and the program may change its folder
+        self._token = token_or_complain(token)
+        self._renew = partial(token_or_complain, token) if isinstance(token, Path) else None
+        self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience
+        self._lock = threading.Lock()
+        self._unheard = Unheard()
+        self._transport: Transport | None = None
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """`http://host:port` or `https://...`, several with commas; `?patience=SECONDS`."""
+        return cls(url)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._urls)})"
+
+    async def open(self) -> None:
+        """See `Store.open`. Raises `StoreError` when a server refuses the token, `UnavailableError` when none answers."""
+        with self._lock:
+            fresh = self._transport is None
+            if self._transport is None:
+                self._transport = Transport(self._urls, self._token, self._patience, self._renew)
+            transport = self._transport
+        if not fresh:
+            return
+        try:
+            await self.version()
+        except BaseException:
+            await self._disconnect(transport)
+            raise
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        if self._transport is not None:
+            await self._disconnect(self._transport)
+
+    async def _disconnect(self, transport: Transport) -> None:
+        with self._lock:
+            if self._transport is not transport:
+                return
+            self._transport = None
+        await transport.close()
+
+    @property
+    def answering(self) -> str:
+        """The URL of the server that answered last. Raises `StoreError` before `open`."""
+        if self._transport is None:
+            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
+        return self._transport.answering
+
+    async def version(self) -> messages.Version:
+        """The release of the server, and what this store's token may do."""
+        return cast("messages.Version", await self._ask("GET", ("version",), messages.Version))
+
+    # asking -----------------------------------------------------------------------------------------------------
+    async def _send(
+        self,
+        method: str,
+        path: Sequence[str],
+        answer: Any,
+        payload: bytes | None = None,
+        query: Mapping[str, object] | None = None,
+        **how: Any,
+    ) -> Any:
+        """Ask, and read the answer as an `answer`. `how` are further fields of the `Request`, and `patience`."""
+        transport = self._transport
+        if transport is None:
+            raise StoreError(f"the store at {', '.join(self._urls)} is not open: await store.open() first")
+        patience = how.pop("patience", None)
+        if not all(path):
+            raise DataError(f"an id or a name in {method} /{'/'.join(path)} is empty")
+        asked = {name: _quoted(str(value)) for name, value in (query or {}).items() if value is not None}
+        request = Request(method, "".join(f"/{_quoted(part)}" for part in path), asked, payload, **how)
+        body = await transport.send(request, patience)
+        what = f"the answer to {method} {request.path}"
+        try:
+            return json_codec.codec_of(answer).decode(json_codec.read(body, what), what, False)
+        except DataError as error:
+            raise StoreError(f"{error}. Is it a Lightning Server that answers at {', '.join(self._urls)}?") from error
+
+    async def _ask(self, method: str, path: Sequence[str], answer: Any, body: object = None, **how: Any) -> Any:
+        try:
+            return await self._send(method, path, answer, None if body is None else written(body), **how)
+        except NotFoundError as error:
+            raise StoreError(str(error)) from error
+
+    async def _find(self, path: Sequence[str], answer: Any) -> Any:
+        if not all(path):
+            return None
+        try:
+            return await self._send("GET", path, answer)
+        except NotFoundError:
+            return None
+
+    async def _all(
+        self, path: Sequence[str], item: Any, cursor: str = "", most: int | None = None, **query: object
+    ) -> list[Any]:
+        """The items of every page from a cursor on, or the first `most` of them (at least 1)."""
+        found: list[Any] = []
+        while True:
+            limit = PAGE if most is None else min(most - len(found), PAGE)
+            page = await self._ask(
+                "GET", path, json_codec.Slice[item], query={**query, "cursor": cursor, "limit": limit}
+            )
+            found += page.items
+            cursor = page.cursor
+            if not cursor or len(found) == most:
+                return found
+
+
+def written(body: object) -> bytes:
+    """The JSON of a request's body."""
+    return json_codec.write(json_codec.codec_of(type(body), sparse=True).encode(body))
+
+
+def _quoted(part: str) -> str:
+    """Text for a path or a query. Raises `DataError` for what no URL can hold."""
+    try:
+        return "%2E" * len(part) if part in (".", "..") else quote(part, safe="")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{part[:80]!r} cannot be an id or a name: {error}") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"patience={text!r} is not a number of seconds: write ?patience=600")
+    return value

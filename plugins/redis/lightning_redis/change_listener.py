@@ -1,0 +1,134 @@
+"""Hearing of changes: Redis wakes whoever waits for the stream of a run.
+
+The invariant: each change is an entry of the run's stream, which keeps the last one; a watch compares it with the last that it
+has told, so nothing is missed while the connection is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final
+
+from lightning.asyncio_utils import end
+from redis.exceptions import RedisError
+
+from lightning_redis.connection import REPLY_SECONDS, Reply, Wire, pause
+from lightning_redis.settings import Settings
+
+BLOCK_MS: Final = 10_000
+"""Milliseconds that Redis lets a listener wait: less than what counts as no answer."""
+
+
+def newest(stream: bytes) -> tuple[bytes, ...]:
+    """The command that asks for the last entry of a stream."""
+    return (b"XREVRANGE", stream, b"+", b"-", b"COUNT", b"1")
+
+
+def entry_of(reply: Reply) -> bytes:
+    """The last entry's id, from the reply to `newest`."""
+    return bytes(reply[0][0]) if reply else b"0-0"
+
+
+class _Listener:
+    """One connection for all who watch a run on this loop: it only wakes them, they look for themselves."""
+
+    def __init__(self, settings: Settings, stream: bytes) -> None:
+        self._stream = stream
+        self._wire = Wire(settings, REPLY_SECONDS)
+        self.news = asyncio.Event()
+        self.watchers = 0
+        self.task = asyncio.create_task(self._main(), name="lightning-store-redis-watch")
+
+    async def _main(self) -> None:
+        attempt = 0
+        try:
+            while True:
+                try:
+                    await self._listen()
+                except (RedisError, OSError, EOFError):
+                    await self._wire.disconnect()
+                    await asyncio.sleep(pause(attempt))
+                    attempt += 1
+        finally:
+            await self._wire.disconnect()
+
+    async def _listen(self) -> None:
+        """Connect and listen until the connection is lost. What happened before is news as well."""
+        await self._wire.connect()
+        last = entry_of(await self._ask(newest(self._stream)))
+        self._wake()
+        while True:
+            found = await self._ask((b"XREAD", b"BLOCK", b"%d" % BLOCK_MS, b"STREAMS", self._stream, last))
+            if found:
+                last = found[0][1][-1][0]
+                self._wake()
+
+    async def _ask(self, command: tuple[bytes, ...]) -> Reply:
+        (reply,) = await self._wire.exchange([command])
+        if isinstance(reply, RedisError):
+            raise reply
+        return reply
+
+    def _wake(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class Listeners:
+    """The listeners of one loop, each for as long as somebody watches its run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._by_stream: dict[bytes, _Listener] = {}
+
+    @contextlib.asynccontextmanager
+    async def listening(self, stream: bytes) -> AsyncIterator[_Listener]:
+        """For the length of the block, `news` of the listener is set when the stream grows."""
+        listener = self._by_stream.get(stream)
+        if listener is None or listener.task.done():
+            listener = self._by_stream[stream] = _Listener(self._settings, stream)
+        listener.watchers += 1
+        try:
+            yield listener
+        finally:
+            listener.watchers -= 1
+            if not listener.watchers:
+                if self._by_stream.get(stream) is listener:
+                    del self._by_stream[stream]
+                await _end(listener)
+
+    async def close(self) -> None:
+        """Stop listening; who still watches is woken no more, and finds the store closed."""
+        listeners, self._by_stream = list(self._by_stream.values()), {}
+        for listener in listeners:
+            await _end(listener)
+
+
+async def _end(listener: _Listener) -> None:
+    listener.news.set()
+    await end(listener.task)
+
+
+class EntryWatch:
+    """A `Watch` that compares the last entry of the stream with the one that it knew."""
+
+    def __init__(self, look: Callable[[], Awaitable[bytes]], listener: _Listener, known: bytes) -> None:
+        self._look, self._listener, self._known = look, listener, known
+
+    async def wait(self, timeout: float) -> bool:
+        """See `Watch.wait`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            news = self._listener.news
+            entry = await self._look()
+            if entry != self._known:
+                self._known = entry
+                return True
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), left)

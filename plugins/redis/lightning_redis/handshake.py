@@ -1,0 +1,199 @@
+"""What is checked whenever a connection is made, and the mark that makes a prefix a store.
+
+The invariant: nothing is acknowledged by a server that would lose it, and nothing is written under a prefix that belongs to
+another program or to a newer release.
+
+An append-only file alone does not mean that what was acknowledged is kept. With `appendfsync everysec` Redis answers at once
+and holds back what it would append while the disk is busy with the sync of the second before, for up to two seconds: a
+`kill -9` in that time loses it. `always` and `no` append before they answer, and `always` also survives a power cut. So
+`everysec`, which is Redis' default, must be accepted in the URL.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from lightning.errors import LightningError, SchemaError, StoreError
+from redis.exceptions import BusyLoadingError, ReadOnlyError, ResponseError
+
+from lightning_redis.connection import Command, Reply
+from lightning_redis.keys import Keys
+from lightning_redis.settings import Settings
+
+SCHEMA: Final = 3
+"""The version of what `keys` describes: since 2 a call may have a conversation (`calls.pack`), since 3 a step a context. All
+that was written as of an older one is read as it is, so that only the mark is brought forward."""
+PROGRAM: Final = "lightning"
+OLDEST: Final = (6, 2)
+REPLACE: Final = b"if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
+"""Puts another value in the place of the one that was read, and of no other."""
+
+Ask = Callable[..., Awaitable[Reply]]
+"""Sends one command; raises what it is answered with."""
+
+
+async def check_server(ask: Ask, settings: Settings) -> None:
+    """Raise `StoreError` unless the server is as durable as the URL asks for, `BusyLoadingError` while it cannot tell, and
+    `ReadOnlyError` while it is a replica."""
+    info = _info(await ask(b"INFO"))
+    if info.get("loading") == "1":  # with its append-only file switched off, until it has read it
+        raise BusyLoadingError("Redis is loading what it has kept")
+    where = f"store {settings.place}"
+    if info.get("role") == "slave":  # what it says may be old; it may become the master, as in a failover
+        raise ReadOnlyError("this Redis is a replica: name its master in the URL")
+    version = tuple(int(part) for part in info.get("redis_version", "0.0").split(".")[:2])
+    if version < OLDEST:
+        raise StoreError(f"{where} runs Redis {info.get('redis_version')}: a store needs 6.2 or newer, upgrade it")
+    if info.get("cluster_enabled") == "1":
+        raise StoreError(f"{where} is a Redis Cluster, which cannot keep a store: use a single server")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise StoreError(
+            f"{where} has maxmemory-policy {policy} and would delete what it was given when memory gets short. Run: "
+            "redis-cli CONFIG SET maxmemory-policy noeviction, and put the same into redis.conf"
+        )
+    if settings.durability == "none":
+        return
+    if info.get("aof_enabled") != "1":
+        raise StoreError(
+            f"{where} keeps no append-only file and would lose everything when it stops. Run: "
+            "redis-cli CONFIG SET appendonly yes, and redis-cli CONFIG SET appendfsync always, and put the same into "
+            "redis.conf; or say ?durability=none in the URL if nothing needs to be kept"
+        )
+    if settings.durability != "everysec":
+        await _check_sync(ask, settings, where)
+
+
+async def _check_sync(ask: Ask, settings: Settings, where: str) -> None:
+    try:
+        found = await ask(b"CONFIG", b"GET", b"*appendfsync*")
+    except ResponseError as error:
+        raise StoreError(
+            f"{where} does not tell whether it appends before it answers ({error}): let the user run CONFIG GET, or say "
+            "?durability=everysec in the URL if losing up to two seconds of what was acknowledged is acceptable"
+        ) from error
+    values = [value.decode() for value in found]
+    config = dict(zip(values[::2], values[1::2], strict=True))
+    sync = config.get("appendfsync")
+    wanted = ("always",) if settings.durability == "power" else ("always", "no")
+    if sync not in wanted:
+        raise StoreError(
+            f"{where} has appendfsync {sync}: {'a power cut' if settings.durability == 'power' else 'a kill -9 of Redis'} "
+            "could lose what was acknowledged. Run: redis-cli CONFIG SET appendfsync always, and put the same into "
+            "redis.conf; or say ?durability=everysec in the URL if losing up to two seconds is acceptable"
+        )
+    if settings.durability == "power" and config.get("no-appendfsync-on-rewrite") == "yes":
+        raise StoreError(
+            f"{where} does not sync while it rewrites its file. Run: redis-cli CONFIG SET no-appendfsync-on-rewrite no, and "
+            "put the same into redis.conf"
+        )
+
+
+async def check_mark(ask: Ask, settings: Settings, keys: Keys) -> str:
+    """The id of the database under the prefix, made now if there is none. Raises `SchemaError` for what is not ours.
+
+    A database of an older schema is brought forward, so that older releases refuse it from now on.
+    """
+    where = f"store {settings.place}"
+    mark = await _mark(ask, where, keys)
+    if mark is None:
+        foreign = await _any_key(ask, settings)
+        if (
+            foreign is not None and await _mark(ask, where, keys) is None
+        ):  # else another process made the store meanwhile
+            raise SchemaError(
+                f"{where}: other keys begin with this prefix already ({foreign}): choose another ?prefix="
+            )
+        made = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": uuid.uuid4().hex})
+        await ask(b"SET", keys("meta"), made.encode(), b"NX")  # another process may have been faster
+        mark = await _mark(ask, where, keys)
+    schema, database = _read(mark, where, keys)
+    while schema < SCHEMA:  # again, when somebody else has changed it in between
+        newer = json.dumps({"program": PROGRAM, "schema": SCHEMA, "id": database})
+        await ask(b"EVAL", REPLACE, b"1", keys("meta"), mark or b"", newer.encode())
+        mark = await _mark(ask, where, keys)
+        schema, database = _read(mark, where, keys)
+    return database
+
+
+async def schema_of(ask: Ask, settings: Settings, keys: Keys) -> int:
+    """The schema of the database under the prefix, which is left as it is. Raises `SchemaError` for what is not ours."""
+    where = f"store {settings.place}"
+    return _read(await _mark(ask, where, keys), where, keys)[0]
+
+
+def _read(mark: bytes | None, where: str, keys: Keys) -> tuple[int, str]:
+    """The schema that a mark names, and the id of the database. Raises `SchemaError`."""
+    try:
+        found = json.loads(mark or b"")
+        program, schema, database = found["program"], found["schema"], found["id"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise SchemaError(
+            f"{where}: the key {keys('meta').decode()} is damaged or another program's: restore it from a backup, "
+            "or choose another ?prefix="
+        ) from error
+    if program != PROGRAM or not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise SchemaError(f"{where} has a damaged schema version {schema!r} of {program!r}: restore it from a backup")
+    if schema > SCHEMA:
+        raise SchemaError(
+            f"{where} has schema version {schema}, this release knows {SCHEMA}: it was written by a newer release. "
+            "Run: pip install -U 'lightning[redis]<1', or choose another ?prefix="
+        )
+    return schema, str(database)
+
+
+async def check_same(ask: Ask, settings: Settings, keys: Keys, database: str) -> None:
+    """Raise unless the database is still the one that was opened: a server may come back empty, or another in its place."""
+    mark = await _mark(ask, f"store {settings.place}", keys)
+    try:
+        found = json.loads(mark or b"{}").get("id")
+    except (ValueError, AttributeError):
+        found = None
+    if found != database:
+        raise StoreError(
+            f"store {settings.place} is not the database that was opened: it came back empty or another took its place. "
+            "Bring the old one back, or start anew"
+        )
+
+
+async def _mark(ask: Ask, where: str, keys: Keys) -> bytes | None:
+    try:
+        found: bytes | None = await ask(b"GET", keys("meta"))
+    except ResponseError as error:
+        if not str(error).startswith("WRONGTYPE"):
+            raise
+        raise SchemaError(
+            f"{where}: the key {keys('meta').decode()} is another program's: choose another ?prefix="
+        ) from error
+    return found
+
+
+async def _any_key(ask: Ask, settings: Settings) -> str | None:
+    pattern = f"{settings.prefix}:*".encode()  # the prefix has no character that means more than itself
+    cursor = b"0"
+    while True:
+        cursor, found = await ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+        if found:
+            return str(found[0].decode(errors="replace"))
+        if cursor == b"0":
+            return None
+
+
+def _info(reply: bytes) -> dict[str, str]:
+    lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def asker(exchange: Callable[[list[Command]], Awaitable[list[Reply]]]) -> Ask:
+    """`Ask` over an exchange of whole batches."""
+
+    async def ask(*command: bytes) -> Reply:
+        (reply,) = await exchange([command])
+        if isinstance(reply, ResponseError | LightningError):
+            raise reply
+        return reply
+
+    return ask

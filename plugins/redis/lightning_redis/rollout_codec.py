@@ -1,0 +1,90 @@
+"""Where rollouts stand: what scripts keep of them, as nouns.
+
+The invariant: what never changes of a rollout is written by Python and opaque to scripts; what changes is written by scripts.
+Numbers that must not lose a digit travel as text, since Lua keeps fourteen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.errors import StoreError
+from lightning.store import json_text, rollout_state, rows
+from lightning.store.rollout_state import Position
+from lightning.types import Rollout, Status
+
+
+def columns_of(rollout: Rollout) -> str:
+    """What never changes. Raises `DataError` unless the rollout is new."""
+    return json_text.dump(list(rows.rollout_values(rollout)))
+
+
+def uses_of(rollout: Rollout) -> str:
+    """Under which name the rollout is counted among the uses of resources; empty when it uses none."""
+    if not rollout.resources:
+        return ""
+    return json_text.dump([rollout.run, rollout.split, rows.versions_of_resources(rollout)])
+
+
+def home_of(columns: bytes, rollout: str) -> tuple[str, str]:
+    """Run and group, from `columns_of`."""
+    try:
+        _, run, _, group, *_ = _list(columns, rollout)
+    except ValueError as error:
+        raise _corrupt(rollout, error) from error
+    return run, group
+
+
+def read_rollout(columns: bytes, standing: bytes, rollout: str) -> Rollout:
+    """From what is kept of it. Raises `StoreError` when that was damaged."""
+    found = stand(standing, rollout)
+    try:
+        created = rows.ROLLOUTS.filled(_list(columns, rollout), without=rows.EARNED)
+        kept = dict(zip((name for name in rows.ROLLOUTS.fields if name not in rows.EARNED), created, strict=True))
+        kept |= {
+            "status": found["status"],
+            "attempt": found["attempt"],
+            "reward": float(found["reward"]) if "reward" in found else None,
+            "rewards": found.get("rewards", "{}"),
+            "fault": found.get("fault", ""),
+            "error": found.get("error", ""),
+            "seconds": float(found.get("seconds", 0.0)),
+            "trained_at_step": int(found["trained"]) if "trained" in found else None,
+        }
+        return rows.ROLLOUTS.read([kept[name] for name in rows.ROLLOUTS.fields])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt(rollout, error) from error
+
+
+def position_of(standing: bytes, rollout: str) -> Position:
+    """As the rules want it."""
+    found = stand(standing, rollout)
+    try:
+        return Position(rollout, Status(found["status"]), found["attempt"], found["spent"], found["max"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _corrupt(rollout, error) from error
+
+
+def refuse(standing: bytes, rollout: str, attempt: int) -> StoreError:
+    """Raise the reason why a script refused the writer of an attempt; return what to raise should there be none."""
+    rollout_state.check_fence(position_of(standing, rollout), attempt)
+    return StoreError(f"attempt {attempt} of rollout {rollout!r} was refused: ask again")
+
+
+def stand(standing: bytes, rollout: str) -> dict[str, Any]:
+    """What scripts keep of a rollout. Raises `StoreError` when it was damaged."""
+    found = json_text.load(standing.decode(errors="replace"), f"the standing of rollout {rollout!r}")
+    if not isinstance(found, dict):
+        raise _corrupt(rollout, "expected an object")
+    return found
+
+
+def _list(columns: bytes, rollout: str) -> list[Any]:
+    found = json_text.load(columns.decode(errors="replace"), f"rollout {rollout!r}")
+    if not isinstance(found, list):
+        raise _corrupt(rollout, "expected a list")
+    return found
+
+
+def _corrupt(rollout: str, why: object) -> StoreError:
+    return StoreError(f"rollout {rollout!r} is corrupt in the database: {why}. Restore the database from a backup")

@@ -1,0 +1,69 @@
+"""What a signal does to the main task."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from lightning.asyncio_utils import until_told
+
+
+def send(number: signal.Signals = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_cancels_and_what_is_tidied_up_comes_first() -> None:
+    done: list[str] = []
+
+    async def main() -> None:
+        try:
+            send()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            done.append("tidied up")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(until_told(main(), signal.SIGTERM))
+    assert done == ["tidied up"]
+
+
+def test_with_an_event_the_first_signal_only_asks() -> None:
+    async def main(stop: asyncio.Event) -> str:
+        send(signal.SIGINT)
+        await stop.wait()
+        return "ended by itself"
+
+    async def told() -> str:
+        stop = asyncio.Event()
+        return await until_told(main(stop), signal.SIGTERM, signal.SIGINT, gently=stop)
+
+    assert asyncio.run(told()) == "ended by itself"
+
+
+def test_with_an_event_the_second_signal_cancels() -> None:
+    async def main(stop: asyncio.Event) -> None:
+        send()
+        await stop.wait()
+        send()
+        await asyncio.Event().wait()
+
+    async def told() -> None:
+        stop = asyncio.Event()
+        await until_told(main(stop), signal.SIGTERM, gently=stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(told())
+
+
+def test_another_cancellation_is_no_signal() -> None:
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(until_told(main(), signal.SIGTERM))
