@@ -10,8 +10,7 @@ from lightning.errors import ConfigError
 from lightning.maintenance import check_schema
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE, existing_store, store_in
-from lightning.trainer.runs import run_id_of
+from lightning.store.resource_ref import DATABASE, existing_store, run_id_of, store_in
 
 T = TypeVar("T")
 

@@ -20,11 +20,10 @@ from lightning.cli.locate import with_store
 from lightning.cli.output import AsJson, escape, fail, print_json, print_table, say
 from lightning.errors import ConfigError, LightningError
 from lightning.store.epochs import Epoch, read_epochs
+from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import DATABASE, store_in
+from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.collect import all_rollouts
-from lightning.trainer.runs import changes_of, run_id_of
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Rollout, Run, Status, StepRecord
 
@@ -167,7 +166,7 @@ async def _details(store: Store, run: str, step: int | None) -> Details | None:
     stored = await store.get_run(run)
     if stored is None:
         return None
-    rollouts = await all_rollouts(store, run, step=step)
+    rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
     return stored, await read_epochs(store, stored), await store.steps(run), rollouts, await summarize(store, run)
 
 
@@ -197,6 +196,8 @@ def _show_run(
     chosen: Sequence[Rollout],
     summary: Summary,
 ) -> None:
+    from lightning.trainer.runs import changes_of  # it knows algorithms, whose imports a list of runs need not pay for
+
     parent = f", forked from {escape(str(run.config['forked_from']))}" if "forked_from" in run.config else ""
     say(f"[bold]{escape(run.id)}[/bold], model {escape(str(run.config.get('model', 'unknown')))}{parent}")
     for epoch in epochs[1:]:

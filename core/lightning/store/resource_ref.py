@@ -19,6 +19,7 @@ PREFIX = "resource:"
 
 
 DATABASE = "lightning.db"
+RUN_FILE = "run.json"
 """The file in a run's folder, unless its run is kept elsewhere."""
 
 
@@ -59,12 +60,25 @@ async def find(store: Store, reference: Reference) -> Resource:
     raise StoreError(f"there is no resource {shown}; there are: {known}{', '.join(there) or 'none'}")
 
 
+def run_id_of(folder: Path) -> str:
+    """The id of the run in a folder: what its `run.json` says, or the folder's name while there is none.
+
+    A folder can be renamed; the run in it keeps its id.
+    """
+    try:
+        return str(json.loads((folder / RUN_FILE).read_text())["id"])
+    except FileNotFoundError:
+        return folder.resolve().name
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / RUN_FILE} cannot be read ({error}): restore it, or give another `out`") from error
+
+
 def store_in(folder: Path) -> str:
     """The URL of the store of a run in a folder: the database there, else what its `run.json` names; empty for neither."""
     if (folder / DATABASE).is_file():
         return sqlite_url((folder / DATABASE).resolve())
     try:
-        kept = json.loads((folder / "run.json").read_text())["store"]
+        kept = json.loads((folder / RUN_FILE).read_text())["store"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""  # a run that failed to start, or of a release that named none
     return kept if isinstance(kept, str) else ""

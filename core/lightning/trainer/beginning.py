@@ -22,12 +22,12 @@ from lightning.errors import AuditError, ConfigError, StoreError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import store_in
+from lightning.store.resource_ref import run_id_of, store_in
 from lightning.store.url import redacted
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.replay import Rewinder
-from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs, run_id_of
+from lightning.trainer.runs import changes_of, describe_algorithm, not_loadable, plan_epochs
 from lightning.trainer.summary import Reporter
 from lightning.types import Json, Run
 

@@ -23,6 +23,7 @@ from lightning.losses.correction import NO_CORRECTION, Correction
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, read_epochs
 from lightning.store.protocol import Store
+from lightning.store.resource_ref import RUN_FILE
 from lightning.store.url import split_userinfo
 from lightning.trainer.context import base_digest
 from lightning.trainer.function_fingerprint import holds_code, recorded, type_name
@@ -30,8 +31,6 @@ from lightning.types import DEFAULT_PROJECT, Json, Run, StepRecord
 
 SEARCH_MAY_CHANGE = ("algorithm.arguments.optimizer", "algorithm.arguments.rounds", "algorithm.arguments.max_rollouts")
 """What a resumed search for prompts may change of what it asks for: the names of its rollouts follow from all else."""
-
-RUN_FILE = "run.json"
 
 
 @contextmanager
@@ -115,19 +114,6 @@ def _json(values: object) -> Json:
     except (TypeError, ValueError):
         return None
     return found
-
-
-def run_id_of(folder: Path) -> str:
-    """The id of the run in a folder: what its `run.json` says, or the folder's name while there is none.
-
-    A folder can be renamed; the run in it keeps its id.
-    """
-    try:
-        return str(json.loads((folder / RUN_FILE).read_text())["id"])
-    except FileNotFoundError:
-        return folder.resolve().name
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / RUN_FILE} cannot be read ({error}): restore it, or give another `out`") from error
 
 
 def name_folder(folder: Path, run: str, store: str = "") -> None:

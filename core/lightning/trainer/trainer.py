@@ -27,6 +27,7 @@ from lightning.server.control import project_of
 from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
+from lightning.store.resource_ref import run_id_of
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
@@ -39,7 +40,7 @@ from lightning.trainer.model import resolve_model, with_dtypes
 from lightning.trainer.plan import as_tasks
 from lightning.trainer.prompts import Prompts, resolve_prompts
 from lightning.trainer.replay import optimizer_of
-from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder, run_id_of
+from lightning.trainer.runs import check_run, claim_folder, describe_algorithm, name_folder
 from lightning.trainer.stack import Stack, one_by_one, open_stack, together
 from lightning.trainer.summary import Reporter, Summary, summarize
 from lightning.types import Json, Run, Task

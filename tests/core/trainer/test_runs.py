@@ -28,7 +28,7 @@ from lightning.runner.sandbox import bubblewrap
 from lightning.store.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import existing_store, store_in
+from lightning.store.resource_ref import existing_store, run_id_of, store_in
 from lightning.store.url import sqlite_url
 from lightning.trainer import Trainer
 from lightning.trainer.context import base_digest
@@ -41,7 +41,6 @@ from lightning.trainer.runs import (
     name_folder,
     plan_epochs,
     rebuild_algorithm,
-    run_id_of,
 )
 from lightning.types import Json, StepRecord
 
