@@ -75,7 +75,10 @@ def register_stores(register: Callable[[str, Callable[[str], Store]], None]) -> 
 
 @hookspec
 def register_keepers(register: Callable[[str, Callable[[str], Keeper]], None]) -> None:
-    """What `lightning db` looks after a database with, by URL scheme: a function from the URL to a `Keeper`."""
+    """Keepers by URL scheme: a function from the URL to a `Keeper`.
+
+    `lightning db` inspects, copies and prunes a database with it.
+    """
 
 
 @hookspec

@@ -163,7 +163,12 @@ def _of_plugin(name: str, tried: str | None) -> Iterator[Check]:
     try:
         yield from plugins().checks(name)(tried)
     except Exception as error:  # noqa: BLE001 — whatever a stranger's check raises, the others must be told
-        yield Check(name, "broken", f"it could not be looked at: {error}", "see the plugins below")
+        yield Check(
+            name,
+            "broken",
+            f"it could not be looked at: {type(error).__name__}: {error}",
+            f"update the plugin that registers the check {name!r}, or switch it off: LIGHTNING_DISABLE_PLUGINS",
+        )
 
 
 def _disk() -> Check:

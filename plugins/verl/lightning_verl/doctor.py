@@ -21,6 +21,10 @@ OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
 
 def check_verl(tried: str | None) -> Iterator[Check]:
     """verl and what its engine uses besides; with `--try verl` its workers are imported."""
+    if tried:
+        yield Check(
+            "verl", "low", f"--try verl={tried} names something, and verl has nothing to choose", "use --try verl"
+        )
     try:
         gpus = bool(list_gpus())
     except ProbeError:  # the check of GPUs says why

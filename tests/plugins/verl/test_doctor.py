@@ -66,6 +66,12 @@ def test_verl_is_imported_only_when_asked(probed) -> None:
     assert broken.cure
 
 
+def test_what_verl_cannot_try_is_said() -> None:
+    first = next(iter(check_verl("somewhere")))
+    assert (first.status, first.cure) == ("low", "use --try verl")
+    assert "verl=somewhere" in first.detail
+
+
 def test_megatron_is_looked_at_with_verl(probed) -> None:
     fine = answering(0, '{"device": "cpu"}\n')
     assert "megatron" not in probed(fine, megatron_core="0.16.1")
