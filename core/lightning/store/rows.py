@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
+from operator import attrgetter
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Generic, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
@@ -124,6 +125,7 @@ class Columns(Generic[T]):
         self._words = {name: words.get(name, f"the {name.replace('_', ' ')}") for name in self.fields}
         self._forms = {name: forms.get(name) or _form(kinds[name]) for name in self.fields}
         self._readers = [(name, form.read) for name, form in self._forms.items() if form.read is not None]
+        self._plans: dict[tuple[str, ...], tuple[Any, list[tuple[int, str, Callable[[Any, str], Value]]]]] = {}
         self._defaults: dict[str, Any] = {}
         for field in fields(noun):  # type: ignore[arg-type]  # a noun is a dataclass
             if field.default_factory is not MISSING:
@@ -138,15 +140,20 @@ class Columns(Generic[T]):
 
     def values(self, noun: T, *, without: Collection[str] = ()) -> tuple[Value, ...]:
         """What a database takes for a noun. Raises `DataError` for what it cannot keep."""
-        return tuple(self.value(noun, name) for name in self.fields if name not in without)
-
-    def value(self, noun: T, field: str) -> Value:
-        """What a database takes for one field of a noun."""
-        value, write = getattr(noun, field), self._forms[field].write
-        if write is None:
-            plain: Value = value
-            return plain
-        return write(value, f"{self._words[field]} of {self._what.format(_=noun)}")
+        key = tuple(without)
+        plan = self._plans.get(key)
+        if plan is None:
+            names = [name for name in self.fields if name not in without]
+            writers = [(place, name, write) for place, name in enumerate(names) if (write := self._forms[name].write)]
+            plan = self._plans[key] = attrgetter(*names), writers
+        get, writers = plan
+        values = list(get(noun))
+        for place, name, write in writers:
+            try:
+                values[place] = write(values[place], "")
+            except DataError:  # again, with the words for it: making them costs more than writing does
+                values[place] = write(values[place], f"{self._words[name]} of {self._what.format(_=noun)}")
+        return tuple(values)
 
     def filled(self, values: Sequence[Any], *, without: Collection[str] = ()) -> list[Any]:
         """`values` that were kept before there were the last fields, with those fields' defaults. Raises `KeyError` for a field
@@ -162,9 +169,11 @@ class Columns(Generic[T]):
         for a damaged row."""
         found = dict(zip(self.fields, row, strict=True))
         found.update(more)
-        what = self._what.format(_=_Fields(found))
         for name, read in self._readers:
-            found[name] = read(found[name], f"{self._words[name]} of {what}")
+            try:
+                found[name] = read(found[name], "")
+            except StoreError:  # as above
+                found[name] = read(found[name], f"{self._words[name]} of {self._what.format(_=_Fields(found))}")
         return self._noun(**found)
 
 
@@ -268,7 +277,7 @@ def rollout_values(rollout: Rollout) -> tuple[Value, ...]:
 
 def versions_of_resources(rollout: Rollout) -> str:
     """The resources of a rollout, equal text for equal versions. Raises `DataError` for what is no version."""
-    return str(ROLLOUTS.value(rollout, "resources"))
+    return _versions_to_text(rollout.resources, f"the resources of rollout {rollout.id!r}")
 
 
 def versions_from_resources(text: str, what: str) -> dict[str, int]:
