@@ -162,7 +162,8 @@ class Api:
         mine.requests += 1
         try:
             try:
-                await asyncio.wait_for(mine.turns.acquire(), limits.queue_seconds)
+                async with asyncio.timeout(limits.queue_seconds):
+                    await mine.turns.acquire()
             except TimeoutError:
                 raise _busy(
                     f"{most} requests of this token are in flight, and this one had no turn in {limits.queue_seconds:g} s"
