@@ -67,9 +67,12 @@ class Fingerprint:
         """How many leading tokens it has in common with a packed prompt, whose first `block_digests` are `blocks`; fewer where
         the prompt leaves it within a block."""
         same = _common_blocks(blocks[: len(prompt) // _BLOCK * _DIGEST], self.blocks)
-        rest = prompt[same * _BLOCK : (same + 1) * _BLOCK]
-        within = (codec.shared_prefix(rest, edge) for before, edge in self.edges if before == same)
-        return same * _BLOCK // _TOKEN + max(within, default=0)
+        within = 0
+        for before, edge in self.edges:
+            if before == same and edge:
+                rest = prompt[same * _BLOCK : (same + 1) * _BLOCK]
+                within = max(within, codec.shared_prefix(rest, edge))
+        return same * _BLOCK // _TOKEN + within
 
     def is_extended(self, shared: int) -> bool:
         """Whether a prompt that shares so many tokens begins with all of them."""
@@ -88,6 +91,10 @@ class Known:
 
 def _common_blocks(left: bytes, right: bytes) -> int:
     limit = min(len(left), len(right)) // _DIGEST
+    if left[: limit * _DIGEST] == right[: limit * _DIGEST]:
+        return limit
+    if left[:_DIGEST] != right[:_DIGEST]:
+        return 0
     low, high = 0, limit + 1  # left[:low] is common, left[:high] is not
     while high - low > 1:
         middle = (low + high) // 2
