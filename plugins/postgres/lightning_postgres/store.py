@@ -116,9 +116,17 @@ class PostgresStore(RelationalStore):
         with self._bell.listening(watched(run), event):
             yield EventWatch(event, self._open_session)
 
-    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
+    async def _write(
+        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
+    ) -> T:
         session = self._open_session()
-        return await self._submit(session, lambda: session.connections.write(operation, again))
+
+        async def work() -> T:
+            if first is not None:
+                first()
+            return await session.connections.write(operation, again)
+
+        return await self._submit(session, work)
 
     async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         session = self._open_session()

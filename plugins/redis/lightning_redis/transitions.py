@@ -17,7 +17,7 @@ from typing import Final
 
 from lightning.errors import ConflictError, StoreError
 from lightning.store import codec, json_text, rollout_state
-from lightning.store.relational.prefix_parents import Fingerprint, choose
+from lightning.store.relational.prefix_parents import Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
 
 from lightning_redis import calls, scripts
@@ -60,7 +60,7 @@ class _Batch:
         packed = codec.pack_tokens(codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
         fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
         own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
-        parent, shared = choose(packed.prompt, fingerprint.blocks, chain(reversed(own), roots))
+        parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots))
         blob = codec.encode_packed(packed, shared)
         digest = digest or rollout_state.transition_digest(transition, packed.digest)
         value = calls.pack(transition, parent.key if parent else None, digest, blob)

@@ -3,9 +3,10 @@
 The invariant: a parent is a transition of the same or an earlier transaction with a smaller `n`, so chains of parents end;
 what a rolled-back transaction remembered is forgotten.
 
-Of a call, digests of the blocks of its tokens are kept instead of the tokens: they say how many leading tokens a prompt shares
-with it, in a thirtieth of the space. Where a prompt leaves a call within a block, the tokens of that block are stored again,
-unless it does so where that call's prompt or response ends, as the next turn of a conversation and the siblings of a group do.
+The tokens of a short call are kept: to compare is ten times cheaper than to hash. Of a long call, digests of the blocks of its
+tokens are kept: they say how many leading tokens a prompt shares with it, in a sixtieth of the space. Where a prompt leaves a
+long call within a block, the tokens of that block are stored again. The next turn of a conversation and the siblings of a group
+do not: the tokens around the end of a prompt and of a response are kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Protocol, TypeVar
 
 from lightning.errors import StoreError
@@ -21,14 +23,16 @@ from lightning.store import codec
 from lightning.store.rows import Row
 
 CACHE_BYTES: Final = 64 << 20
-"""More than 10,000 conversations of 32,000 tokens each."""
+"""4,000 conversations of 4,000 tokens each, or more than 20,000 of 32,000 tokens."""
 CANDIDATES: Final = 32
 """Calls of an attempt, and roots of a group, that are remembered: the newest."""
 MIN_SHARED: Final = 0.5
 """A parent must hold this fraction of the prompt. A call without one is a root, and siblings of the group look at roots only:
 were a few template tokens enough, the first call of a second agent would hang from the first agent's and not be found."""
 _TOKEN: Final = 4
-_BLOCK: Final = 128 * _TOKEN
+_SHORT: Final = 4096 * _TOKEN
+"""Bytes of the longest call that is kept as it is."""
+_BLOCK: Final = 256 * _TOKEN
 _DIGEST: Final = 16
 """Bytes: as long as it takes that nobody makes two blocks with one digest on purpose."""
 
@@ -41,42 +45,60 @@ def block_digests(packed: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What is remembered of the full tokens of a call (prompt + response, packed).
+    """What is remembered of the full tokens of a call (prompt + response, packed), of which there are `length` bytes.
 
-    `blocks` are their `block_digests`, `length` their bytes; `edges` are the packed tokens between the last whole block and the
-    end of the prompt, and of the response, each with the number of blocks before it.
+    Of a short one: `whole`, the tokens. Of a long one: `blocks`, their `block_digests`, and `edges`, the packed tokens between
+    the last whole block and the end of the prompt, and of the response, each with the number of blocks before it.
     """
 
-    blocks: bytes
     length: int
-    edges: tuple[tuple[int, bytes], ...]
+    whole: bytes = b""
+    blocks: bytes = b""
+    edges: tuple[tuple[int, bytes], ...] = ()
 
     @classmethod
     def of(cls, full: bytes, prompt_bytes: int) -> Fingerprint:
         """Of full tokens that begin with so many bytes of prompt."""
+        if len(full) <= _SHORT:
+            return cls(len(full), full)
         ends = (prompt_bytes, len(full))
         edges = tuple((end // _BLOCK, full[end - end % _BLOCK : end]) for end in ends)
-        return cls(block_digests(full), len(full), edges)
+        return cls(len(full), b"", block_digests(full), edges)
 
     @property
     def size(self) -> int:
         """About how many bytes of memory it takes, with what it is remembered in."""
-        return 400 + len(self.blocks) + sum(len(edge) for _, edge in self.edges)
+        return 400 + len(self.whole) + len(self.blocks) + sum(len(edge) for _, edge in self.edges)
 
-    def shared(self, prompt: bytes, blocks: bytes) -> int:
-        """How many leading tokens it has in common with a packed prompt, whose first `block_digests` are `blocks`; fewer where
-        the prompt leaves it within a block."""
-        same = _common_blocks(blocks[: len(prompt) // _BLOCK * _DIGEST], self.blocks)
+    def shared(self, prompt: Prompt) -> int:
+        """How many leading tokens it has in common with a prompt; fewer where the prompt leaves a long one within a block."""
+        if self.length <= _SHORT:
+            return codec.shared_prefix(prompt.packed, self.whole)
+        same = _common_blocks(prompt.blocks, self.blocks)
         within = 0
         for before, edge in self.edges:
             if before == same and edge:
-                rest = prompt[same * _BLOCK : (same + 1) * _BLOCK]
+                rest = prompt.packed[same * _BLOCK : (same + 1) * _BLOCK]
                 within = max(within, codec.shared_prefix(rest, edge))
         return same * _BLOCK // _TOKEN + within
 
     def is_extended(self, shared: int) -> bool:
         """Whether a prompt that shares so many tokens begins with all of them."""
         return shared * _TOKEN == self.length
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The packed tokens of a prompt that looks for a parent, and what is remembered of its call."""
+
+    packed: bytes
+    call: Fingerprint
+
+    @cached_property
+    def blocks(self) -> bytes:
+        """The `block_digests` of the prompt, for a candidate of which no more is remembered."""
+        blocks = self.call.blocks or block_digests(self.packed)
+        return blocks[: len(self.packed) // _BLOCK * _DIGEST]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +203,14 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
-def choose(prompt: bytes, blocks: bytes, candidates: Iterable[C]) -> tuple[C | None, int]:
-    """The candidate that shares most of the packed prompt (the first such one), if it shares enough to be worth it, and how
-    many tokens it shares. `blocks` are the `block_digests` of the prompt, others may follow."""
+def choose(prompt: Prompt, candidates: Iterable[C]) -> tuple[C | None, int]:
+    """The candidate that shares most of the prompt (the first such one), if it shares enough to be worth it, and how
+    many tokens it shares."""
     best: C | None = None
     most = 0
-    whole = len(prompt) // _TOKEN
+    whole = len(prompt.packed) // _TOKEN
     for known in candidates:
-        shared = known.tokens.shared(prompt, blocks)
+        shared = known.tokens.shared(prompt)
         if shared > most:
             best, most = known, shared
             if shared == whole:

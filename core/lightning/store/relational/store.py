@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import ClassVar, TypeVar, cast
 
 from lightning.store import json_text, rollout_state
@@ -44,10 +45,14 @@ class RelationalStore(ABC):
     """Whether a commit may be done and this process not hear of it: then calls that their callers did not name get a name."""
 
     @abstractmethod
-    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
+    async def _write(
+        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
+    ) -> T:
         """Run an operation in a transaction of its own and commit it durably.
 
-        Where the answer to a commit may get lost: `again` is run then, with the result that was lost, else the operation.
+        `first` runs before the transaction, in the thread that writes: in the caller's it would compete with that one for the
+        interpreter. Where the answer to a commit may get lost: `again` is run then, with the result that was lost, else the
+        operation.
         """
 
     @abstractmethod
@@ -135,10 +140,11 @@ class RelationalStore(ABC):
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
-        calls = [transition_ops.prepare(transition) for transition in transitions]
+        calls = cache(lambda: [transition_ops.prepare(transition) for transition in transitions])
         return await self._write(
-            lambda tx: transition_ops.append(tx, calls),
-            lambda tx, new: transition_ops.append_again(tx, new, calls),
+            lambda tx: transition_ops.append(tx, calls()),
+            lambda tx, new: transition_ops.append_again(tx, new, calls()),
+            first=calls,
         )
 
     async def next_seq(self, rollout: str, attempt: int) -> int:

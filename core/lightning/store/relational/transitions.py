@@ -14,7 +14,7 @@ from typing import Final
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.relational.labels import labels_of
-from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, Known, choose
+from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, Known, Prompt, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
@@ -102,6 +102,7 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
     remembered, and its whole group with it; SQLite may have given its number to another call since.
     """
     attempt, group = (where.n, call.transition.attempt), (where.run, where.group)
+    prompt = Prompt(call.packed.prompt, call.tokens)
     own = await transaction.parents.get(
         attempt, lambda: _load(transaction, sql.SELECT_LAST_BLOBS, (*attempt, LOADED_CALLS))
     )
@@ -109,7 +110,7 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         roots = await transaction.parents.get(
             group, lambda: _load(transaction, sql.SELECT_GROUP_ROOTS, (*group, CANDIDATES))
         )
-        parent, shared = choose(call.packed.prompt, call.tokens.blocks, chain(reversed(own), roots))
+        parent, shared = choose(prompt, chain(reversed(own), roots))
         if parent is None or parent in own:
             return parent, shared
         if await transaction.kept(sql.SELECT_ROOT, (parent.n, codec.HEAD_BYTES, parent.head, *group)):

@@ -10,6 +10,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -140,8 +141,10 @@ class SqliteStore(RelationalStore):
         else:
             _inherited.append((writer, readers))
 
-    async def _write(self, operation: Operation[T], again: Again[T] | None = None) -> T:
-        return await self._open_writer().submit(operation)
+    async def _write(
+        self, operation: Operation[T], again: Again[T] | None = None, *, first: Callable[[], object] | None = None
+    ) -> T:
+        return await self._open_writer().submit(operation, first)
 
     async def _read(self, operation: Operation[T], *, whole: bool = False) -> T:
         writer, readers = self._open_writer(), self._readers

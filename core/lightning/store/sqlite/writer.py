@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
@@ -40,11 +40,18 @@ NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
 class _Job(Generic[T]):
     """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once.
 
-    One that could not begin before its `deadline`, by the monotonic clock, fails.
+    It does `first` before the transaction. One that could not begin before its `deadline`, by the monotonic clock, fails.
     """
 
-    def __init__(self, operation: Operation[T], loop: asyncio.AbstractEventLoop, deadline: float) -> None:
+    def __init__(
+        self,
+        operation: Operation[T],
+        first: Callable[[], object] | None,
+        loop: asyncio.AbstractEventLoop,
+        deadline: float,
+    ) -> None:
         self._operation = operation
+        self.first = first
         self.deadline = deadline
         self._result: T | None = None
         self._error: Exception | None = None
@@ -105,9 +112,9 @@ class Writer:
         self._thread = threading.Thread(target=self._main, name="lightning-store-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
-        """Queue an operation for the running loop to wait for. Raises `StoreError` after `close`."""
-        job = _Job(operation, asyncio.get_running_loop(), time.monotonic() + self._settings.busy_timeout)
+    def submit(self, operation: Operation[T], first: Callable[[], object] | None = None) -> asyncio.Future[T]:
+        """Queue an operation for the running loop to wait for, and what it does `first`. Raises `StoreError` after `close`."""
+        job = _Job(operation, first, asyncio.get_running_loop(), time.monotonic() + self._settings.busy_timeout)
         with self._lock:
             if self._closed:
                 raise closed_error(self._settings)
@@ -147,27 +154,37 @@ class Writer:
         self.ready.set_exception(error)
 
     def _receive(self, *, wait: bool) -> bool:
-        """Move what was queued to those that wait for a transaction, without those whose caller has gone away. `wait` for one
-        if there is none. False when there is none, as when the writer stops."""
-        while not self._stop:
+        """Move what was queued to those that wait for a transaction, without those whose caller has gone away, and do what they
+        do before it. `wait` for one if there is none. False when there is none, as when the writer stops."""
+        while not self._stop and len(self._waiting) < MAX_GROUP:
             try:
                 job = self._jobs.get(block=wait and not self._waiting)
             except queue.Empty:
                 break
             if job is None:
                 self._stop = True
-            elif not job.waiter.cancelled():
+            elif not job.waiter.cancelled() and self._prepared(job):
                 self._waiting.append(job)
         return bool(self._waiting)
 
+    def _prepared(self, job: _Job[object]) -> bool:
+        try:
+            if job.first is not None:
+                job.first()
+        except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
+            job.failed(error)
+            _deliver([job])
+            return False
+        return True
+
     def _commit_group(self) -> None:
-        """Run what waits, and what is queued meanwhile, in one transaction; if that transaction is lost, each in its own."""
+        """Run what waits in one transaction; if that transaction is lost, each in its own."""
         group: list[_Job[object]] = []
         try:
             if not self._begin_for_waiting():
                 return
             full = time.monotonic() + GROUP_SECONDS
-            while len(group) < MAX_GROUP and time.monotonic() < full and (self._waiting or self._receive(wait=False)):
+            while self._waiting and time.monotonic() < full:
                 job = self._waiting.popleft()
                 if not job.waiter.cancelled():
                     group.append(job)
