@@ -203,7 +203,7 @@ Work = Callable[[Lease, str], Any]
 async def take(store: Store, worker: str) -> tuple[Lease, str] | None:
     """Lease a rollout as a client of this store does."""
     if isinstance(store, HttpStore):
-        served = await store.lease_for_agents("run", worker, ttl=600)
+        served, _ = await store.lease_for_agents("run", worker, ttl=600)
         return (served[0][0], served[0][1].api_key) if served else None
     held = await store.lease("run", worker, ttl=600)
     return (held[0], "") if held else None
@@ -304,7 +304,7 @@ async def slow_agents(url: str, upstream: str) -> dict[str, float]:
         client = HttpStore(server.url, token=server.token)
         async with filled(client, STREAMS) as store, session() as http:
             held = []
-            while some := await client.lease_for_agents("run", "slow", limit=100, ttl=600):
+            while some := (await client.lease_for_agents("run", "slow", limit=100, ttl=600))[0]:
                 held += some
             keys = [llm.api_key for _, llm in held]
             direct = await streams(http, upstream, keys)

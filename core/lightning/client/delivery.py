@@ -84,7 +84,9 @@ class ServerDelivery:
             if len(found) >= limit:
                 break
             try:
-                leased = await self.store.lease_for_agents(run, self.worker, limit=limit - len(found), ttl=self.ttl)
+                leased, over = await self.store.lease_for_agents(
+                    run, self.worker, limit=limit - len(found), ttl=self.ttl
+                )
             except UnavailableError as error:
                 self._away(error)
                 break
@@ -94,7 +96,7 @@ class ServerDelivery:
                 self.runs.drop(run, error)
                 continue
             self._back()
-            self.runs.answered(run)
+            self.runs.answered(run, over)
             if leased:
                 self.runs.gave_work(run)
                 found += await self._at_server(leased)
@@ -150,6 +152,9 @@ class ServerDelivery:
     async def unfinished(self) -> bool:
         """See `Delivery.unfinished`."""
         if self.rollouts is not None and self.tally.leased >= self.rollouts:
+            return False
+        if self.runs.are_over:
+            logger.info("the runs that this client was started for are over: it ends")
             return False
         return self.idle is None or time.monotonic() - self._busy_at < self.idle
 

@@ -58,6 +58,7 @@ class Runs:
         self._finding: asyncio.Task[None] | None = None
         self._dropped: dict[str, float] = {}
         self._refused: dict[str, float] = {}  # seconds for which what servers refuse was left alone until now
+        self._over: set[str] = set()
         self._news = asyncio.Event()
         self._turn, self._looked_at, self._brief = 0, "", True
 
@@ -72,9 +73,15 @@ class Runs:
         """Keep watching this run."""
         self._active[run] = time.monotonic()
 
-    def answered(self, run: str) -> None:
-        """Servers refuse this run no more."""
+    def answered(self, run: str, over: bool) -> None:
+        """Servers refuse this run no more, and say whether it is over."""
         self._refused.pop(_leasing(run), None)
+        (self._over.add if over else self._over.discard)(run)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether runs were given and have all come to their end."""
+        return bool(self._given) and self._over.issuperset(self._given)
 
     def drop(self, run: str, error: LightningError) -> None:
         """Leave a run alone for a while that servers refuse to lease from. Raises the error when they have refused all

@@ -21,6 +21,7 @@ from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.server.auth import issue_token
 from lightning.server.endpoint_info import HowToCall
+from lightning.store.epochs import mark_over
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError, TooLongError
 from lightning.types import LLM, Fault, Outcome, Resource, Rollout, Run, Scope, Status, Task, ToolEvent
@@ -620,6 +621,18 @@ async def test_a_token_that_is_refused_in_the_middle_of_a_rollout_ends_the_clien
     monkeypatch.setattr(client._store, where, refusing)
     with pytest.raises(TokenRefusedError, match="revoked"):
         await asyncio.wait_for(client.work(), 30)
+
+
+async def test_a_client_ends_when_all_its_runs_are_over(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    server = await site.start()
+    await site.begin(count=1)
+    await mark_over(site.store, RUN, True)  # by a trainer that needed no more than was begun
+    caplog.set_level("INFO")
+    found = await asyncio.wait_for(site.client(server, runs=[RUN]).work(), 60)
+    assert (found.succeeded, found.failed) == (1, 0)  # what there was to do is done first
+    assert "are over" in caplog.text
+    with pytest.raises(TimeoutError):  # without names it is there for whatever run comes
+        await asyncio.wait_for(site.client(server).work(), 1)
 
 
 async def test_a_run_that_is_named_may_begin_later(

@@ -685,7 +685,8 @@ async def test_a_lease_brings_what_the_agent_needs(control: ControlServer) -> No
             with pytest.raises(StoreError, match="has no gateway"):
                 await store.lease_for_agents("run", "w")
         else:
-            ((lease, found),) = await store.lease_for_agents("run", "w")
+            ((lease, found),), over = await store.lease_for_agents("run", "w")
+            assert not over
             assert (lease.rollout.id, found) == ("r", llm)
         await store.close()
         control.remove(url)

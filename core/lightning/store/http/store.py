@@ -134,35 +134,34 @@ class HttpStore(Asking):
 
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
-        return [held.lease for held in await self._lease(run, worker, limit, ttl, once)]
+        return [held.lease for held in (await self._lease(run, worker, limit, ttl, once)).leases]
 
     async def lease_for_agents(
         self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0
-    ) -> list[tuple[Lease, LLM]]:
-        """`lease`, and what the agent of each lease needs to call the model. Raises `StoreError` when the server has no model
-        for agents to call."""
-        held = await self._lease(run, worker, limit, ttl, "")
-        if any(one.llm is None for one in held):
+    ) -> tuple[list[tuple[Lease, LLM]], bool]:
+        """`lease`, with what the agent of each lease needs to call the model, and whether the run is over. Raises `StoreError`
+        when the server has no model for agents to call."""
+        found = await self._lease(run, worker, limit, ttl, "")
+        if any(one.llm is None for one in found.leases):
             raise StoreError(
                 f"the server at {self._urls[0]} has no gateway: lease from one that `lightning serve` started"
             )
-        return [(one.lease, cast("LLM", one.llm)) for one in held]
+        return [(one.lease, cast("LLM", one.llm)) for one in found.leases], found.over
 
-    async def _lease(
-        self, run: str, worker: str, limit: int, ttl: float, once: str
-    ) -> tuple[messages.LeasedRollout, ...]:
+    async def _lease(self, run: str, worker: str, limit: int, ttl: float, once: str) -> messages.Leases:
         asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or (_id() if limit else "")
         if not once and (earlier := self._unheard.take(run, worker, limit)) is not None:
             asked, name = earlier
         how: dict[str, Any] = {"answer_seconds": _within(ttl), "once": name}
         try:
-            found = await self._send("POST", ("leases",), messages.Leases, written(asked), **how)
+            return cast(
+                "messages.Leases", await self._send("POST", ("leases",), messages.Leases, written(asked), **how)
+            )
         except NotFoundError:  # a run that is not there yet has nothing to lease, as in every other store
-            return ()
+            return messages.Leases(())
         except (UnavailableError, asyncio.CancelledError):
             self._unheard.keep(asked, name)
             raise
-        return cast("messages.Leases", found).leases
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
         """See `Store.renew`."""

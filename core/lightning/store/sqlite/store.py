@@ -27,7 +27,8 @@ from lightning.store.sqlite.writer import Writer, closed_error
 from lightning.store.url import StoreURL, parse
 
 T = TypeVar("T")
-READERS: Final = 2
+READERS: Final = 8
+"""A scan of a large run takes seconds: that many at once do not keep a short read waiting."""
 
 
 class _Readers:
