@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning.engines.critics import same_critic
+from lightning.engines.critic import same_critic
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
