@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning.policy_server.families import parsers_for
-from lightning.policy_server.model_facts import ModelFacts
+from lightning.policy_server.model_facts import ModelFacts, parsers_for
 
 if TYPE_CHECKING:
     from lightning.config.sections import PolicyServerConfig

@@ -35,9 +35,8 @@ from lightning.policy_server.profiles import (
     server_env,
 )
 from lightning.policy_server.protocol import Probe, Update, Usage
-from lightning.policy_server.weight_transfer.layout import Sender
-from lightning.policy_server.weight_transfer.sender import no_cuda
-from lightning.policy_server.weight_transfer.transfer import Loader, make_loader
+from lightning.policy_server.weight_transfer import Sender
+from lightning.policy_server.weight_transfer.transfer import Loader, make_loader, no_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +130,7 @@ class VLLMServer(ABC):
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
         if probe is not None:
-            served = await control.served_logprobs(self._name, probe.ids)
-            update = replace(update, probe_gap=max(probe.gaps(served), default=None), served=served)
+            update = replace(update, served=await control.served_logprobs(self._name, probe.ids))
         return update
 
     async def _exchange(self, control: VLLMControl, weights: Path | None, version: int) -> Mapping[str, int]:

@@ -44,7 +44,7 @@ from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.types import Json
 
 if TYPE_CHECKING:
