@@ -80,6 +80,7 @@ class NonFiniteSteps:
         return StepResult({**result.metrics, "skipped_nonfinite": 0.0}, result.seen)
 
     def _skipped(self, error: NonFiniteError) -> StepResult:
+        """What a step reports that was not taken. Raises `EngineError` where it is one too many in a row."""
         self._row += 1
         if self._row > self._most:
             raise EngineError(

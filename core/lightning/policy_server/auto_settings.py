@@ -195,6 +195,7 @@ def choose(
 
 
 def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int | None, str]:
+    """Threads of a vLLM on a CPU (None: as the environment says), and why."""
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         if env.get(name):
             return None, f"{name}={env[name]} of the environment"

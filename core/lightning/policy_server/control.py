@@ -199,6 +199,7 @@ class VLLMControl:
             raise self._not_ours(found)
 
     def _not_ours(self, owner: str) -> NotOursError:
+        """What is wrong where `owner` has the claim and not this trainer; empty: nobody."""
         if not owner:
             return NotOursError(
                 f"the vLLM at {self.url} is not this trainer's any more: it was started again since, or another trainer has "
@@ -337,6 +338,7 @@ class VLLMControl:
         params: Mapping[str, str] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> Mapping[str, object]:
+        """One request; the object that it was answered with, or an empty one."""
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,

@@ -99,6 +99,7 @@ def _name(folder: Path) -> str:
 
 
 def _kv_elements(text: Mapping[str, object], attending: int) -> int | None:
+    """See `ModelFacts.kv_elements`; `attending` layers have such a cache, 0: all."""
     layers = attending or _integer(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     rank, rotary = _integer(text, "kv_lora_rank"), _integer(text, "qk_rope_head_dim")
     if layers and rank and rotary:
@@ -110,6 +111,7 @@ def _kv_elements(text: Mapping[str, object], attending: int) -> int | None:
 
 
 def _templates(folder: Path) -> Iterator[str]:
+    """The chat templates of a folder, wherever its tokenizer keeps them."""
     for file in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
         if file.is_file():
             yield file.read_text(encoding="utf-8")

@@ -190,6 +190,7 @@ def check_settings(info: Mapping[str, object], url: str, *, updates: bool) -> No
 
 
 def _of_records(info: Mapping[str, object]) -> Iterator[str]:
+    """What the ids and logprobs of each record rest on."""
     model = _part(info, "vllm_config", "model_config")
     mode = model.get("logprobs_mode", "processed_logprobs")
     if mode != "processed_logprobs":

@@ -117,6 +117,7 @@ class VLLMServer(ABC):
             return await self._update(weights, version, probe)
 
     async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
+        """See `PolicyServer.update`. A cancelled one still ends what it has begun with vLLM."""
         control = self._running()
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
@@ -278,6 +279,7 @@ class OwnedVLLM(VLLMServer):
             await self._start(self._version)
 
     async def _start(self, version: int) -> None:
+        """Start vLLM with the folder's weights as `version`; where anything goes wrong nothing is left of it."""
         if self._process is not None:
             raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
         check_host(self._config.host)
@@ -317,6 +319,7 @@ class OwnedVLLM(VLLMServer):
         self._version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
     async def _until_ready(self, process: ServerProcess, control: VLLMControl, seconds: float) -> None:
+        """Return when vLLM answers. Raises `PolicyServerError` with its log when it does not in time, or has ended."""
         deadline = time.monotonic() + seconds
         while process.returncode is None:
             if await control.health() == "ok":

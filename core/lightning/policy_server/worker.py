@@ -370,6 +370,8 @@ def keep_seeds(runner: Any) -> None:
 
 
 def _turning_back(runner: Any, sample: Callable[..., object]) -> Callable[..., object]:
+    """`_sample`, after which generators whose draw is thrown away are as they were before."""
+
     @wraps(sample)
     def sampled(*args: object, **named: object) -> object:
         generators = runner.input_batch.generators
@@ -386,6 +388,8 @@ def _turning_back(runner: Any, sample: Callable[..., object]) -> Callable[..., o
 
 
 def _without_generators(runner: Any, bookkeeping: Callable[..., object]) -> Callable[..., object]:
+    """`_bookkeeping_sync`, which finds no generator to turn back."""
+
     @wraps(bookkeeping)
     def kept(*args: object, **named: object) -> object:
         batch = runner.input_batch

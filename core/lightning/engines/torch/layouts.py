@@ -145,6 +145,7 @@ class Linear:
         return ids
 
     def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> Part:
+        """What is read from the hidden states (B, T, H) of some rows."""
         width = hidden.shape[1]
         tokens, before = _row_entries(self.tokens, rows, width)
         states, at = _row_entries(self.states, rows, width)

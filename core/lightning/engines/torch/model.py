@@ -155,6 +155,7 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
 
 
 def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Put adapters on the layers that are named, in float32. Raises `EngineError` where they do not fit the model."""
     try:
         import peft
     except ImportError as error:
@@ -212,6 +213,7 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
 
 
 def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
+    """What a model may make of its output layer's numbers, by what its configuration says; last, nothing."""
     layer: Logits = module
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     if cap:

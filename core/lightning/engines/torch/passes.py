@@ -101,6 +101,7 @@ class GradientPass:
         return known
 
     def _value_loss(self, part: Part) -> torch.Tensor:
+        """The critic's loss of a part's states."""
         assert self.critic is not None, "rows with value targets are refused without a critic"
         states = reordered(self.layout.states, part.states)
         values = self.critic(_picked(part.hidden, part.at))

@@ -171,6 +171,7 @@ class TreeWalk:
         return computed
 
     def _enter(self, pack: Pack, budget: int) -> None:
+        """Forward through a pack. One that no others go on behind is differentiated at once; others stay open."""
         if not pack.branches:
             loss = self.visit(self._forward(pack, keep=False)[0], pack.pieces)
             if loss is not None and torch.is_grad_enabled():
