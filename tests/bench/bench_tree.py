@@ -29,11 +29,10 @@ from lightning.batch import Sample, Trajectory, build_samples
 from lightning.batch.radix import build_tree
 from lightning.config.sections import StepKind
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.rows import by_call, trained_length
-from lightning.engines.tokens import states_of, trained_tokens
+from lightning.engines.rows import by_call, states_of, trained_length, trained_tokens
 from lightning.engines.torch.engine import TorchEngine
+from lightning.engines.torch.layouts import Forest
 from lightning.engines.torch.packing import pack_tree
-from lightning.engines.torch.tree_layout import Forest
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.testing.trajectories import make_trajectory

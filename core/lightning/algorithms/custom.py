@@ -21,8 +21,8 @@ from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
-from lightning.losses.custom_loss import as_loss, check_callable, is_whole, name_of
-from lightning.losses.protocol import Loss
+from lightning.losses.custom_loss import as_loss, check_callable, is_whole
+from lightning.losses.protocol import Loss, name_of
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss

@@ -10,11 +10,12 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
 from lightning.engines.files import whole_file, whole_folder
+from lightning.engines.loading import beside_text, original_names, unwrapped
 from lightning.engines.model_contents import as_stored, tensors_of, tied_heads
 from lightning.policy_server.model_folder import (
     ADAPTERS,
@@ -29,7 +30,6 @@ from lightning.policy_server.model_folder import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
 _ADAPTER, _WRAPPER = "default", "base_model.model."
 """What peft calls an adapter, and what it puts before the names of a model that it wraps."""
@@ -167,45 +167,8 @@ def whole_weights(
     return original_names(unwrapped(model), found) if wanted else {}
 
 
-def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """What `whole_weights` gives of a model on the device `meta`, which has no values."""
-    beside, seen = beside_text(model), set[int]()
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in beside and id(tensor) not in seen:
-            found[name] = tensor.detach()
-        seen.add(id(tensor))
-    return {name: tuple(tensor.shape) for name, tensor in original_names(model, found).items()}
-
-
-def beside_text(model: nn.Module) -> set[int]:
-    """The tensors of a model, by `id`, that text does not need, such as those of a vision tower: they are not trained."""
-    base = unwrapped(model)
-    if base.config.get_text_config() is base.config:
-        return set()
-    text = [base.get_decoder(), base.get_output_embeddings()]
-    needed = {id(tensor) for part in text for tensor in part.state_dict(keep_vars=True).values()}
-    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()} - needed
-
-
-def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """What transformers loaded, and peft may have wrapped."""
-    base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
-    return cast("PreTrainedModel", base)
-
-
 def _delta(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """What an adapter adds to its weight: alpha / rank times B A."""
     down, up = (whole(part[_ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     delta = (up @ down) * float(layer.scaling[_ADAPTER])
     return delta.T if layer.fan_in_fan_out else delta
-
-
-def original_names(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers 5 fuses some families' weights when it loads them; files keep the original layout."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 loads weights under the names of the file
-        return weights
-    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
-    return reverted

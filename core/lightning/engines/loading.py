@@ -1,20 +1,35 @@
-"""Model folders, read by `transformers`.
+"""Model folders, read by `transformers`, and what is trained of the model.
 
-The invariant: weights that a folder does not hold whole are refused by name; left to itself, `transformers` makes them up.
+The invariant: weights that a folder does not hold whole are refused by name; left to itself, `transformers` makes them up. The
+same tokens always have the same logprobs, whatever the model's configuration says of noise.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from lightning.engines.model_contents import quantisation
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
 from lightning.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """A policy is trained as it was sampled from: without noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:
@@ -25,10 +40,7 @@ def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    if not (folder / "config.json").is_file():
-        raise EngineError(
-            f"{folder} is not a model folder: it has no config.json. Give a folder that transformers can load"
-        )
+    check_config(folder)
     fp8 = quantisation(folder) == "fp8"
     if fp8:
         from transformers import FineGrainedFP8Config
@@ -53,6 +65,14 @@ def read_model(folder: Path, kind: Any = None, **how: Any) -> PreTrainedModel:
     return found
 
 
+def check_config(folder: Path) -> None:
+    """Raise `EngineError` for what is no model folder at all."""
+    if not (folder / "config.json").is_file():
+        raise EngineError(
+            f"{folder} is not a model folder: it has no config.json. Give a folder that transformers can load"
+        )
+
+
 def _keep_layout(model: Any) -> None:
     """Let transformers undo its renaming and fusing when weights are written, and not its reading of FP8: it would also put
     what was never FP8 into blocks. `as_stored` knows the folder's."""
@@ -74,8 +94,6 @@ def _keep_layout(model: Any) -> None:
 def _comparing() -> Iterator[None]:
     """Tensors without values are equal if their shapes are: transformers compares an output layer with its embedding where a
     folder stores both, to see whether they are tied as its configuration says."""
-    import torch
-    from torch.overrides import TorchFunctionMode
 
     class Equal(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,3 +119,52 @@ def _quietly() -> Iterator[None]:
         logging.set_verbosity(level)
         if enabled:
             logging.enable_progress_bar()
+
+
+def beside_text(model: nn.Module) -> set[int]:
+    """The tensors of a model, by `id`, that text does not need, such as those of a vision tower: they are not trained."""
+    base = unwrapped(model)
+    if base.config.get_text_config() is base.config:
+        return set()
+    text = [base.get_decoder(), base.get_output_embeddings()]
+    needed = {id(tensor) for part in text for tensor in part.state_dict(keep_vars=True).values()}
+    return {id(tensor) for tensor in model.state_dict(keep_vars=True).values()} - needed
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """What transformers loaded, and peft may have wrapped."""
+    base: Any = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
+    return cast("PreTrainedModel", base)
+
+
+def original_names(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers 5 fuses some families' weights when it loads them; files keep the original layout."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 loads weights under the names of the file
+        return weights
+    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, weights)
+    return reverted
+
+
+def names_and_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """What `whole_weights` gives of a model on the device `meta`, which has no values."""
+    beside, seen = beside_text(model), set[int]()
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in beside and id(tensor) not in seen:
+            found[name] = tensor.detach()
+        seen.add(id(tensor))
+    return {name: tuple(tensor.shape) for name, tensor in original_names(model, found).items()}
+
+
+def quantisation(folder: Path) -> str:
+    """The method that a folder's weights are quantised by, such as `fp8` or `gptq`; empty where they are not."""
+    config = json.loads((folder / "config.json").read_bytes())
+    text = config.get("text_config") or {}
+    for place in (config, text):
+        found = place.get("quantization_config") or place.get("compression_config")
+        if found:
+            method = str(found.get("quant_method", "unknown"))
+            return method if method != "fp8" or found.get("weight_block_size") else "fp8 without blocks"
+    return ""

@@ -6,13 +6,13 @@ anything is started. What `transformers` does not load (vision towers, MTP heads
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.engines.loading import names_and_shapes, quantisation, read_model
 from lightning.errors import ConfigError, EngineError
 from lightning.policy_server.model_folder import TensorSpec, check_model_folder, checkpoint_files, folder_tensors
 
@@ -58,9 +58,6 @@ def contents(folder: Path) -> Contents:
     Raises `ConfigError` naming the first tensors for a layout that weights cannot be written back into, and for one that is
     quantised in a way that cannot be trained; `EngineError` and `PolicyServerError` for a folder that cannot be read.
     """
-    from lightning.engines.export import names_and_shapes
-    from lightning.engines.loading import read_model
-
     check_model_folder(folder)
     stored = folder_tensors(folder)
     _refuse_quantised(folder)
@@ -150,18 +147,6 @@ def tensors_of(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.
         with safe_open(file, framework="pt", device="cpu") as handle:
             for name in sorted(wanted.intersection(handle.keys())):
                 yield name, handle.get_tensor(name)
-
-
-def quantisation(folder: Path) -> str:
-    """The method that a folder's weights are quantised by, such as `fp8` or `gptq`; empty where they are not."""
-    config = json.loads((folder / "config.json").read_bytes())
-    text = config.get("text_config") or {}
-    for place in (config, text):
-        found = place.get("quantization_config") or place.get("compression_config")
-        if found:
-            method = str(found.get("quant_method", "unknown"))
-            return method if method != "fp8" or found.get("weight_block_size") else "fp8 without blocks"
-    return ""
 
 
 def _refuse_quantised(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer.layout import Sender
+from lightning.policy_server.weight_transfer import Sender
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +14,10 @@ import numpy.typing as npt
 
 from lightning.errors import ConfigError
 from lightning.losses.correction import NO_CORRECTION
-from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import Loss, LossOutput, StepTokens, TokenBatch, needs_reference, said_by
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
-
-
-def name_of(function: object) -> str:
-    """What a user's function, or object that is called like one, is called in messages."""
-    inner = function.func if isinstance(function, partial) else function
-    return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def is_whole(loss: object) -> bool:
@@ -51,21 +44,6 @@ def as_loss(given: Loss | OwnLoss, where: str) -> Loss:
     if isinstance(given, GivenLoss) or is_whole(given):
         return given  # type: ignore[return-value]
     return PreparedGivenLoss(given) if hasattr(given, "prepare") else GivenLoss(given)
-
-
-def said_by(function: Loss | OwnLoss, batch: TokenBatch) -> object:
-    """What a user's function returns. Raises `ConfigError` when it fails on numbers that it did not ask for."""
-    try:
-        return function(batch)
-    except (TypeError, AttributeError) as error:
-        missing = batch.reference is None or batch.prepared is None
-        if not (missing and "NoneType" in str(error)):
-            raise
-        raise ConfigError(
-            f"the loss {name_of(function)} failed on something that is None ({error}): tokens.reference is there for a loss "
-            "with needs_reference = True (@from_loss(needs_reference=True) says so of a function), and tokens.prepared for "
-            "one with a method prepare"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ import torch
 
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import MASKED, Correction, of_calls
-from lightning.losses.custom_loss import name_of, said_by
-from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch, needs_reference
+from lightning.losses.protocol import KlEstimator, LossOutput, StepTokens, TokenBatch, name_of, needs_reference, said_by
 from lightning.losses.terms import (
     cispo_surrogate,
     clamped,

@@ -5,12 +5,15 @@ The invariant: a loss is a sum over tokens of `weights * something`, so that how
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -102,3 +105,24 @@ class StepLoss(Loss, Protocol):
 def needs_reference(loss: object) -> bool:
     """Whether a loss compares with the reference model (the one that training began with): it has `needs_reference = True`."""
     return bool(getattr(loss, "needs_reference", False))
+
+
+def name_of(function: object) -> str:
+    """What a user's function, or object that is called like one, is called in messages."""
+    inner = function.func if isinstance(function, partial) else function
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def said_by(function: Callable[[TokenBatch], object], batch: TokenBatch) -> object:
+    """What a user's function returns. Raises `ConfigError` when it fails on numbers that it did not ask for."""
+    try:
+        return function(batch)
+    except (TypeError, AttributeError) as error:
+        missing = batch.reference is None or batch.prepared is None
+        if not (missing and "NoneType" in str(error)):
+            raise
+        raise ConfigError(
+            f"the loss {name_of(function)} failed on something that is None ({error}): tokens.reference is there for a loss "
+            "with needs_reference = True (@from_loss(needs_reference=True) says so of a function), and tokens.prepared for "
+            "one with a method prepare"
+        ) from error

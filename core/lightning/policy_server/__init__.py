@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.policy_server.attached import AttachedVLLM
-    from lightning.policy_server.choose import make_policy_server
+    from lightning.policy_server.attached import AttachedVLLM, make_policy_server
     from lightning.policy_server.vllm_server import OwnedVLLM
 
 __all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server"]
@@ -18,7 +17,7 @@ __all__ = ["AttachedVLLM", "OwnedVLLM", "make_policy_server"]
 _HOMES = {
     "AttachedVLLM": "attached",
     "OwnedVLLM": "vllm_server",
-    "make_policy_server": "choose",
+    "make_policy_server": "attached",
 }
 
 

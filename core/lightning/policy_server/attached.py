@@ -1,4 +1,4 @@
-"""A vLLM that somebody else runs, behind the `PolicyServer` contract.
+"""A vLLM that somebody else runs, behind the `PolicyServer` contract; and whether a configuration asks for that, or for ours.
 
 The invariant: it takes weights from one trainer at a time, the one that attached last; it is never stopped from here.
 """
@@ -14,12 +14,13 @@ from pathlib import Path
 from lightning.asyncio_utils import end
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
+from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
-from lightning.policy_server.families import parsers_for
-from lightning.policy_server.model_facts import read_facts
+from lightning.policy_server.model_facts import parsers_for, read_facts
 from lightning.policy_server.model_folder import check_model_folder
-from lightning.policy_server.vllm_server import LOOK_SECONDS, VLLMServer
-from lightning.policy_server.weight_transfer.layout import Sender
+from lightning.policy_server.protocol import PolicyServer
+from lightning.policy_server.vllm_server import LOOK_SECONDS, OwnedVLLM, VLLMServer
+from lightning.policy_server.weight_transfer import Sender
 from lightning.policy_server.weight_transfer.transfer import make_loader
 
 logger = logging.getLogger(__name__)
@@ -219,3 +220,23 @@ class AttachedVLLM(VLLMServer):
             await self._control.let_go()
         except PolicyServerError as error:
             logger.info("%s was not told that its trainer has gone: %s", self._root, error)
+
+
+def make_policy_server(
+    model: Path,
+    config: PolicyServerConfig,
+    *,
+    log: Path,
+    version: int = 0,
+    claims: bool = True,
+    sender: Sender | None = None,
+    demand: Demand = DEFAULT_DEMAND,
+) -> PolicyServer:
+    """The server that `config` asks for, not started yet: ours (`log` gets its output), or the one at `config.attach`.
+
+    Without `claims` none is given new weights: an attached one is used as it is, and somebody else may train it. Over the
+    network `sender` sends weights; without one this process does. Ours is made for the `demand`.
+    """
+    if config.attach:
+        return AttachedVLLM(model, config, claims=claims, sender=sender)
+    return OwnedVLLM(model, config, log=log, version=version, updates=claims, sender=sender, demand=demand)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning.policy_server.families import parsers_for
-from lightning.policy_server.model_facts import ModelFacts
+from lightning.policy_server.model_facts import ModelFacts, parsers_for
 
 if TYPE_CHECKING:
     from lightning.config.sections import PolicyServerConfig
@@ -196,6 +195,7 @@ def choose(
 
 
 def _threads(facts: ModelFacts, machine: Machine, demand: Demand, env: Mapping[str, str]) -> tuple[int | None, str]:
+    """Threads of a vLLM on a CPU (None: as the environment says), and why."""
     for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"):
         if env.get(name):
             return None, f"{name}={env[name]} of the environment"

@@ -1,4 +1,5 @@
-"""Model folders and weight files, checked before a server is started or paused: a safetensors header is read by hand.
+"""Model folders and weight files: checked before a server is started or paused, and read by vLLM's worker. A safetensors header
+is read by hand.
 
 The invariant: what passes `check_weights` has, for every tensor of the model folder, one tensor of the same name and
 shape and with all its bytes in the file, or names it as left out on purpose; so a server that is paused for an update is never
@@ -11,14 +12,15 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.errors import PolicyServerError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import torch
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
@@ -213,3 +215,30 @@ def _some(names: list[str]) -> str:
     """The first few names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"
+
+
+def weight_tensors(paths: Sequence[str | Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of some weight files; of adapters alone, those of the model folder that they belong to, these merged."""
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            if told := (file.metadata() or {}).get(ADAPTERS):
+                yield from _merged(file, json.loads(told))
+                continue
+            for name in file.keys():  # noqa: SIM118 — a safetensors handle is no mapping
+                yield name, file.get_tensor(name)
+
+
+def _merged(file: Any, told: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the folder that some adapters (arXiv 2106.09685) belong to, these merged as the trainer merges them."""
+    import torch
+
+    kept, served = getattr(torch, told["base_dtype"]), getattr(torch, told["dtype"])
+    for name, value in weight_tensors(checkpoint_files(Path(told["base"]))):
+        scaling = told["scaling"].get(name)
+        if scaling is None:
+            yield name, value
+            continue
+        delta = (file.get_tensor(name + LORA_B) @ file.get_tensor(name + LORA_A)) * scaling
+        yield name, (value.to(kept).to(delta.dtype) + delta).to(served)

@@ -38,10 +38,8 @@ class Update:
     version: int
     in_flight: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    probe_gap: float | None = None
-    """Largest |trainer - server| logprob over the probe's tokens (nats); None without a probe."""
     served: Sequence[float] = ()
-    """The server's logprobs of the probe's tokens, but the first."""
+    """The server's logprobs of the probe's tokens, but the first; see `Probe.gaps`."""
 
 
 class Usage(NamedTuple):

@@ -35,9 +35,8 @@ from lightning.policy_server.profiles import (
     server_env,
 )
 from lightning.policy_server.protocol import Probe, Update, Usage
-from lightning.policy_server.weight_transfer.layout import Sender
-from lightning.policy_server.weight_transfer.sender import no_cuda
-from lightning.policy_server.weight_transfer.transfer import Loader, make_loader
+from lightning.policy_server.weight_transfer import Sender
+from lightning.policy_server.weight_transfer.transfer import Loader, make_loader, no_cuda
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +117,7 @@ class VLLMServer(ABC):
             return await self._update(weights, version, probe)
 
     async def _update(self, weights: Path | None, version: int, probe: Probe | None) -> Update:
+        """See `PolicyServer.update`. A cancelled one still ends what it has begun with vLLM."""
         control = self._running()
         if weights is not None:
             await asyncio.to_thread(check_weights, weights, self._folder)
@@ -131,8 +131,7 @@ class VLLMServer(ABC):
         update = Update(version, in_flight, time.perf_counter() - started)
         logger.info("version %d in %.3f s, %d requests counted", version, update.seconds, len(in_flight))
         if probe is not None:
-            served = await control.served_logprobs(self._name, probe.ids)
-            update = replace(update, probe_gap=max(probe.gaps(served), default=None), served=served)
+            update = replace(update, served=await control.served_logprobs(self._name, probe.ids))
         return update
 
     async def _exchange(self, control: VLLMControl, weights: Path | None, version: int) -> Mapping[str, int]:
@@ -280,6 +279,7 @@ class OwnedVLLM(VLLMServer):
             await self._start(self._version)
 
     async def _start(self, version: int) -> None:
+        """Start vLLM with the folder's weights as `version`; where anything goes wrong nothing is left of it."""
         if self._process is not None:
             raise PolicyServerError(f"the policy server runs already (pid {self.pid}); close() it first")
         check_host(self._config.host)
@@ -319,6 +319,7 @@ class OwnedVLLM(VLLMServer):
         self._version, self._weights, self._serving = version, checkpoint_files(self._folder), True
 
     async def _until_ready(self, process: ServerProcess, control: VLLMControl, seconds: float) -> None:
+        """Return when vLLM answers. Raises `PolicyServerError` with its log when it does not in time, or has ended."""
         deadline = time.monotonic() + seconds
         while process.returncode is None:
             if await control.health() == "ok":

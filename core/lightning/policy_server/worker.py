@@ -8,11 +8,15 @@ vLLM mixes the class into its worker (`--worker-extension-cls`) and lets `/colle
 are strings. vLLM does one call after another, on every worker in the same order: so all workers know one claim, and of two
 trainers one comes second. Written for vLLM 0.27 to 0.32, whose reload helpers and request states were compared in source;
 0.31 on a CPU is tested, every CUDA path, tensor parallelism and the V2 model runner are not.
+
+What a call with a seed samples on a CPU does not depend on how its prompt was cut into parts, and none ends the engine. vLLM
+draws a token also for a part of a prompt, throws it away, and turns the call's generator back by an offset that only CUDA's
+generators have: on a CPU that raises `CPU Generator does not use offset`, and the engine is gone with every call in it. Here
+the generator gets back the state that it had before the draw.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -21,15 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias
 
-from lightning.policy_server.model_folder import ADAPTERS, LORA_A, LORA_B, checkpoint_files
-from lightning.policy_server.orphans import OWNED, die_with_parent
-from lightning.policy_server.seeds import keep_seeds
+from lightning.policy_server.launch import OWNED, die_with_parent
+from lightning.policy_server.model_folder import weight_tensors
 
 if TYPE_CHECKING:
     import torch
+
 
 Answer: TypeAlias = "dict[str, object]"
 P = ParamSpec("P")
@@ -282,7 +285,7 @@ def _load(worker: object, paths: Sequence[str]) -> None:
 
     model: torch.nn.Module = _runner(worker).get_model()  # type: ignore[attr-defined]
     with set_current_vllm_config(worker.vllm_config):  # type: ignore[attr-defined]
-        replace_weights(model, worker.model_config, worker.device, _tensors(paths))  # type: ignore[attr-defined]
+        replace_weights(model, worker.model_config, worker.device, weight_tensors(paths))  # type: ignore[attr-defined]
 
 
 def replace_weights(
@@ -322,32 +325,6 @@ def _forgotten(names: set[str], loaded: set[str]) -> list[str]:
     return sorted(name for name in names - loaded if name.partition(".")[0] in parts)
 
 
-def _tensors(paths: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    for path in paths:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            if told := (file.metadata() or {}).get(ADAPTERS):
-                yield from _merged(file, json.loads(told))
-                continue
-            for name in file.keys():  # noqa: SIM118 — a safetensors handle is no mapping
-                yield name, file.get_tensor(name)
-
-
-def _merged(file: Any, told: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the folder that some adapters (arXiv 2106.09685) belong to, these merged as the trainer merges them."""
-    import torch
-
-    kept, served = getattr(torch, told["base_dtype"]), getattr(torch, told["dtype"])
-    for name, value in _tensors([str(path) for path in checkpoint_files(Path(told["base"]))]):
-        scaling = told["scaling"].get(name)
-        if scaling is None:
-            yield name, value
-            continue
-        delta = (file.get_tensor(name + LORA_B) @ file.get_tensor(name + LORA_A)) * scaling
-        yield name, (value.to(kept).to(delta.dtype) + delta).to(served)
-
-
 @contextmanager
 def _new_expert_kernels(model: torch.nn.Module) -> Iterator[None]:
     """Within it the experts of a layer that is loaded get a new kernel.
@@ -381,3 +358,45 @@ def _repack(model: torch.nn.Module) -> None:
             continue
         if weight.numel() and not weight.is_meta:
             method.process_weights_after_loading(module)
+
+
+def keep_seeds(runner: Any) -> None:
+    """Let the model runner of a CPU, vLLM's own, turn generators back. One that works otherwise is left as it is."""
+    wrappers = {"_sample": _turning_back, "_bookkeeping_sync": _without_generators}
+    needed = (*wrappers, "input_batch", "discard_request_mask")
+    if getattr(getattr(runner, "device", None), "type", "") == "cpu" and all(hasattr(runner, name) for name in needed):
+        for name, wrapped in wrappers.items():
+            setattr(runner, name, wrapped(runner, getattr(runner, name)))
+
+
+def _turning_back(runner: Any, sample: Callable[..., object]) -> Callable[..., object]:
+    """`_sample`, after which generators whose draw is thrown away are as they were before."""
+
+    @wraps(sample)
+    def sampled(*args: object, **named: object) -> object:
+        generators = runner.input_batch.generators
+        if not generators:
+            return sample(*args, **named)
+        thrown_away = runner.discard_request_mask.np
+        before = [(one, one.get_state()) for row, one in generators.items() if thrown_away[row]]
+        output = sample(*args, **named)
+        for one, state in before:
+            one.set_state(state)
+        return output
+
+    return sampled
+
+
+def _without_generators(runner: Any, bookkeeping: Callable[..., object]) -> Callable[..., object]:
+    """`_bookkeeping_sync`, which finds no generator to turn back."""
+
+    @wraps(bookkeeping)
+    def kept(*args: object, **named: object) -> object:
+        batch = runner.input_batch
+        generators, batch.generators = batch.generators, {}
+        try:
+            return bookkeeping(*args, **named)
+        finally:
+            batch.generators = generators
+
+    return kept

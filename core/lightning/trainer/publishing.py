@@ -27,7 +27,7 @@ from lightning.engines.protocol import Engine, WritesAdapters
 from lightning.errors import PolicyServerError
 from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.protocol import Probe
-from lightning.policy_server.weight_transfer.layout import BACKENDS
+from lightning.policy_server.weight_transfer import BACKENDS
 from lightning.trainer.stack import Stack
 from lightning.types import StepRecord
 

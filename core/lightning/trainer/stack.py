@@ -27,8 +27,8 @@ from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.protocol import PolicyServer, Probe, Update
+from lightning.policy_server.weight_transfer import Sender
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
-from lightning.policy_server.weight_transfer.layout import Sender
 from lightning.runner.lease_loop import Source
 from lightning.runner.protocol import ClientRunner, Runner, Site
 from lightning.server.control import Control, on_server_port, runner_token

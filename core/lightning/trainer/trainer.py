@@ -21,7 +21,7 @@ from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
 from lightning.plugins import plugins
 from lightning.policy_server.profiles import shares_gpu
-from lightning.policy_server.weight_transfer.layout import Sender
+from lightning.policy_server.weight_transfer import Sender
 from lightning.runner.protocol import Agent, Runner
 from lightning.server.control import project_of
 from lightning.server.projects import of_project

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.engines.critics import Trunk
-from lightning.engines.export import unwrapped
+from lightning.engines.critic import Critic, Trunk
+from lightning.engines.loading import unwrapped
 from lightning.engines.protocol import OptimizerConfig
-from lightning.engines.value_head import Critic
 from torch import nn
 
 from lightning_verl import api

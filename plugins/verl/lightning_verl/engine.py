@@ -10,24 +10,25 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critics import Trunk, no_critic, refuse_targets
+from lightning.engines.critic import Trunk, no_critic, refuse_targets
+from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps
 from lightning.engines.files import recover, whole_folder
+from lightning.engines.loading import check_config
+from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import UNTRAINABLE, contents
-from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
-from lightning.engines.out_of_memory import MORE_ROOM
-from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.step_metrics import Tally
-from lightning.engines.tokens import Numbers, Tokens, trained_tokens
+from lightning.engines.rows import Numbers, Tokens, trained_tokens
+from lightning.engines.step import is_prepared, not_taken, prepared, taken, warm_up
 from lightning.errors import ConfigError, EngineError, WorkersLostError
-from lightning.losses.protocol import Loss, StepLoss, needs_reference
+from lightning.losses.protocol import Loss
 from lightning.types import Json
 
 from lightning_verl.device import choose
@@ -113,7 +114,7 @@ class VerlEngine:
         self._checked(samples)
         if self._ready().trunk is None:
             raise no_critic()
-        valued = [_cut(sample, max(span.start for span in sample.spans)) for sample in samples if sample.spans]
+        valued = [rows.cut(sample, max(span.start for span in sample.spans)) for sample in samples if sample.spans]
         found = iter(self._again(lambda: self._read("values", valued)))
         return [next(found) if sample.spans else np.zeros(0, np.float32) for sample in samples]
 
@@ -127,8 +128,10 @@ class VerlEngine:
         self._checked(samples)
         if self._ready().trunk is None:
             refuse_targets(samples)
-        trained = [_cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
-        return self._nonfinite.guard(lambda: self._again(lambda: self._step(trained, loss)) if trained else _nothing())
+        trained = [rows.cut(sample, rows.trained_length(sample)) for sample in samples if rows.is_trained(sample)]
+        return self._nonfinite.guard(
+            lambda: self._again(lambda: self._step(trained, loss)) if trained else not_taken(Tally())
+        )
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
@@ -264,8 +267,7 @@ class VerlEngine:
             if self._budget <= longest:
                 raise EngineError(
                     f"{error}; no smaller micro-batch is left, for one row has {longest} tokens: set "
-                    "engine.gradient_checkpointing = true and resume; or begin a new run with LoRA adapters (engine.lora) or "
-                    "shorter calls (policy_server.max_model_len)"
+                    f"engine.gradient_checkpointing = true and resume; or {SMALLER_ROWS}"
                 ) from error
             cure = (
                 f"lower engine.tokens_per_microbatch, which is {self._budget} now, and resume the run; or {MORE_ROOM}"
@@ -291,8 +293,10 @@ class VerlEngine:
             self._run("load", folder, taken.policy, taken.critic)
 
     def _step(self, trained: Sequence[Sample], loss: Loss) -> StepResult:
-        if isinstance(loss, StepLoss) or needs_reference(loss):
-            trained = self._prepared(trained, loss)
+        if is_prepared(loss):
+            tokens = trained_tokens(trained)
+            current, reference = (partial(self._logprobs, trained, tokens, reference=which) for which in (False, True))
+            trained = prepared(loss, trained, tokens, current, reference)
         steps = self._taken.steps
         reports: list[Report] = [report for _, report in self._dealt("accumulate", trained, loss, steps)]
         problems = [report.problem for report in reports if report.problem]
@@ -306,14 +310,14 @@ class VerlEngine:
         for report in reports:
             tally.merge(report.tally)
         optimizer = self._ready().optimizer
-        warm = min(1.0, (steps + 1) / max(1, optimizer.warmup_steps))
+        warm = warm_up(optimizer, steps)
         policy, critic = self._moves(trained)
         rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
         norms: dict[str, float] = self._run("update", *rates)[0]
         if not all(map(math.isfinite, norms.values())):
             raise NonFiniteError(f"the gradient is not finite at step {steps}", tally)
         self._taken = Taken(steps + 1, self._taken.policy + policy, self._taken.critic + critic)
-        return StepResult({**tally.metrics(), **norms, "lr": optimizer.lr * warm, "stepped": 1.0}, tally.seen)
+        return taken(tally, norms, optimizer.lr * warm)
 
     def _moves(self, trained: Sequence[Sample]) -> tuple[bool, bool]:
         """Whether a step on these rows has a gradient for the policy, and for the critic. What has none is left alone: by a
@@ -322,17 +326,12 @@ class VerlEngine:
         shared = critic and self._ready().trunk == "shared"
         return shared or any(bool(sample.weights.any()) for sample in trained), critic
 
-    def _prepared(self, samples: Sequence[Sample], loss: Loss) -> list[Sample]:
-        """The rows with what the loss wants to know of their trained tokens before the gradient pass."""
-        tokens = trained_tokens(samples)
-        reference: Numbers | None = None
-        prepared: Numbers | None = None
-        if needs_reference(loss):
-            reference = _chosen(self._read("logprobs", samples, reference=True), tokens)
-        if isinstance(loss, StepLoss) and len(tokens):
-            current = _chosen(self._read("logprobs", samples, reference=False), tokens)
-            prepared = prepared_by(loss, samples, tokens, current, reference)
-        return with_numbers(samples, tokens, reference, prepared)
+    def _logprobs(self, samples: Sequence[Sample], tokens: Tokens, *, reference: bool) -> Numbers:
+        """Logprobs (N,) of some tokens of rows, by the reference model or by the one that is trained."""
+        found = self._read("logprobs", samples, reference=reference)
+        return np.array(
+            [found[row][column] for row, column in zip(tokens.rows, tokens.columns, strict=True)], np.float32
+        )
 
     def _read(self, method: str, samples: Sequence[Sample], **named: Any) -> list[FloatArray]:
         """What a method of the workers reads of each row, in their order."""
@@ -373,11 +372,6 @@ class VerlEngine:
         return group
 
 
-def _nothing() -> StepResult:
-    """Of a step on rows without any weight."""
-    return StepResult({**Tally().metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
-
-
 def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
     """Raises `EngineError` when a worker wrote to a disk that this machine does not see."""
     missing = [file.name for file in files if not file.exists()]
@@ -388,25 +382,8 @@ def _check_seen(host: str, files: Sequence[Path], target: Path) -> None:
         )
 
 
-def _cut(sample: Sample, length: int) -> Sample:
-    """The beginning of a row, when what follows cannot influence what is wanted."""
-    stop = slice(length)
-    arrays = ("ids", "weights", "advantages", "logprobs", "versions")
-    return replace(sample, **{name: getattr(sample, name)[stop] for name in arrays})
-
-
-def _chosen(logprobs: Sequence[FloatArray], tokens: Tokens) -> Numbers:
-    """Logprobs (N,) of some tokens of rows."""
-    return np.array(
-        [logprobs[row][column] for row, column in zip(tokens.rows, tokens.columns, strict=True)], np.float32
-    )
-
-
 def _vocab_size(model: Path) -> int:
-    if not (model / "config.json").is_file():
-        raise EngineError(
-            f"{model} is not a model folder: it has no config.json. Give a folder that transformers can load"
-        )
+    check_config(model)
     from transformers import AutoConfig
 
     try:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from lightning.engines import export
-from lightning.engines.dropout import silence_dropout
+from lightning.engines.loading import silence_dropout
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_verl import api
 from lightning_verl.critic import Learner, PolicyEngine
-from lightning_verl.reference import ReferenceWeights
 from lightning_verl.shards import load_shards, save_shards
+from lightning_verl.strategy import ReferenceWeights
 
 
 # verl takes a vendor's own engine before the one of all vendors; and it has none for a CPU, where its code runs as it is.

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_verl import api
 from lightning_verl.critic import Learner
 from lightning_verl.megatron_cpu import no_cuda, without_transformer_engine
-from lightning_verl.reference import ReferenceWeights
+from lightning_verl.strategy import ReferenceWeights
 
 _WEIGHT, _MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 _OUTPUT_LAYER = "output_layer.weight"

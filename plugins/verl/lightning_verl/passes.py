@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from lightning.batch.sample import Sample
-from lightning.engines.batches import Seen, state_loss, token_batch
-from lightning.engines.rows import name
-from lightning.engines.step_metrics import Tally
-from lightning.engines.tokens import Ints, reordered, states_of, trained_tokens
+from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
+from lightning.engines.rows import Ints, name, reordered, states_of, trained_tokens
 from lightning.losses.protocol import Loss
 
 if TYPE_CHECKING:

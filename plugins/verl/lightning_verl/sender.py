@@ -15,14 +15,14 @@ from typing import Any
 from lightning.addresses import is_loopback
 from lightning.config.sections import EngineConfig
 from lightning.errors import LightningError, PolicyServerError
-from lightning.policy_server.weight_transfer.layout import Meeting
-from lightning.policy_server.weight_transfer.sender import no_cuda
+from lightning.policy_server.weight_transfer import Meeting
+from lightning.policy_server.weight_transfer.transfer import no_cuda
 
 from lightning_verl.device import choose
 
 
 class FirstWorker:
-    """Implements `weight_transfer.layout.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender and
+    """Implements `weight_transfer.Sender`. `call(method, *arguments)` makes a call of the first worker's own sender and
     returns what it answered, and what went wrong; whoever calls the workers holds `turn`."""
 
     def __init__(self, call: Callable[..., tuple[Any, str]], turn: threading.Lock, config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.engines.critics import Trunk, same_critic
+from lightning.engines.critic import Trunk, same_critic
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
 

@@ -19,18 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.batch.sample import FloatArray, Sample
-from lightning.engines.critics import Trunk
+from lightning.engines.critic import Trunk
 from lightning.engines.export import write_file, write_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import LightningError
 from lightning.losses.protocol import Loss
-from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.policy_server.weight_transfer.transfer import LocalSender
 
 from lightning_verl import api
 from lightning_verl.critic import WANTED, Learner, Wanted
 from lightning_verl.passes import LossPass, Report
-from lightning_verl.reference import ReferenceWeights
-from lightning_verl.strategy import Strategy
+from lightning_verl.strategy import ReferenceWeights, Strategy
 
 MODULES = {"fsdp2": "fsdp", "megatron": "megatron"}
 """By strategy, what says how a model is cut: Megatron is imported where it is used."""

@@ -19,8 +19,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import EngineError, PolicyServerError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
-from lightning.policy_server.model_folder import check_weights
-from lightning.policy_server.worker import _tensors
+from lightning.policy_server.model_folder import check_weights, weight_tensors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,7 +123,7 @@ def test_adapters_alone_are_merged_to_the_very_weights(
     file = engine.adapters(tmp_path / "a.safetensors")
     assert file is not None
     check_weights(file, source)
-    merged, whole = dict(_tensors([str(file)])), load_file(engine.weights(tmp_path / "w.safetensors"))
+    merged, whole = dict(weight_tensors([str(file)])), load_file(engine.weights(tmp_path / "w.safetensors"))
     assert merged.keys() == whole.keys()
     for name, value in merged.items():
         torch.testing.assert_close(value.to(whole[name].dtype), whole[name], rtol=0, atol=0)

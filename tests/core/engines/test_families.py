@@ -278,7 +278,7 @@ def test_a_layout_that_cannot_be_written_back_is_refused(
 ) -> None:
     """transformers reads more layouts than it writes; here it is made to give a name back wrongly."""
     monkeypatch.setattr(
-        "lightning.engines.export.original_names",
+        "lightning.engines.loading.original_names",
         lambda model, weights: {name.replace("q_proj", "query"): value for name, value in weights.items()},
     )
     with pytest.raises(

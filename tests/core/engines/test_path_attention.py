@@ -8,10 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.batch.radix import PrefixTree, build_tree
-from lightning.engines.torch import flex
-from lightning.engines.torch.flex import BLOCK, FlexAttention, block_mask
 from lightning.engines.torch.packing import Enter, Pack, moves, pack_tree
-from lightning.engines.torch.path_attention import Kernel, MaskedAttention, PartsAttention, PathLayer
+from lightning.engines.torch.path_attention import (
+    BLOCK,
+    FlexAttention,
+    Kernel,
+    MaskedAttention,
+    PartsAttention,
+    PathLayer,
+    block_mask,
+)
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -145,4 +151,4 @@ def test_flex_attention(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for pack in packs_of(LONG, budget):
         case = Case(pack)
         assert_close(case.by(FlexAttention), case.by(MaskedAttention))
-    assert flex.BLOCK == 128
+    assert BLOCK == 128

@@ -21,13 +21,12 @@ from lightning.batch.radix import Node, build_tree
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
 from lightning.engines import rows
-from lightning.engines.torch import passes, tree, tree_layout
+from lightning.engines.torch import layouts, passes, tree
 from lightning.engines.torch.engine import TorchEngine
-from lightning.engines.torch.flex import FlexAttention
+from lightning.engines.torch.layouts import Forest
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.path_attention import Attending
+from lightning.engines.torch.path_attention import Attending, FlexAttention
 from lightning.engines.torch.tree import TreeWalk
-from lightning.engines.torch.tree_layout import Forest
 from lightning.errors import EngineError
 from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
@@ -215,7 +214,7 @@ def test_on_a_cpu_activations_bound_a_pass_too(
     monkeypatch.setattr(CausalLM, "hidden_attending", noting)
     config = engine._opened().model.config
     each = 4 * config.num_hidden_layers * (10 * config.hidden_size + 4 * config.intermediate_size)
-    monkeypatch.setattr(tree_layout, "CPU_BYTES", 100 * each)
+    monkeypatch.setattr(layouts, "CPU_BYTES", 100 * each)
     assert_same(want, gradient(engine, group(16), "tree"))
     assert 20 < max(sizes) <= 50  # a tree larger than the budget is cut into halves of it
 

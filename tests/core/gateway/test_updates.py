@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects import Capture
 from lightning.gateway.fleet.versions import LiveCall, VersionBook
+from lightning.policy_server.control import client_key
 from lightning.policy_server.protocol import Update
-from lightning.policy_server.request_ids import client_key
 from lightning.testing.fake_vllm import Reply
 from lightning.types import UNSERVED, CallStatus, VersionRun
 

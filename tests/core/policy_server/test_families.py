@@ -7,8 +7,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from lightning.policy_server.families import FAMILIES, parsers_for
-from lightning.policy_server.model_facts import ModelFacts, read_facts
+from lightning.policy_server.model_facts import FAMILIES, ModelFacts, parsers_for, read_facts
 
 
 def facts(kind: str, template: str, *, name: str = "", vocabulary: str = '"<think>"') -> ModelFacts:

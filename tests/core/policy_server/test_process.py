@@ -16,7 +16,7 @@ import psutil
 import pytest
 from lightning.errors import PolicyServerError
 from lightning.policy_server import process as process_module
-from lightning.policy_server.orphans import OWNED
+from lightning.policy_server.launch import OWNED
 from lightning.policy_server.process import ServerProcess, reserved_port
 
 
@@ -127,7 +127,7 @@ def test_explain_of_silence(run: Callable[[str], ServerProcess]) -> None:
 
 WATCHED = (
     "import os, subprocess, sys, time\n"
-    "script = 'import os, time; from lightning.policy_server.orphans import watch_owner; '"
+    "script = 'import os, time; from lightning.policy_server.launch import watch_owner; '"
     f" 'watch_owner(int(os.environ[\"{OWNED}\"])); print(os.getpid(), flush=True); time.sleep(600)'\n"
     f"env = {{**os.environ, '{OWNED}': str(os.getpid())}}\n"
     "subprocess.Popen([sys.executable, '-c', script], env=env, start_new_session=True)\n"
@@ -147,7 +147,7 @@ def test_a_watched_group_ends_with_its_owner() -> None:
 ENGINE = (
     "import multiprocessing, os, time\n"
     "def engine():\n"
-    "    from lightning.policy_server.orphans import die_with_parent\n"
+    "    from lightning.policy_server.launch import die_with_parent\n"
     "    die_with_parent()\n"
     "    print(os.getpid(), flush=True)\n"
     "    time.sleep(600)\n"

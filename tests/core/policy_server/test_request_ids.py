@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.policy_server.request_ids import client_counts, client_key
+from lightning.policy_server.control import client_counts, client_key
 
 IDS = st.text(min_size=1, max_size=40)
 SUFFIX = st.text("0123456789abcdef", min_size=8, max_size=8)

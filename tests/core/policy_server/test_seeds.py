@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.policy_server.seeds import keep_seeds
+from lightning.policy_server.worker import keep_seeds
 
 
 class Runner:

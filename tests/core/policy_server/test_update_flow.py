@@ -196,27 +196,29 @@ async def test_the_order_of_an_update(fake: Any, model: Path) -> None:
     server = await attached(fake, model)
     fake.counts = {"chatcmpl-a-00000000": 5, "1_chatcmpl-b-00000000": 0}
     fake.logprobs = [0.0, -1.0, -2.5]
-    update = await server.update(model / "model.safetensors", 3, Probe([1, 2, 3], [99.0, -1.25, -2.5]))
+    probe = Probe([1, 2, 3], [99.0, -1.25, -2.5])
+    update = await server.update(model / "model.safetensors", 3, probe)
     assert fake.calls == [*ORDER, "probe"]
     assert fake.weights == (str(model / "model.safetensors"),)
     assert update.in_flight == {"a": 5, "1_b": 0}
-    assert update.probe_gap == 0.25
+    assert probe.gaps(update.served) == [0.25, 0.0]
     assert (update.version, server.version, fake.version) == (3, 3, 3)
     assert update.seconds > 0
 
 
 async def test_an_update_without_a_probe(fake: Any, model: Path) -> None:
     server = await attached(fake, model)
-    assert (await server.update(model / "model.safetensors", 1)).probe_gap is None
-    assert (await server.update(model / "model.safetensors", 2, Probe([1], [0.0]))).probe_gap is None
+    assert (await server.update(model / "model.safetensors", 1)).served == ()
+    assert (await server.update(model / "model.safetensors", 2, Probe([1], [0.0]))).served == []
     assert fake.calls == [*ORDER, *ORDER]
 
 
 async def test_a_probe_that_is_not_a_number_is_an_infinite_gap(fake: Any, model: Path) -> None:
     server = await attached(fake, model)
     fake.logprobs = [0.0, -1.0]
-    update = await server.update(model / "model.safetensors", 1, Probe([1, 2], [0.0, math.nan]))
-    assert update.probe_gap == math.inf
+    probe = Probe([1, 2], [0.0, math.nan])
+    update = await server.update(model / "model.safetensors", 1, probe)
+    assert probe.gaps(update.served) == [math.inf]
 
 
 async def test_an_uneven_probe_is_refused_before_anything_is_paused(fake: Any, model: Path) -> None:

@@ -22,10 +22,9 @@ from lightning.config import Config, with_settings
 from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, EngineError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
-from lightning.policy_server.weight_transfer import gloo
-from lightning.policy_server.weight_transfer.gloo import Door, Group, Spec, join
-from lightning.policy_server.weight_transfer.layout import Meeting
-from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.policy_server.weight_transfer import Meeting, links
+from lightning.policy_server.weight_transfer.links import Door, Group, Spec, join
+from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.policy_server.worker import WorkerExtension
 from lightning_verl.sender import FirstWorker
 from safetensors.torch import load_file
@@ -332,7 +331,7 @@ async def test_a_sender_that_breaks_off(fake: Any, workers: Workers, model: Path
 
 
 async def test_nobody_comes(fake: Any, workers: Workers, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(links, "JOIN_SECONDS", 0.2)
     server = await attached(fake, model)
     fake.fail["/init_weight_transfer_engine"] = 1
     with pytest.raises(
@@ -473,7 +472,7 @@ SPECS = [Spec(name, value.dtype, tuple(value.shape)) for name, value in TENSORS.
 
 @pytest.mark.parametrize("piece", [64, 64 * 2**20])
 def test_two_receivers_get_the_same_bytes_however_they_are_cut(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(gloo, "PIECE_BYTES", piece)
+    monkeypatch.setattr(links, "PIECE_BYTES", piece)
     door = Door("127.0.0.1", 3, 30.0)
     found: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -533,7 +532,7 @@ def test_the_receiver_raises_nothing_and_leaves_the_group_of_another_trainer_alo
     receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one of several workers raised would leave the others' answers to be taken for those of later calls."""
-    monkeypatch.setattr(gloo, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(links, "JOIN_SECONDS", 0.1)
     engine = receiver.GlooReceiver()
     worker = Worker(SimpleNamespace(backend="lightning_gloo"), engine)
 

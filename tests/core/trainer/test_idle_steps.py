@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lightning.audit import audit
-from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
+from lightning.engines.failures import NonFiniteError, NonFiniteSteps
 
 
 async def test_what_taught_nothing_is_committed_but_neither_saved_nor_sent(bench: Any, tmp_path: Path) -> None:

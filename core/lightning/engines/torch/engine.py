@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,15 +20,13 @@ from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critics import Trunk, no_critic, refuse_targets
+from lightning.engines.critic import Critic, Trunk, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
+from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps, needing_room
+from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import contents
-from lightning.engines.nonfinite import NonFiniteError, NonFiniteSteps
-from lightning.engines.out_of_memory import MORE_ROOM, needing_room
-from lightning.engines.prepare import prepared_by, with_numbers
 from lightning.engines.protocol import OptimizerConfig, StepResult
-from lightning.engines.step_metrics import Tally
-from lightning.engines.tokens import (
+from lightning.engines.rows import (
     Numbers,
     States,
     Tokens,
@@ -36,18 +36,15 @@ from lightning.engines.tokens import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.torch.layout import Layout
-from lightning.engines.torch.model import CausalLM, load_model, resolve_device
+from lightning.engines.step import is_prepared, not_taken, prepared, taken, warm_up
+from lightning.engines.torch.layouts import Forest, Layout, Linear
+from lightning.engines.torch.model import CausalLM, Reference, load_model, resolve_device
 from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
-from lightning.engines.torch.reference import Reference
-from lightning.engines.torch.row_layout import Linear
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
-from lightning.engines.torch.tree_layout import Forest
-from lightning.engines.value_head import Critic
 from lightning.errors import EngineError
-from lightning.losses.protocol import Loss, StepLoss, needs_reference
-from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.losses.protocol import Loss
+from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.types import Json
 
 if TYPE_CHECKING:
@@ -113,11 +110,11 @@ class TorchEngine:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Current policy's logprobs at each sample's temperature, shape (T,) each; index 0 is NaN."""
-        lm = self._checked(samples)
+        self._checked(samples)
         lengths = [len(sample) for sample in samples]
         tokens = wanted_tokens(samples, [np.arange(1, length) for length in lengths])
         layout = Linear(samples, lengths, tokens, states_of((), every=True))
-        found = self._within_memory(layout, lambda: read_logprobs(layout, lm, self._budget)).astype(np.float32)
+        found = self._read(layout, reference=False).astype(np.float32)
         return [np.append(np.float32(np.nan), own) for own in _apart(found, [length - 1 for length in lengths])]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
@@ -152,9 +149,9 @@ class TorchEngine:
         """The step. Raises `NonFiniteError`, with no gradient left."""
         tally = self._accumulate(samples, loss)
         if not tally.parts:
-            return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
+            return not_taken(tally)
         norms = self._clipped(samples, tally)
-        warm = min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
+        warm = warm_up(self._config, self._steps)
         optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
             group["lr"] = group["full_lr"] * warm
@@ -165,7 +162,7 @@ class TorchEngine:
         finally:
             optimizer.zero_grad(set_to_none=True)
         self._steps += 1
-        return StepResult({**tally.metrics(), **norms, "lr": self._config.lr * warm, "stepped": 1.0}, tally.seen)
+        return taken(tally, norms, self._config.lr * warm)
 
     def save(self, folder: Path) -> None:
         """Write the whole training state to a folder, atomically; one that exists is replaced."""
@@ -257,8 +254,10 @@ class TorchEngine:
         if not trained:
             return Tally()
         layout = self._step_layout(trained)
-        if isinstance(loss, StepLoss) or needs_reference(loss):
-            trained = self._prepared(trained, layout, loss)
+        if is_prepared(loss):
+            tokens = reordered(layout.tokens, row_order(layout.tokens))
+            current, reference = (partial(self._read, layout, reference=which) for which in (False, True))
+            trained = prepared(loss, trained, tokens, current, reference)
             layout = layout.again(trained)
         if self._kind == "per-call":
             trained = [row for sample in trained for row in rows.by_call(sample)]
@@ -275,19 +274,11 @@ class TorchEngine:
             optimizer.zero_grad(set_to_none=True)
             raise
 
-    def _prepared(self, samples: Sequence[Sample], layout: Layout, loss: Loss) -> list[Sample]:
-        """The rows with what the loss wants to know of their trained tokens before the gradient pass."""
+    def _read(self, layout: Layout, *, reference: bool) -> Numbers:
+        """Logprobs (N,) of a layout's tokens in the order of the rows, by the reference model or by the one that is trained."""
         lm, source = self._opened(), self._reference
-        tokens = reordered(layout.tokens, row_order(layout.tokens))
-        reference: Numbers | None = None
-        prepared: Numbers | None = None
-        if needs_reference(loss) and source is not None:
-            with source.model() as model:
-                reference = self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget))
-        if isinstance(loss, StepLoss) and len(tokens):
-            current = self._within_memory(layout, lambda: read_logprobs(layout, lm, self._budget))
-            prepared = prepared_by(loss, samples, tokens, current, reference)
-        return with_numbers(samples, tokens, reference, prepared)
+        with source.model() if reference and source is not None else nullcontext(lm) as model:
+            return self._within_memory(layout, lambda: read_logprobs(layout, model, self._budget))
 
     def _step_layout(self, samples: Sequence[Sample]) -> Layout:
         lengths = [rows.trained_length(sample) for sample in samples]
@@ -348,8 +339,8 @@ class TorchEngine:
             except torch.OutOfMemoryError as error:
                 if self._budget <= least:
                     raise EngineError(
-                        f"out of memory on {layout.least_text}: set engine.gradient_checkpointing = true and resume; or begin "
-                        "a new run with LoRA adapters (engine.lora) or shorter calls (policy_server.max_model_len)"
+                        f"out of memory on {layout.least_text}: set engine.gradient_checkpointing = true and resume; or "
+                        f"{SMALLER_ROWS}"
                     ) from error
             self._budget = max(least, self._budget // 2)
             logger.warning("out of memory: going on with %d tokens per micro-batch", self._budget)

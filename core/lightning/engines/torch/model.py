@@ -1,7 +1,9 @@
 """A causal language model in two halves: the trunk that makes hidden states, and the output layer.
 
 The invariant: trunk and output layer together give exactly the model's own logits (checked when it is loaded), and no
-dropout is active, so that the same tokens always have the same logprobs.
+dropout is active, so that the same tokens always have the same logprobs. The reference model, the one that training began
+with, computes exactly as the trained one did before its first step, in the same dtype, also in a run that was resumed: it comes
+from the folder that the engine was opened with, never from a training state.
 
 Numbers: `float32` computes and keeps everything in float32. `bfloat16` computes in bfloat16 under autocast, but keeps
 float32 master weights: at a learning rate of 1e-6 most updates would vanish in bfloat16's eight bits. Under LoRA the frozen
@@ -10,6 +12,7 @@ weights are bfloat16 and only the adapters are float32. `float64` is for tests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,9 +22,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from lightning.engines.dropout import silence_dropout
-from lightning.engines.export import beside_text
-from lightning.engines.loading import read_model
+from lightning.engines.failures import needing_room
+from lightning.engines.loading import beside_text, read_model, silence_dropout
 from lightning.engines.torch.gradients import add_in_place
 from lightning.engines.torch.logprobs import Logits
 from lightning.errors import EngineError, MissingExtraError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from lightning.config import LoraConfig
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -152,6 +155,7 @@ def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManage
 
 
 def _add_lora(model: PreTrainedModel, lora: LoraConfig) -> None:
+    """Put adapters on the layers that are named, in float32. Raises `EngineError` where they do not fit the model."""
     try:
         import peft
     except ImportError as error:
@@ -209,6 +213,7 @@ def _find_output(model: PreTrainedModel, device: torch.device, folder: Path) -> 
 
 
 def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
+    """What a model may make of its output layer's numbers, by what its configuration says; last, nothing."""
     layer: Logits = module
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     if cap:
@@ -220,3 +225,40 @@ def _outputs(module: nn.Module, config: PretrainedConfig) -> Iterator[Logits]:
     if divisor:
         yield lambda hidden: layer(hidden) / divisor
     yield lambda hidden: layer(hidden)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Reference:
+    """The reference of a trained model. Under LoRA it is that model without its adapters and costs no memory; otherwise it
+    is a second copy, which is loaded when it is first asked for."""
+
+    def __init__(self, trained: CausalLM, *, lora: bool) -> None:
+        self._trained, self._lora = trained, lora
+        self._copy: CausalLM | None = None
+
+    @contextmanager
+    def model(self) -> Iterator[CausalLM]:
+        """The reference, to compute with inside the block, without gradients."""
+        if self._lora:
+            with self._trained.without_adapters():
+                yield self._trained
+        else:
+            yield self._loaded()
+
+    def _loaded(self) -> CausalLM:
+        if self._copy is None:
+            folder, device = self._trained.folder, self._trained.device
+            logger.info("loading the reference model from %s", folder)
+            doing = "loading the reference model, which without adapters is a second copy beside the trained one"
+            with needing_room(doing), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self._copy = load_model(
+                    folder,
+                    dtype=str(self._trained.dtype).removeprefix("torch."),
+                    device=device,
+                    lora=None,
+                    gradient_checkpointing=False,
+                )
+            self._copy.model.requires_grad_(False)
+        return self._copy

@@ -221,6 +221,7 @@ class _Packing:
         return tuple(self._pack(own, behind) for own in bins)
 
     def _pack(self, roots: Sequence[int], behind: dict[int, tuple[Pack, ...]]) -> Pack:
+        """Some trees of connected pieces as one pack, in preorder."""
         order: list[int] = []
         todo = list(reversed(roots))
         while todo:

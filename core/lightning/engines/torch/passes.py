@@ -14,15 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning.engines.batches import Seen, state_loss, token_batch
-from lightning.engines.nonfinite import NonFiniteError
-from lightning.engines.step_metrics import Tally
-from lightning.engines.tokens import Ints, Numbers, Tokens, reordered, row_order
-from lightning.engines.torch.layout import Layout, Part, failing
+from lightning.engines.critic import Critic
+from lightning.engines.failures import NonFiniteError
+from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
+from lightning.engines.rows import Ints, Numbers, Tokens, reordered, row_order
+from lightning.engines.torch.layouts import Forest, Layout, Part, failing
 from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
-from lightning.engines.torch.tree_layout import Forest
-from lightning.engines.value_head import Critic
 from lightning.losses.protocol import Loss
 
 
@@ -103,6 +101,7 @@ class GradientPass:
         return known
 
     def _value_loss(self, part: Part) -> torch.Tensor:
+        """The critic's loss of a part's states."""
         assert self.critic is not None, "rows with value targets are refused without a critic"
         states = reordered(self.layout.states, part.states)
         values = self.critic(_picked(part.hidden, part.at))

@@ -7,6 +7,10 @@ On a CPU the parts of a token's past (its chain, the chains that its branch left
 the results merged by their log-sum-exps; each part's gradient is then the kernel's own, given the merged output and
 log-sum-exp, because softmax over a part is softmax over all times a factor that the two contain (as in Ring Attention, arXiv
 2310.01889). So nothing is masked, copied or padded.
+
+On CUDA FlexAttention is one kernel that skips the blocks nobody sees. What is skipped is exactly what the mask forbids, which
+is an interval of queries for each key (`Pack.seen`): so blocks are found from intervals, without a table of N times N. torch's
+kernel for a CPU has no backward pass; there the tests check the forward pass, the blocks and the mask.
 """
 
 from __future__ import annotations
@@ -14,15 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from lightning.engines.torch.packing import Pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 NAME = "lightning_prefix_tree"
 """Of this attention, in `transformers`' registry."""
@@ -241,3 +251,73 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, queries: slice, other: tuple[to
     result.mul_((before - total).exp_().unsqueeze(-1).to(out.dtype))
     result.addcmul_(other[0], (other[1] - total).exp_().unsqueeze(-1).to(out.dtype))
     before.copy_(total)
+
+
+BLOCK = 128
+"""Queries and keys of a block: what FlexAttention's kernels take by default."""
+
+
+@cache
+def _kernel(*, compiled: bool) -> Callable[..., torch.Tensor]:
+    if compiled:
+        made: Callable[..., torch.Tensor] = torch.compile(torch_flex_attention)
+        return made
+    return torch_flex_attention
+
+
+class FlexAttention:
+    """A `Kernel`. Tokens are padded to whole blocks, so that few different shapes have to be compiled."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self._pack = pack
+        self._mask = block_mask(pack, device)
+        self._run = _kernel(compiled=device.type == "cuda")
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, path: PathLayer | None, scale: float
+    ) -> torch.Tensor:
+        """Attend; see `Attend`."""
+        if path is not None:
+            key, value = with_path(key, value, path, self._pack.depth)
+        queries, keys = self._mask.seq_lengths
+        result = self._run(
+            pad(query, (0, 0, 0, queries - query.shape[2])),
+            pad(key, (0, 0, 0, keys - key.shape[2])),
+            pad(value, (0, 0, 0, keys - value.shape[2])),
+            block_mask=self._mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return result[:, :, : len(self._pack)]
+
+
+def block_mask(pack: Pack, device: torch.device) -> BlockMask:
+    """Which blocks of queries of a pack see all or some of which blocks of keys, the path's before the pack's own.
+
+    Behind the last token, padding is seen by padding alone: a query that sees nothing has no softmax.
+    """
+    first, last = pack.seen()
+    queries = len(pack) + -len(pack) % BLOCK
+    keys = (len(first) // BLOCK + 1) * BLOCK
+    first = np.concatenate([first, np.full(keys - len(first), len(pack))])
+    last = np.concatenate([last, np.full(keys - len(last), queries)])
+    starts = np.arange(0, queries, BLOCK)[:, None]
+    some = (first < starts + BLOCK) & (last > starts)
+    whole = (first <= starts) & (last >= starts + BLOCK)
+    full: npt.NDArray[np.bool_] = np.all(whole.reshape(len(starts), -1, BLOCK), axis=-1)
+    partial: npt.NDArray[np.bool_] = np.logical_and(some.reshape(len(starts), -1, BLOCK).any(-1), ~full)
+    from_, to = torch.from_numpy(first).to(device), torch.from_numpy(last).to(device)
+
+    def seen(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (from_[key] <= query) & (query < to[key])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial, device), *_ordered(full, device), BLOCK, mask_mod=seen, seq_lengths=(queries, keys)
+    )
+
+
+def _ordered(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, 1, Q) how many and (1, 1, Q, K) which blocks of keys each block of queries has, these first."""
+    count = torch.from_numpy(blocks.sum(-1).astype(np.int32)).to(device)
+    which = torch.from_numpy(np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)).to(device)
+    return count[None, None], which[None, None]

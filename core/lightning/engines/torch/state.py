@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning.engines.critics import same_critic
+from lightning.engines.critic import same_critic
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError
@@ -122,6 +122,7 @@ def load_state(
 def _refuse_other_model(
     folder: Path, parameters: Mapping[str, nn.Parameter], weights: Mapping[str, torch.Tensor]
 ) -> None:
+    """Raises `EngineError` where the weights of a state are not those of these parameters."""
     mine = {name: (tuple(value.shape), value.dtype) for name, value in parameters.items()}
     theirs = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))

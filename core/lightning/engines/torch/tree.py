@@ -17,12 +17,12 @@ import numpy.typing as npt
 import torch
 
 from lightning.batch.radix import Node, PrefixTree, build_tree
-from lightning.engines.out_of_memory import needing_room
-from lightning.engines.torch.flex import FlexAttention
+from lightning.engines.failures import needing_room
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.packing import Branch, Enter, Extend, Leave, Pack, Retract, moves, pack_tree
 from lightning.engines.torch.path_attention import (
     Attending,
+    FlexAttention,
     Kernel,
     MaskedAttention,
     PartsAttention,
@@ -171,6 +171,7 @@ class TreeWalk:
         return computed
 
     def _enter(self, pack: Pack, budget: int) -> None:
+        """Forward through a pack. One that no others go on behind is differentiated at once; others stay open."""
         if not pack.branches:
             loss = self.visit(self._forward(pack, keep=False)[0], pack.pieces)
             if loss is not None and torch.is_grad_enabled():

@@ -63,7 +63,7 @@ class LiveCall:
         return (runs[0], *(run for run in runs[1:] if run.start < length))
 
     def key(self, index: int) -> str:
-        """How `Update.in_flight` names a choice (the inverse of `policy_server.request_ids.client_key`)."""
+        """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
         prompt, choice = divmod(index, self.n)
         if self.n == 1:
             return self.request_id if prompt == 0 else f"{prompt}_{self.request_id}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from lightning.config.sections import PolicyServerConfig
 from lightning.policy_server.auto_settings import free_memory
 from lightning.policy_server.model_folder import folder_tensors
-from lightning.policy_server.weight_transfer.layout import Sender
-from lightning.policy_server.weight_transfer.sender import LocalSender
+from lightning.policy_server.weight_transfer import Sender
+from lightning.policy_server.weight_transfer.transfer import LocalSender
 
 logger = logging.getLogger(__name__)
 

@@ -24,14 +24,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from lightning.errors import PolicyServerError
-from lightning.policy_server.weight_transfer.gloo import Group, Spec, join
-from lightning.policy_server.weight_transfer.layout import Meeting
+from lightning.policy_server.weight_transfer import Meeting
+from lightning.policy_server.weight_transfer.links import Group, Spec, join
 from lightning.policy_server.worker import State, replace_weights
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """Where the sender is, see `layout.Meeting`; the new group's word and the trainer's claim."""
+    """Where the sender is, see `weight_transfer.Meeting`; the new group's word and the trainer's claim."""
 
     master_address: str
     master_port: int

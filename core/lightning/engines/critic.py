@@ -1,6 +1,8 @@
-"""The critic: one linear layer on the model's hidden states that says what a state is worth.
+"""The critic: one linear layer on the model's hidden states that says what a state is worth; and what every engine refuses
+about it.
 
-The invariant: before its first step every state is worth 0, and the policy's export knows nothing of it.
+The invariant: before its first step every state is worth 0, and the policy's export knows nothing of it. No state's value is
+asked of, learned by, or restored into an engine that has no critic of that kind.
 
 V(s) = mean_j(w_j h_j) + b, with h the hidden state after the last norm at the prompt's last token. The mean (not the sum)
 makes the learning rate mean the same in every model: one step of Adam moves a value by about its learning rate times the
@@ -16,15 +18,53 @@ With `"shared"` it also trains the model, which can fit values better and makes 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from lightning.engines.critics import Trunk
+from lightning.batch.sample import Sample
+from lightning.errors import EngineError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Trunk = Literal["shared", "frozen"]
+"""Whether the critic's loss trains the model under it too, or its own layer only."""
+
+
+def no_critic() -> EngineError:
+    """For values that are asked of an engine without one."""
+    return EngineError(
+        "the engine has no critic: open it with critic=True, as the trainer does for an algorithm with `critic = True`"
+    )
+
+
+def refuse_targets(samples: Sequence[Sample]) -> None:
+    """For an engine without a critic: raises `EngineError` when rows say what states should have been worth."""
+    if any(span.value_weight for sample in samples for span in sample.spans):
+        raise EngineError(
+            "the rows say what states should have been worth, but the engine has no critic to learn it: open it with "
+            "critic=True, or give the algorithm the attribute `critic = True`"
+        )
+
+
+def same_critic(folder: Path, saved: str, opened: str) -> None:
+    """Raises `EngineError` when a training state was saved with another kind of critic than the engine was opened with.
+    Kinds are those of `Trunk`; an empty one is no critic."""
+    if saved != opened:
+        raise EngineError(
+            f"the training state in {folder} was saved {_with(saved)}, but this engine was opened {_with(opened)}: "
+            "resume with the algorithm and the engine.critic_trunk that the run was started with"
+        )
+
+
+def _with(critic: str) -> str:
+    return f"with a critic on a {critic} trunk" if critic else "without a critic"
+
 
 PREFIX = "critic."
 """What the names of the critic's parameters begin with in a training state."""

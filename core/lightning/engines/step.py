@@ -1,4 +1,5 @@
-"""What a loss of a whole step wants to know before the gradient pass: current and reference logprobs, and its own numbers.
+"""What every engine does around a step: what a loss of a whole step wants to know before the gradient pass, the warm-up, and
+what a step reports.
 
 The invariant: `prepare` is called once for a step and sees every trained token of it, in the order of the rows and of the
 tokens in each, whatever computes them and however often memory ran out.
@@ -6,21 +7,58 @@ tokens in each, whatever computes them and however often memory ran out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.sample import Sample, Span
-from lightning.engines.nonfinite import NonFiniteError
-from lightning.engines.rows import name
-from lightning.engines.tokens import Numbers, Tokens
+from lightning.engines.failures import NonFiniteError
+from lightning.engines.microbatch import Tally
+from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.rows import Numbers, Tokens, name
 from lightning.errors import DataError, EngineError
-from lightning.losses.protocol import StepLoss, StepTokens
+from lightning.losses.protocol import Loss, StepLoss, StepTokens, needs_reference
 
 
-def prepared_by(
+def is_prepared(loss: Loss) -> bool:
+    """Whether a loss wants to know something of a step's tokens before the gradient pass."""
+    return isinstance(loss, StepLoss) or needs_reference(loss)
+
+
+def prepared(
+    loss: Loss,
+    samples: Sequence[Sample],
+    tokens: Tokens,
+    current: Callable[[], Numbers],
+    reference: Callable[[], Numbers],
+) -> list[Sample]:
+    """The rows with what the loss wants to know of their trained tokens (N,), which are in the order of the rows; `current` and
+    `reference` read these tokens' logprobs, where they are wanted."""
+    first = reference() if needs_reference(loss) else None
+    numbers: Numbers | None = None
+    if isinstance(loss, StepLoss) and len(tokens):
+        numbers = _numbers_of(loss, samples, tokens, current(), first)
+    return _with_numbers(samples, tokens, first, numbers)
+
+
+def warm_up(config: OptimizerConfig, steps: int) -> float:
+    """What share of the full rate a step has, after so many others."""
+    return min(1.0, (steps + 1) / max(1, config.warmup_steps))
+
+
+def taken(tally: Tally, norms: dict[str, float], lr: float) -> StepResult:
+    """What a step reports that was taken at this rate, on a gradient of these norms."""
+    return StepResult({**tally.metrics(), **norms, "lr": lr, "stepped": 1.0}, tally.seen)
+
+
+def not_taken(tally: Tally) -> StepResult:
+    """What one reports whose rows have no weight at all."""
+    return StepResult({**tally.metrics(), "grad_norm": 0.0, "lr": 0.0, "stepped": 0.0}, {})
+
+
+def _numbers_of(
     loss: StepLoss, samples: Sequence[Sample], tokens: Tokens, logprobs: Numbers, reference: Numbers | None
 ) -> Numbers:
     """What a loss says of each trained token (N,), in the order of the rows; `tokens`, `logprobs` and `reference` are so.
@@ -55,7 +93,7 @@ def prepared_by(
     return found.astype(logprobs.dtype, copy=False)
 
 
-def with_numbers(
+def _with_numbers(
     samples: Sequence[Sample], tokens: Tokens, reference: Numbers | None, prepared: Numbers | None
 ) -> list[Sample]:
     """The rows with what is known of their trained tokens (N,), in the order of the rows; NaN stands for all others."""
