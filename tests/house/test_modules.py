@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -76,3 +77,10 @@ def test_no_file_only_forwards() -> None:
         if name not in packages and tree.body and all(isinstance(node, silent) for node in tree.body)
     ]
     assert [name for name in found if "." in name] == []
+
+
+def test_tests_of_the_core_import_no_plugin() -> None:
+    """Nor in the scripts that they run: the core is tested alone, and a plugin where it lives."""
+    ours = re.compile(r"^\s*(?:from|import) lightning_\w+", re.MULTILINE)
+    files = (ROOT / "tests" / "core").rglob("*.py")
+    assert [str(file.relative_to(ROOT)) for file in files if ours.search(file.read_text())] == []

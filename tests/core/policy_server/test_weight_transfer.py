@@ -18,16 +18,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from aiohttp import web
-from lightning.config import Config, with_settings
 from lightning.config.sections import PolicyServerConfig
-from lightning.errors import ConfigError, EngineError, PolicyServerError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
 from lightning.policy_server.weight_transfer import gloo
 from lightning.policy_server.weight_transfer.gloo import Door, Group, Spec, join
 from lightning.policy_server.weight_transfer.layout import Meeting
 from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.policy_server.worker import WorkerExtension
-from lightning_verl.sender import FirstWorker
 from safetensors.torch import load_file
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
@@ -432,28 +430,6 @@ async def test_nccl_without_cuda_is_refused_at_the_start(fake: Any, model: Path,
     with pytest.raises(ConfigError, match="needs a CUDA device for vLLM"):
         await owned.start()
     assert not (tmp_path / "log").exists()
-
-
-def test_the_verl_engines_sender_is_its_first_worker(tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def call(method: str, *arguments: object) -> tuple[Any, str]:
-        asked.append((method, *arguments))
-        if method == "join":
-            raise EngineError("resume the run")
-        return "word", "the disk is full" if method == "send" else ""
-
-    config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": 0}).engine
-    sender = FirstWorker(call, threading.Lock(), config)
-    sender.check("gloo")
-    with pytest.raises(ConfigError, match="needs a CUDA device for verl's workers"):
-        sender.check("nccl")
-    assert sender.group() == "word"
-    with pytest.raises(PolicyServerError, match="verl's first worker: the disk is full"):
-        sender.send([tmp_path / "file"])
-    with pytest.raises(PolicyServerError, match="verl's workers, which send the weights, are gone: resume the run"):
-        sender.join("word")
-    assert asked == [("group",), ("send", [tmp_path / "file"]), ("join", "word")]
 
 
 def test_a_sender_that_was_started_again_says_so(tmp_path: Path) -> None:
