@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.errors import DataError
 
 
@@ -95,7 +95,7 @@ def check(sample: Sample, vocab_size: int) -> None:
         raise DataError(f"the training row of {name(sample)} cannot be trained on: {problem}")
 
 
-def _can_be_valued(span: Span) -> bool:
+def _can_be_valued(span: TokenSpan) -> bool:
     return span.value_weight == 0.0 or bool(np.isfinite((span.value_weight, span.value_target)).all())
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from lightning.batch.sample import FloatArray, IntArray, Span
+    from lightning.batch.sample import FloatArray, IntArray, TokenSpan
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -66,7 +66,7 @@ class StepTokens:
     reference: npt.NDArray[np.floating] | None
     calls: npt.NDArray[np.int64]
     """Which of `spans` each token belongs to."""
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)

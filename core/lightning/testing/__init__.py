@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from lightning.testing.bifurcation import bifurcation_tasks
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
-    from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome
+    from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
 
 __all__ = [
     "Action",
+    "ActionOutcome",
     "AdapterContract",
     "ChatServer",
     "CreditScore",
@@ -29,7 +30,6 @@ __all__ = [
     "DecisionTask",
     "FakeVLLM",
     "NetworkHeldError",
-    "Outcome",
     "Reply",
     "ToolCall",
     "bifurcation_tasks",
@@ -47,7 +47,7 @@ _HOME = {
     "DecisionTask": "decisions",
     "FakeVLLM": "fake_vllm",
     "NetworkHeldError": "network",
-    "Outcome": "decisions",
+    "ActionOutcome": "decisions",
     "Reply": "fake_vllm",
     "ToolCall": "fake_vllm",
     "bifurcation_tasks": "bifurcation",

@@ -22,7 +22,7 @@ from lightning.config.sections import PolicyServerConfig
 from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
 from lightning.policy_server.weight_transfer import gloo
-from lightning.policy_server.weight_transfer.gloo import Door, Group, Spec, join
+from lightning.policy_server.weight_transfer.gloo import Door, GlooGroup, Spec, join
 from lightning.policy_server.weight_transfer.layout import Meeting
 from lightning.policy_server.weight_transfer.sender import LocalSender
 from lightning.policy_server.worker import WorkerExtension
@@ -468,8 +468,8 @@ def test_two_receivers_get_the_same_bytes_however_they_are_cut(monkeypatch: pyte
 
 
 @pytest.fixture
-def pair() -> tuple[Group, Group]:
-    door, joined = Door("127.0.0.1", 2, 0.3), list[Group]()
+def pair() -> tuple[GlooGroup, GlooGroup]:
+    door, joined = Door("127.0.0.1", 2, 0.3), list[GlooGroup]()
     thread = threading.Thread(target=lambda: joined.append(join(door.meeting, 1)))
     thread.start()
     sender = door.enter()
@@ -477,7 +477,7 @@ def pair() -> tuple[Group, Group]:
     return sender, joined[0]
 
 
-def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[Group, Group]) -> None:
+def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[GlooGroup, GlooGroup]) -> None:
     sender, receiver = pair
     with pytest.raises(PolicyServerError, match=r"the connection broke: .*Timed out waiting 300ms"):
         list(receiver.receive(SPECS))

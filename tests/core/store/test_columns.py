@@ -99,7 +99,7 @@ def run_script() -> Callable[[str, Path], str]:
     return run
 
 
-def test_a_new_field_of_a_rollout_reaches_the_database_and_the_wire(
+def test_a_new_field_of_a_rollout_reaches_database_and_wire(
     tmp_path: Path, run_script: Callable[[str, Path], str]
 ) -> None:
     assert run_script(ADDED, tmp_path / "store.db") == "kept\n"

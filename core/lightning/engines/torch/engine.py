@@ -44,7 +44,7 @@ from lightning.engines.torch.row_layout import Linear
 from lightning.engines.torch.state import Progress, load_state, save_state
 from lightning.engines.torch.tree import why_no_tree
 from lightning.engines.torch.tree_layout import Forest
-from lightning.engines.value_head import Critic
+from lightning.engines.value_head import ValueHead
 from lightning.errors import EngineError
 from lightning.losses.protocol import Loss, StepLoss, needs_reference
 from lightning.policy_server.weight_transfer.sender import LocalSender
@@ -79,7 +79,7 @@ class TorchEngine:
         self._trunk: Trunk = critic_trunk
         self._lm: CausalLM | None = None
         self._reference: Reference | None = None
-        self._critic: Critic | None = None
+        self._critic: ValueHead | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -106,7 +106,7 @@ class TorchEngine:
                 gradient_checkpointing=self._gradient_checkpointing,
             )
         self._reference = Reference(self._lm, lora=self._lora is not None)
-        self._critic = Critic(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
+        self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)
         self._config, self._steps, self._no_tree = optimizer, 0, None
@@ -368,7 +368,7 @@ def _largest(samples: Sequence[Sample]) -> str:
 
 
 def _adamw(
-    parameters: dict[str, nn.Parameter], critic: Critic | None, config: OptimizerConfig
+    parameters: dict[str, nn.Parameter], critic: ValueHead | None, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not. `full_lr` is a group's rate when the
     warm-up is over."""

@@ -21,7 +21,7 @@ from lightning.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """What is computed at one time: hidden states, and the entries that are read from them."""
 
     hidden: torch.Tensor
@@ -38,7 +38,7 @@ class Part:
     """The rows, for messages."""
 
 
-Visit = Callable[[Part], torch.Tensor | None]
+Visit = Callable[[LayoutPart], torch.Tensor | None]
 """What is done with a part; the loss that it returns is differentiated at once."""
 
 

@@ -15,7 +15,7 @@ import torch
 from lightning.batch.sample import Sample
 from lightning.engines.rows import name, plan
 from lightning.engines.tokens import Ints, States, Tokens, trained_tokens
-from lightning.engines.torch.layout import Part, Visit, failing
+from lightning.engines.torch.layout import LayoutPart, Visit, failing
 from lightning.engines.torch.model import CausalLM
 
 
@@ -67,11 +67,11 @@ class Linear:
             ids[place, : self.lengths[row]] = self.samples[row].ids[: self.lengths[row]]
         return ids
 
-    def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> Part:
+    def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> LayoutPart:
         width = hidden.shape[1]
         tokens, before = _entries(self.tokens, rows, width)
         states, at = _entries(self.states, rows, width)
-        return Part(hidden.flatten(0, 1), tokens, before - 1, states, at, what)
+        return LayoutPart(hidden.flatten(0, 1), tokens, before - 1, states, at, what)
 
 
 def _entries(entries: Tokens | States, rows: Sequence[int], width: int) -> tuple[Ints, Ints]:

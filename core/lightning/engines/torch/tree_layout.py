@@ -16,7 +16,7 @@ from lightning.batch.radix import Node, PrefixTree, build_tree
 from lightning.batch.sample import Sample
 from lightning.engines.rows import name
 from lightning.engines.tokens import Entries, Ints, States, Tokens, reordered, trained_tokens
-from lightning.engines.torch.layout import Part, Visit, failing
+from lightning.engines.torch.layout import LayoutPart, Visit, failing
 from lightning.engines.torch.model import CausalLM
 from lightning.engines.torch.tree import TreeWalk
 
@@ -82,7 +82,7 @@ class Forest:
             states, at = _entries(self.state_places, runs)
             if not len(tokens) and not len(states):
                 return None
-            return visit(Part(hidden, tokens, before, states, at, what))
+            return visit(LayoutPart(hidden, tokens, before, states, at, what))
 
         with failing("pass over the tree", what):
             return TreeWalk(lm, self.tree, self._needed(), min(budget, _affordable(lm)), visit_runs).run()

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]  # its stubs
 
 from lightning.errors import PolicyServerError
-from lightning.policy_server.weight_transfer.layout import Entry, Meeting, tensors
+from lightning.policy_server.weight_transfer.layout import Meeting, TensorEntry, tensors
 
 PIECE_BYTES = 64 * 2**20
 """Tensors travel together in pieces of about this size; a larger one is a piece of its own."""
@@ -99,9 +99,9 @@ class Door:
             )
         self.meeting = Meeting(address, port, world, seconds)
 
-    def enter(self) -> Group:
+    def enter(self) -> GlooGroup:
         """Wait until all receivers have come."""
-        return Group(self._store, self.meeting, 0, self.meeting.address)
+        return GlooGroup(self._store, self.meeting, 0, self.meeting.address)
 
     def close(self) -> None:
         """Nobody can come any more. Receivers may find one another here after the sender has entered: wait for them first."""
@@ -113,14 +113,14 @@ class GlooLink:
 
     def __init__(self, towards: str, world: int, seconds: float) -> None:
         self._door = Door(address_towards(towards), world, seconds)
-        self._group: Group | None = None
+        self._group: GlooGroup | None = None
         self.meeting = self._door.meeting
 
     def join(self) -> None:
         """See `Link.join`."""
         self._group = self._door.enter()
 
-    def send(self, found: Sequence[Entry]) -> None:
+    def send(self, found: Sequence[TensorEntry]) -> None:
         """See `Link.send`."""
         if self._group is None:
             raise PolicyServerError("nobody has joined the sender yet")
@@ -135,7 +135,7 @@ class GlooLink:
             self._group.leave()
 
 
-def join(meeting: Meeting, rank: int) -> Group:
+def join(meeting: Meeting, rank: int) -> GlooGroup:
     """A receiver's way in. Raises `PolicyServerError` when the sender or another receiver does not come."""
     try:
         patience = timedelta(seconds=JOIN_SECONDS)
@@ -144,10 +144,10 @@ def join(meeting: Meeting, rank: int) -> Group:
         raise PolicyServerError(
             f"the sender's {meeting.address}:{meeting.port} cannot be reached from vLLM's machine: {error}"
         ) from error
-    return Group(store, meeting, rank, address_towards(meeting.address))
+    return GlooGroup(store, meeting, rank, address_towards(meeting.address))
 
 
-class Group:
+class GlooGroup:
     """One process's end of a group. Raises `PolicyServerError`."""
 
     def __init__(self, store: Store, meeting: Meeting, rank: int, address: str) -> None:

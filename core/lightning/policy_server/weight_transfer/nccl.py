@@ -22,7 +22,7 @@ import torch
 
 from lightning.errors import MissingExtraError, PolicyServerError
 from lightning.policy_server.weight_transfer.gloo import address_towards
-from lightning.policy_server.weight_transfer.layout import PACKED_BUFFERS, PACKED_BYTES, Entry, Meeting, tensors
+from lightning.policy_server.weight_transfer.layout import PACKED_BUFFERS, PACKED_BYTES, Meeting, TensorEntry, tensors
 
 
 class NcclLink:
@@ -52,7 +52,7 @@ class NcclLink:
         with torch.cuda.device(self._device):
             self._engine = WeightTransferTrainerFactory.trainer_init(told, client=_Elsewhere(), source=self._source)
 
-    def send(self, found: Sequence[Entry]) -> None:
+    def send(self, found: Sequence[TensorEntry]) -> None:
         """NCCL waits for ever for a peer that is gone: so another thread does the waiting, and is freed after a while."""
         engine, problems = self._engine, list[BaseException]()
         if engine is None:
@@ -115,7 +115,7 @@ class _Source:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.found: Sequence[Entry] = ()
+        self.found: Sequence[TensorEntry] = ()
 
     def metadata(self) -> list[_Meta]:
         return [_Meta(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in self.found]
