@@ -1,5 +1,5 @@
-"""For tests of agents and plugins: the adapters' conformance kit, a scripted vLLM, a chat server, tiny models, and small
-decision tasks that score credit functions.
+"""For tests of agents and plugins: the adapters' conformance kit, a check of what a plugin imports, a scripted vLLM, a chat
+server, tiny models, and small decision tasks that score credit functions.
 
 Everything is imported when it is first used: only `AdapterContract` needs pytest, and only the tiny models need torch.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
+    from lightning.testing.public_imports import check_imports
 
 __all__ = [
     "Action",
@@ -33,6 +34,7 @@ __all__ = [
     "Reply",
     "ToolCall",
     "bifurcation_tasks",
+    "check_imports",
     "hold_network",
     "score_credit",
     "score_credits",
@@ -51,6 +53,7 @@ _HOME = {
     "Reply": "fake_vllm",
     "ToolCall": "fake_vllm",
     "bifurcation_tasks": "bifurcation",
+    "check_imports": "public_imports",
     "hold_network": "network",
     "score_credit": "credit_score",
     "score_credits": "credit_score",

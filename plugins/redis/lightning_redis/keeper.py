@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import queries
-from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
+from lightning.maintenance import DatabaseStatus, Weight, count_tokens, queries
 from lightning.store.url import redacted
 from lightning.types import Status
 from redis.exceptions import RedisError

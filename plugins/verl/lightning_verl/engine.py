@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-from lightning.batch.sample import FloatArray, Sample
+from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critics import Trunk, no_critic, refuse_targets
 from lightning.engines.files import recover, whole_folder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.batch.sample import Sample
+from lightning.batch import Sample
 from lightning.engines.batches import Seen, state_loss, token_batch
 from lightning.engines.rows import name
 from lightning.engines.step_metrics import Tally

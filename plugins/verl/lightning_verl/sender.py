@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.addresses import is_loopback
-from lightning.config.sections import EngineConfig
+from lightning.config import EngineConfig
 from lightning.errors import LightningError, PolicyServerError
 from lightning.policy_server.weight_transfer.layout import Meeting
 from lightning.policy_server.weight_transfer.sender import no_cuda
