@@ -236,8 +236,7 @@ class Plugins:
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        info = self._infos[name] = replace(self._infos[name], state="broken", error=message)
-        logger.warning("the plugin %s is broken: %s", info, message)
+        self._infos[name] = self._infos[name].broken(message)
 
     def _register_all(self, kind: Kind) -> None:
         """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""
