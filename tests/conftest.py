@@ -152,11 +152,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         modules: Mapping[str, str] | None = None,
         *,
         version: str = "1.0",
+        requires: str = "",
     ) -> Path:
         folder = tmp_path / "site" / name
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        needs = f"Requires-Dist: {requires}\n" if requires else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
         lines = [f"{key} = {value}" for key, value in (entry_points or {}).items()]
         (info / "entry_points.txt").write_text("\n".join(["[lightning]", *lines, ""]))
         for module, source in (modules or {}).items():

@@ -12,6 +12,8 @@ from lightning_examples.recipe.chatml import Conversation, build_tokenizer, rend
 from lightning_examples.word_problems import tasks
 from transformers import PreTrainedTokenizerFast
 
+from tests.core.cli.conftest import lightning  # noqa: F401 — a fixture
+
 
 @pytest.fixture(scope="session")
 def conversations() -> list[Conversation]:

@@ -21,6 +21,7 @@ from lightning.server.api import PREFIX, ROUTES, description
 from lightning.server.api.openapi import scopes_of
 from lightning.server.api.table import parameters
 from lightning.store import json_codec
+from lightning.testing.public_imports import PUBLIC
 
 from tests.house.size import rooms
 
@@ -147,6 +148,11 @@ def module_lines() -> Iterator[str]:
         yield ""
 
 
+def public_modules() -> Iterator[str]:
+    yield "| for | modules |\n|---|---|"
+    yield from (f"| {group} | {' '.join(f'`{module}`' for module in found)} |" for group, found in PUBLIC.items())
+
+
 SECTIONS = {
     "modules.md": module_lines,
     "api.md": names,
@@ -155,6 +161,7 @@ SECTIONS = {
     "cli.md": commands,
     "errors.md": error_list,
     "server-api.md": server_routes,
+    "writing-a-plugin.md": public_modules,
 }
 
 

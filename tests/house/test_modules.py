@@ -1,8 +1,9 @@
-"""How the files of the code hang together: none only forwards, and none is imported by what it imports."""
+"""How the files of the code hang together: none only forwards, none is imported by what it imports, each class has one name."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -76,3 +77,21 @@ def test_no_file_only_forwards() -> None:
         if name not in packages and tree.body and all(isinstance(node, silent) for node in tree.body)
     ]
     assert [name for name in found if "." in name] == []
+
+
+def test_tests_of_the_core_import_no_plugin() -> None:
+    """Nor in the scripts that they run: the core is tested alone, and a plugin where it lives."""
+    ours = re.compile(r"^\s*(?:from|import) lightning_\w+", re.MULTILINE)
+    files = (ROOT / "tests" / "core").rglob("*.py")
+    assert [str(file.relative_to(ROOT)) for file in files if ours.search(file.read_text())] == []
+
+
+def test_a_class_of_the_core_has_a_name_of_its_own() -> None:
+    """Private ones too: whoever searches for a name finds one thing."""
+    places: dict[str, list[str]] = {}
+    for name, tree in MODULES.items():
+        if name.partition(".")[0] == "lightning":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

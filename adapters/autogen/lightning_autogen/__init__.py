@@ -14,7 +14,7 @@ try:
     import opentelemetry.sdk.trace  # noqa: F401 — AutoGen itself only brings the API
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
-from lightning.instrument.tracer_provider import Watch
+from lightning.instrument.tracer_provider import ProviderWatch
 
 from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers
 from lightning_autogen.results import results
@@ -28,7 +28,7 @@ SUPPORTED = {
 }
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
-_watch = Watch(Installed)
+_watch = ProviderWatch(Installed)
 
 
 @lightning.hookimpl

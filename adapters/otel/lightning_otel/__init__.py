@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import lightning
 from lightning.instrument import check_supported
-from lightning.instrument.tracer_provider import Watch
+from lightning.instrument.tracer_provider import ProviderWatch
 
 from lightning_otel.spans import caller_here, receivers
 
@@ -33,7 +33,7 @@ def _installed() -> SpanProcessor:
     return Installed()
 
 
-_watch = Watch(_installed)
+_watch = ProviderWatch(_installed)
 
 
 @lightning.hookimpl

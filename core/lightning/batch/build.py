@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from lightning.batch.digest import sampler_logprobs
 from lightning.batch.flaws import find_flaw, is_trained
-from lightning.batch.sample import IntArray, Sample, Span
+from lightning.batch.sample import IntArray, Sample, TokenSpan
 from lightning.batch.trajectory import Trajectory
 from lightning.errors import ConfigError, DataError
 from lightning.types import Transition
@@ -146,7 +146,7 @@ class _Row:
             for run in source.versions:
                 versions[start + run.start : stop] = run.version
             key = (source.rollout, source.attempt, source.seq)
-            spans.append(Span(*key, start, stop, call.value_target, call.value_weight))
+            spans.append(TokenSpan(*key, start, stop, call.value_target, call.value_weight))
         return Sample(self.ids(), weights, advantages, logprobs, versions, tuple(spans), self.longest.temperature)
 
 

@@ -13,7 +13,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Where one transition's response lies inside a sample: tokens `[start, stop)` of `ids` are its action.
 
     With a critic, `value_target` is what the value of its state (the prompt: the hidden state at `start - 1`) should have
@@ -45,7 +45,7 @@ class Sample:
     advantages: FloatArray
     logprobs: FloatArray
     versions: IntArray
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     temperature: float = 1.0
     reference: npt.NDArray[np.floating] | None = None
     prepared: npt.NDArray[np.floating] | None = None

@@ -18,10 +18,10 @@ import typer
 
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import Status, check_schema, keeper_of, look
-from lightning.maintenance.export import TABLES, Scope, chosen_runs, read_table
+from lightning.maintenance import DatabaseStatus, check_schema, keeper_of, look
+from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning.maintenance.files import Format, write_lines, write_table
-from lightning.maintenance.prune import Choice, RunPlan, carry_out, plan
+from lightning.maintenance.prune import PruneRequest, RunPlan, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
@@ -139,7 +139,7 @@ def prune(
     """
     if whole and not run and not older_than:
         raise ConfigError("--whole removes runs: say which with --run or --older-than")
-    choice = Choice(tuple(run or ()), seconds_of(older_than) if older_than else None, whole, trained, unfinished)
+    choice = PruneRequest(tuple(run or ()), seconds_of(older_than) if older_than else None, whole, trained, unfinished)
     plans = asyncio.run(_prune(existing_store(place), choice, apply=apply))
     if as_json:
         print_json({"applied": apply, "runs": plans})
@@ -173,12 +173,12 @@ def export(
             raise ConfigError(f"{name!r} is no table of an export: choose of {', '.join(TABLES)}")
     if out == "-" and (len(tables) != 1 or kind is not Format.JSONL):
         raise ConfigError("standard output takes one table as JSON lines: give one --table, or a folder")
-    scope = Scope(tuple(run or ()), split, attempts)
+    scope = ExportScope(tuple(run or ()), split, attempts)
     for name, count, file in asyncio.run(_export(existing_store(place), out, tables, kind, scope)):
         say(f"{name}: {count} rows, {escape(str(file))}")
 
 
-async def _status(url: str) -> Status:
+async def _status(url: str) -> DatabaseStatus:
     if parse(url).scheme not in ASKED:
         return await keeper_of(url).status()
     store = plugins().store(url)
@@ -195,7 +195,7 @@ async def _open_and_close(url: str) -> None:
     await store.close()
 
 
-async def _prune(url: str, choice: Choice, *, apply: bool) -> list[RunPlan]:
+async def _prune(url: str, choice: PruneRequest, *, apply: bool) -> list[RunPlan]:
     keeper, store = keeper_of(url), plugins().store(url)
     await check_schema(url)
     await store.open()
@@ -210,7 +210,9 @@ async def _prune(url: str, choice: Choice, *, apply: bool) -> list[RunPlan]:
     return plans
 
 
-async def _export(url: str, out: str, tables: Sequence[str], kind: Format, scope: Scope) -> list[tuple[str, int, Path]]:
+async def _export(
+    url: str, out: str, tables: Sequence[str], kind: Format, scope: ExportScope
+) -> list[tuple[str, int, Path]]:
     store: Store = plugins().store(url)
     await check_schema(url)
     await store.open()
@@ -239,7 +241,7 @@ def seconds_of(age: str) -> float:
     return float(match.group(1)) * UNITS[match.group(2)]
 
 
-def _lines(found: Status, place: str) -> list[tuple[str, str]]:
+def _lines(found: DatabaseStatus, place: str) -> list[tuple[str, str]]:
     older = found.schema is not None and found.newest_schema is not None and found.schema < found.newest_schema
     schema = f"{found.schema}" + (
         f" (this release: {found.newest_schema}; `lightning db upgrade {redacted(place)}`)" if older else ""

@@ -25,7 +25,7 @@ from lightning.config import Config
 from lightning.engines.plugin import torch_engine
 from lightning.errors import LightningError, PluginError
 from lightning.gateway.shown_tools import CURE_OF_TEMPLATE
-from lightning.plugins import plugins
+from lightning.plugins import OWN, plugins
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}
 
@@ -190,9 +190,8 @@ def _plugins() -> Iterator[Check]:
     yield Check("plugins", "ok", ", ".join(good))
     for info in known:
         if info.state == "broken":
-            own = info.distribution == "lightning"
-            cure = "reinstall lightning" if own else f"pip install --upgrade {info.distribution}, or pip uninstall it"
-            yield Check(f"plugin {info.name}", "broken", info.error, cure, needed=own)
+            needed = info.distribution == OWN
+            yield Check(f"plugin {info.name}", "broken", info.error, info.cure, needed=needed)
     try:
         plugins().demo("tiny")
     except PluginError as error:

@@ -22,7 +22,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError
 from lightning.store.protocol import LATEST, Alias, ResourceUse, Store
-from lightning.store.resource_ref import Reference, existing_store, find, parse_reference
+from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference
 from lightning.store.url import redacted
 from lightning.trainer.checkpoints import weights_content
 from lightning.types import Json, Resource, ResourceKind
@@ -236,7 +236,7 @@ async def _list(url: str, store: Store) -> list[Listed]:
     ]
 
 
-def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, Reference]:
+def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, ResourceReference]:
     """The store that has a resource, and which it is. Raises `ConfigError` when no store has it, or more than one, and what
     opening one raises where something is to be changed: the store that cannot be read may be the one that is meant."""
     reference = parse_reference(text)

@@ -9,6 +9,6 @@ The invariant: importing this package connects to nothing and starts nothing.
 
 from __future__ import annotations
 
-from lightning.client.client import Client, Tally
+from lightning.client.client import AttemptCounts, Client
 
-__all__ = ["Client", "Tally"]
+__all__ = ["AttemptCounts", "Client"]

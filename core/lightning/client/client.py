@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
-from lightning.client.delivery import ServerDelivery, Tally
+from lightning.client.delivery import AttemptCounts, ServerDelivery
 from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
@@ -36,7 +36,7 @@ PATIENCE = 5.0
 """Seconds a single request asks again; the client itself goes on asking without end."""
 STARTING_PAUSE = 2.0
 
-__all__ = ["Client", "Tally"]
+__all__ = ["AttemptCounts", "Client"]
 
 
 class Client:
@@ -81,7 +81,7 @@ class Client:
             )
         self._given = (tuple(runs), rollouts, idle)
 
-    def run(self) -> Tally:
+    def run(self) -> AttemptCounts:
         """Work until there is a reason to end: `rollouts` or `idle`, SIGTERM, or Ctrl-C; return what was done.
 
         SIGTERM and Ctrl-C drain: nothing more is leased, agents get `runner.drain` seconds, then their leases are given back. A
@@ -91,7 +91,7 @@ class Client:
         """
         return asyncio_utils.run(self._until_told(), instead="`await client.work()` in place of client.run()")
 
-    async def work(self, stop: asyncio.Event | None = None) -> Tally:
+    async def work(self, stop: asyncio.Event | None = None) -> AttemptCounts:
         """`run` on the loop that there is; set `stop` to drain. Cancelling ends the agents and gives the leases back."""
         runs, rollouts, idle = self._given
         servers = Servers()
@@ -100,7 +100,7 @@ class Client:
         try:
             await self._runner.start()
             if not await self._open(stop):
-                return Tally()
+                return AttemptCounts()
             presence, ttl = Presence(), self.config.runner.lease_ttl
             delivery = ServerDelivery(
                 self._store,
@@ -136,6 +136,6 @@ class Client:
                 return True
         return False
 
-    async def _until_told(self) -> Tally:
+    async def _until_told(self) -> AttemptCounts:
         stop = asyncio.Event()
         return await until_told(self.work(stop), signal.SIGTERM, signal.SIGINT, gently=stop)

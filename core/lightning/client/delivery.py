@@ -23,7 +23,7 @@ from lightning.gateway.auth.api_keys import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError
-from lightning.store.protocol import Watch
+from lightning.store.protocol import RunWatch
 from lightning.types import LLM, Fault, Lease, Outcome, Rollout, Status
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ WORK = "leases and outcomes"
 
 
 @dataclass(slots=True)
-class Tally:
+class AttemptCounts:
     """What a client has done: attempts it leased, and how they ended (`lost`: they were given to others meanwhile, or
     no server took their outcome)."""
 
@@ -64,13 +64,13 @@ class ServerDelivery:
     idle: float | None = None
     presence: Presence = field(default_factory=Presence)
     timeout: float = 0.0
-    tally: Tally = field(default_factory=Tally)
+    tally: AttemptCounts = field(default_factory=AttemptCounts)
     _used: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)  # the server of an attempt, its process
     _busy_at: float = field(default_factory=time.monotonic)
     _told_of_keys: bool = False
     _asked: bool = False  # from then on there may be leases, also such as this client has not heard of
 
-    def watch(self) -> AbstractAsyncContextManager[Watch]:
+    def watch(self) -> AbstractAsyncContextManager[RunWatch]:
         """See `Delivery.watch`."""
         return self.runs.watching()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.config.fields import Setting, settings
 from lightning.config.limits import LimitsConfig
 from lightning.config.load import load_config, with_settings
-from lightning.config.optimizer_model import OptimizerModelConfig
+from lightning.config.optimizer_model import OptimizerModelConfig, check_endpoint
 from lightning.config.runners import KubernetesConfig, RayConfig
 from lightning.config.section import Section
 from lightning.config.sections import (
@@ -18,6 +18,7 @@ from lightning.config.sections import (
     ServerConfig,
     TrainerConfig,
 )
+from lightning.config.verl import VerlConfig
 
 __all__ = [
     "Config",
@@ -34,6 +35,8 @@ __all__ = [
     "ServerConfig",
     "Setting",
     "TrainerConfig",
+    "VerlConfig",
+    "check_endpoint",
     "load_config",
     "settings",
     "with_settings",

@@ -70,7 +70,7 @@ PREFIX = "critic."
 """What the names of the critic's parameters begin with in a training state."""
 
 
-class Critic:
+class ValueHead:
     """A value head for a model that computes in `dtype`, on a device: in float32, or in float64 where the model is."""
 
     def __init__(

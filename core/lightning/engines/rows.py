@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.errors import DataError
 
 
@@ -93,7 +93,7 @@ def check(sample: Sample, vocab_size: int) -> None:
         raise DataError(f"the training row of {name(sample)} cannot be trained on: {problem}")
 
 
-def _can_be_valued(span: Span) -> bool:
+def _can_be_valued(span: TokenSpan) -> bool:
     return span.value_weight == 0.0 or bool(np.isfinite((span.value_weight, span.value_target)).all())
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.failures import NonFiniteError
 from lightning.engines.microbatch import Tally
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -113,11 +113,11 @@ def _with_numbers(
     ]
 
 
-def _calls_of(samples: Sequence[Sample], tokens: Tokens) -> tuple[npt.NDArray[np.int64], tuple[Span, ...]]:
+def _calls_of(samples: Sequence[Sample], tokens: Tokens) -> tuple[npt.NDArray[np.int64], tuple[TokenSpan, ...]]:
     """For each token which of the rows' spans it lies in, and these."""
     starts = np.searchsorted(tokens.rows, np.arange(len(samples) + 1)).tolist()
     calls = np.full(len(tokens), -1, np.int64)
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     for row, sample in enumerate(samples):
         own = slice(starts[row], starts[row + 1])
         for span in sample.spans:

@@ -25,7 +25,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
-from lightning.instrument.reroute import Request, host_of, reroute
+from lightning.instrument.reroute import HttpxRequest, host_of, reroute
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
@@ -39,7 +39,7 @@ UNNAMED = "agent"
 """What the gateway calls an agent that nobody named."""
 
 
-class Reply(Protocol):
+class HttpxResponse(Protocol):
     """What httpx's and httpx2's responses have in common."""
 
     status_code: int
@@ -77,7 +77,7 @@ _Sent: TypeAlias = tuple[Session, str]
 """The rollout that a call is made in, and the agent that makes it."""
 
 
-def _mark(request: Request) -> _Sent | None:
+def _mark(request: HttpxRequest) -> _Sent | None:
     """Write on a request whose it is; None unless it is a call of a rollout's that is known here."""
     try:
         reroute(request, _tap.hosts)
@@ -96,12 +96,12 @@ def _mark(request: Request) -> _Sent | None:
     return session, caller.agent if caller is not None else UNNAMED
 
 
-def _key(request: Request) -> str:
+def _key(request: HttpxRequest) -> str:
     """By which the gateway tells whose call it is, when the context does not say so."""
     return request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
 
 
-def _answered(sent: _Sent, reply: Reply) -> None:
+def _answered(sent: _Sent, reply: HttpxResponse) -> None:
     """Keep which call was answered, or has begun to be, if it is a stream."""
     try:
         response_id = reply.headers.get(ID_HEADER)
@@ -159,22 +159,22 @@ class _Tap:
 
 
 def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
-    def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
+    def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
         sent = _mark(request)
         reply = original(self, request, *args, **kwargs)
         if sent is not None:
-            _answered(sent, cast("Reply", reply))
+            _answered(sent, cast("HttpxResponse", reply))
         return reply
 
     return send
 
 
 def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
-    async def send(self: object, request: Request, *args: object, **kwargs: object) -> object:
+    async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
         sent = _mark(request)
         reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
         if sent is not None:
-            _answered(sent, cast("Reply", reply))
+            _answered(sent, cast("HttpxResponse", reply))
         return reply
 
     return send

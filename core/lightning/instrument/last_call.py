@@ -26,7 +26,7 @@ NOBODY = 0
 """No thread and no task."""
 
 
-class Call(NamedTuple):
+class AnsweredCall(NamedTuple):
     """An answered call; its number says how many of the rollout had been answered by then."""
 
     number: int
@@ -41,7 +41,7 @@ class Flow:
     ident: int
     around: Flow | None = None
     depth: int = 0
-    last: dict[str, Call] = field(default_factory=dict)
+    last: dict[str, AnsweredCall] = field(default_factory=dict)
 
     def outwards(self) -> Iterator[Flow]:
         """This flow, the one that started it, and so on."""
@@ -96,7 +96,7 @@ class Trail:
             self._answered += 1
             for flow in self.open().outwards():
                 flow.last.pop(agent, None)
-                flow.last[agent] = Call(self._answered, response_id)
+                flow.last[agent] = AnsweredCall(self._answered, response_id)
                 if len(flow.last) > MOST_AGENTS:
                     del flow.last[next(iter(flow.last))]
 
@@ -119,7 +119,7 @@ class Trail:
             return found.response_id
 
 
-def _latest(calls: dict[str, Call]) -> Call | None:
+def _latest(calls: dict[str, AnsweredCall]) -> AnsweredCall | None:
     return next(reversed(calls.values()), None)
 
 

@@ -18,7 +18,7 @@ PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
 VERSION = "/v1/"
 
 
-class Request(Protocol):
+class HttpxRequest(Protocol):
     """What httpx's and httpx2's requests have in common."""
 
     url: Url
@@ -33,7 +33,7 @@ def host_of(name: str) -> str:
     return urlsplit(name if "//" in name else f"//{name}").hostname or name
 
 
-def reroute(request: Request, hosts: Sequence[str]) -> bool:
+def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     """Send a request for one of `hosts` to the rollout's gateway, with its key; return whether it was one."""
     url = str(request.url)
     host = urlsplit(url).hostname or ""
@@ -67,7 +67,7 @@ def reroute(request: Request, hosts: Sequence[str]) -> bool:
     return True
 
 
-def _redirect(request: Request, session: Session, rest: str) -> None:
+def _redirect(request: HttpxRequest, session: Session, rest: str) -> None:
     target = f"{session.llm.base_url.rstrip('/')}/{rest}"
     request.url = type(request.url)(target)
     request.headers["host"] = request.url.netloc.decode()

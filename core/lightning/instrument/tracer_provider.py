@@ -79,7 +79,7 @@ class _Tracer(trace.Tracer):
         return self._now().start_as_current_span(*args, **more)
 
 
-class Watch:
+class ProviderWatch:
     """One processor on the process's provider. It cannot be taken off one again: its owner mutes it."""
 
     def __init__(self, processor: Callable[[], SpanProcessor]) -> None:

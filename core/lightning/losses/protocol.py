@@ -18,7 +18,7 @@ from lightning.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from lightning.batch.sample import FloatArray, IntArray, Span
+    from lightning.batch.sample import FloatArray, IntArray, TokenSpan
 
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -69,7 +69,7 @@ class StepTokens:
     reference: npt.NDArray[np.floating] | None
     calls: npt.NDArray[np.int64]
     """Which of `spans` each token belongs to."""
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Cell: TypeAlias = "Json | TokenIds | LogProbs"
 Record: TypeAlias = dict[str, Cell]
 
 
-class Kind(StrEnum):
+class ColumnKind(StrEnum):
     """What a column holds. `JSON` is any JSON: a value in JSON lines, its text in Parquet."""
 
     TEXT = "text"
@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class ExportScope:
     """What is exported: rollouts of these runs (empty: all) and of this split (None: all). `attempts` adds to the attempt that
     counts those that were lost before it."""
 
@@ -61,18 +61,18 @@ class Scope:
     attempts: bool = False
 
 
-Rows: TypeAlias = Callable[[Store, Run, Scope], AsyncIterator[Record]]
+Rows: TypeAlias = Callable[[Store, Run, ExportScope], AsyncIterator[Record]]
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table of an export: its columns in order, and what reads its rows for one run."""
 
-    columns: Mapping[str, Kind]
+    columns: Mapping[str, ColumnKind]
     read: Rows
 
 
-async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _runs(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     yield {
         "run": run.id,
         "name": run.name,
@@ -86,7 +86,7 @@ async def _runs(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
     }
 
 
-async def _rollouts(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _rollouts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout in each_rollout(store, run.id, split=scope.split):
         yield {
             "run": run.id,
@@ -99,7 +99,7 @@ async def _rollouts(store: Store, run: Run, scope: Scope) -> AsyncIterator[Recor
         }
 
 
-async def _transitions(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for some in _batches(_attempts(store, run, scope)):
         read = await store.transitions_of([(rollout.id, attempt) for rollout, attempt in some])
         for (rollout, attempt), calls in zip(some, read, strict=True):
@@ -123,7 +123,7 @@ def _conversation(said: Conversation | None) -> Json:
     return None if said is None else {"after": said.after, "kept": said.kept, "messages": list(said.messages)}
 
 
-async def _tool_events(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _tool_events(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
         (ended,) = await store.attempts_of([(rollout.id, attempt)])
         for place, event in enumerate(ended.tool_events):
@@ -144,7 +144,7 @@ def _tool_event(event: ToolEvent) -> Record:
     }
 
 
-async def _step_rewards(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _step_rewards(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
         (ended,) = await store.attempts_of([(rollout.id, attempt)])
         for place, reward in enumerate(ended.step_rewards):
@@ -155,13 +155,13 @@ def _step_reward(reward: StepReward) -> Record:
     return {"name": reward.name, "value": reward.value, "response_id": reward.response_id, "at": reward.at}
 
 
-async def _spans(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _spans(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for rollout, attempt in _attempts(store, run, scope):
         for span in await store.spans(rollout.id, attempt):
             yield {**_of_attempt(run, rollout, attempt), **_plain(span, _SPAN)}
 
 
-async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _steps(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     async for record in each_step(store, run.id):
         yield {
             "run": run.id,
@@ -170,13 +170,13 @@ async def _steps(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
         }
 
 
-async def _metrics(store: Store, run: Run, scope: Scope) -> AsyncIterator[Record]:
+async def _metrics(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
     for point in await store.metrics(run.id):
         for name, value in point.values.items():
             yield {"run": run.id, "step": point.step, "name": name, "value": value, "at": point.at}
 
 
-async def _attempts(store: Store, run: Run, scope: Scope) -> AsyncIterator[tuple[Rollout, int]]:
+async def _attempts(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[tuple[Rollout, int]]:
     """The attempts that are exported of each rollout; a rollout that was never begun has none."""
     async for rollout in each_rollout(store, run.id, split=scope.split):
         for attempt in range(1 if scope.attempts else max(rollout.attempt, 1), rollout.attempt + 1):
@@ -209,24 +209,30 @@ def _caller(caller: Caller) -> Record:
     }
 
 
-def _columns(**kinds: Kind) -> Mapping[str, Kind]:
+def _columns(**kinds: ColumnKind) -> Mapping[str, ColumnKind]:
     return MappingProxyType(kinds)
 
 
-def _kinds(columns: rows.Columns[Any], *without: str) -> Mapping[str, Kind]:
+def _kinds(columns: rows.Columns[Any], *without: str) -> Mapping[str, ColumnKind]:
     """What the fields of a noun hold, but for those that are written otherwise."""
     return MappingProxyType({name: _kind(columns.kinds[name]) for name in columns.fields if name not in without})
 
 
-def _kind(hint: Any) -> Kind:
-    known = {str: Kind.TEXT, int: Kind.INTEGER, float: Kind.NUMBER, bool: Kind.TRUTH, tuple[str, ...]: Kind.TEXTS}
+def _kind(hint: Any) -> ColumnKind:
+    known = {
+        str: ColumnKind.TEXT,
+        int: ColumnKind.INTEGER,
+        float: ColumnKind.NUMBER,
+        bool: ColumnKind.TRUTH,
+        tuple[str, ...]: ColumnKind.TEXTS,
+    }
     (some, *_) = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
     if isinstance(some, type) and issubclass(some, StrEnum):
-        return Kind.TEXT
-    return known.get(some, Kind.JSON)
+        return ColumnKind.TEXT
+    return known.get(some, ColumnKind.JSON)
 
 
-def _plain(noun: object, kinds: Mapping[str, Kind]) -> Record:
+def _plain(noun: object, kinds: Mapping[str, ColumnKind]) -> Record:
     """Some fields of a noun as plain values."""
     return {name: _plain_value(getattr(noun, name)) for name in kinds}
 
@@ -244,9 +250,9 @@ _ROLLOUT: Final = _kinds(rows.ROLLOUTS, "id", "run", "task")
 _CALL: Final = _kinds(rows.CALLS, "caller", "versions", "conversation")
 _SPAN: Final = _kinds(rows.SPANS)
 _STEP: Final = _kinds(rows.STEPS, "run", "rollouts")
-_T, _I, _N, _J = Kind.TEXT, Kind.INTEGER, Kind.NUMBER, Kind.JSON
+_T, _I, _N, _J = ColumnKind.TEXT, ColumnKind.INTEGER, ColumnKind.NUMBER, ColumnKind.JSON
 _ATTEMPT: Final = {"run": _T, "split": _T, "rollout": _T, "attempt": _I}
-_CALLER: Final = {"agent": _T, "path": Kind.TEXTS, "caller_span": _T, "caller_parent": _T, "framework": _T}
+_CALLER: Final = {"agent": _T, "path": ColumnKind.TEXTS, "caller_span": _T, "caller_parent": _T, "framework": _T}
 
 TABLES: Final[Mapping[str, Table]] = MappingProxyType(
     {
@@ -270,9 +276,9 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 **_CALLER,
                 conversation=_J,
                 versions=_J,
-                prompt_ids=Kind.IDS,
-                response_ids=Kind.IDS,
-                logprobs=Kind.LOGPROBS,
+                prompt_ids=ColumnKind.IDS,
+                response_ids=ColumnKind.IDS,
+                logprobs=ColumnKind.LOGPROBS,
             ),
             _transitions,
         ),
@@ -310,7 +316,7 @@ async def chosen_runs(store: Store, names: Sequence[str]) -> list[Run]:
     return [known[name] for name in names] if names else list(known.values())
 
 
-async def read_table(store: Store, table: str, runs: Sequence[Run], scope: Scope) -> AsyncIterator[Record]:
+async def read_table(store: Store, table: str, runs: Sequence[Run], scope: ExportScope) -> AsyncIterator[Record]:
     """The rows of one of `TABLES` for some runs."""
     for run in runs:
         async for record in TABLES[table].read(store, run, scope):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 import orjson
 
 from lightning.errors import MissingExtraError, StoreError
-from lightning.maintenance.export import Cell, Kind, Record
+from lightning.maintenance.export import Cell, ColumnKind, Record
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,7 +46,9 @@ class Sink(Protocol):
         """Write what is left, and end the file."""
 
 
-async def write_table(rows: AsyncIterator[Record], columns: Mapping[str, Kind], kind: Format, target: Path) -> int:
+async def write_table(
+    rows: AsyncIterator[Record], columns: Mapping[str, ColumnKind], kind: Format, target: Path
+) -> int:
     """Write rows to the new file `target`; return how many. Raises `StoreError` for a file that exists or cannot be
     written, `MissingExtraError` when there is no pyarrow for Parquet."""
     count = 0
@@ -86,16 +88,16 @@ def new_file(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def sink_for(kind: Format, columns: Mapping[str, Kind], path: Path) -> Iterator[Sink]:
+def sink_for(kind: Format, columns: Mapping[str, ColumnKind], path: Path) -> Iterator[Sink]:
     """What writes a file of this format."""
-    sink = JsonLines(path) if kind is Format.JSONL else Parquet(path, columns)
+    sink = JsonLinesFile(path) if kind is Format.JSONL else Parquet(path, columns)
     try:
         yield sink
     finally:
         sink.close()
 
 
-class JsonLines:
+class JsonLinesFile:
     """One JSON object a line. A number that JSON does not have (NaN, infinity) is null."""
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +138,7 @@ def plain(value: object) -> object:
 class Parquet:
     """A Parquet file of typed columns, compressed with zstd. Raises `MissingExtraError` without pyarrow."""
 
-    def __init__(self, path: Path, columns: Mapping[str, Kind]) -> None:
+    def __init__(self, path: Path, columns: Mapping[str, ColumnKind]) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -171,32 +173,32 @@ class Parquet:
         self._rows, self._bytes = [], 0
 
 
-def _arrow_type(arrow: Any, kind: Kind) -> pa.DataType:
+def _arrow_type(arrow: Any, kind: ColumnKind) -> pa.DataType:
     types = {
-        Kind.TEXT: arrow.string(),
-        Kind.INTEGER: arrow.int64(),
-        Kind.NUMBER: arrow.float64(),
-        Kind.TRUTH: arrow.bool_(),
-        Kind.JSON: arrow.string(),
-        Kind.TEXTS: arrow.list_(arrow.string()),
-        Kind.IDS: arrow.list_(arrow.int32()),
-        Kind.LOGPROBS: arrow.list_(arrow.float32()),
+        ColumnKind.TEXT: arrow.string(),
+        ColumnKind.INTEGER: arrow.int64(),
+        ColumnKind.NUMBER: arrow.float64(),
+        ColumnKind.TRUTH: arrow.bool_(),
+        ColumnKind.JSON: arrow.string(),
+        ColumnKind.TEXTS: arrow.list_(arrow.string()),
+        ColumnKind.IDS: arrow.list_(arrow.int32()),
+        ColumnKind.LOGPROBS: arrow.list_(arrow.float32()),
     }
     found: pa.DataType = types[kind]
     return found
 
 
-def _arrow_value(value: Cell, kind: Kind) -> Any:
+def _arrow_value(value: Cell, kind: ColumnKind) -> Any:
     """A cell as pyarrow takes it: token arrays as numpy's, which it copies as they are."""
     if isinstance(value, array):
         import numpy as np
 
         return np.array(value, dtype=np.int32 if value.typecode == "i" else np.float32)
-    if kind is Kind.JSON:
+    if kind is ColumnKind.JSON:
         return None if value is None else json.dumps(plain(value), separators=(",", ":"))
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
-    if kind is Kind.TEXTS and isinstance(value, Sequence):
+    if kind is ColumnKind.TEXTS and isinstance(value, Sequence):
         return [str(text).encode("utf-8", "backslashreplace").decode() for text in value]
     return value
 

@@ -20,7 +20,7 @@ from lightning.store.url import parse, redacted
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class DatabaseStatus:
     """What is in a database. Times are Unix seconds; None where there is nothing, or where this store cannot tell.
 
     `schema` is the version it has, `newest_schema` the one that this release works with. `rollouts` are counted by status,
@@ -62,7 +62,7 @@ class Keeper(Protocol):
         """The version of its schema, 0 while it is an empty file, and the newest, which this release works with. Raises
         `SchemaError` or `ConfigError` where there is no store."""
 
-    async def status(self) -> Status:
+    async def status(self) -> DatabaseStatus:
         """What is in it, read at one moment."""
 
     async def backup(self, target: Path) -> None:
@@ -99,7 +99,7 @@ class Keeper(Protocol):
         the database does not do so by itself and nobody has to wait for it. Returns why it was not given back, or nothing."""
 
 
-async def look(store: Store, url: str) -> Status:
+async def look(store: Store, url: str) -> DatabaseStatus:
     """The status of a store that has no keeper: what can be asked of any. Raises `StoreError` when it refuses."""
     rollouts: Counter[str] = Counter()
     steps = 0
@@ -108,7 +108,7 @@ async def look(store: Store, url: str) -> Status:
         for counted in await store.count_rollouts(run.id):
             rollouts[counted.status.value] += counted.rollouts
         steps += len(await store.steps(run.id, brief=True))
-    return Status(
+    return DatabaseStatus(
         store=redacted(url),
         schema=None,
         newest_schema=None,

@@ -30,7 +30,7 @@ NOTHING: Final = Weight()
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PruneRequest:
     """What the one who prunes asked for.
 
     `runs` limits it to these, `older_than` (seconds) to runs in which nothing has happened for so long. `whole` takes runs
@@ -75,7 +75,7 @@ class _Group:
         self.trained += rollout.trained_at_step is not None
 
 
-async def plan(store: Store, keeper: Keeper, choice: Choice) -> list[RunPlan]:
+async def plan(store: Store, keeper: Keeper, choice: PruneRequest) -> list[RunPlan]:
     """What would be taken from each run that was chosen. Raises `StoreError` for a run that there is not."""
     known = await store.list_runs()
     for name in choice.runs:
@@ -110,7 +110,7 @@ async def carry_out(store: Store, keeper: Keeper, plans: Sequence[RunPlan]) -> N
         await keeper.forget_run(run)
 
 
-async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, busy: bool) -> RunPlan:
+async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: PruneRequest, busy: bool) -> RunPlan:
     if busy:
         return RunPlan(run.id, kept="somebody works on it")
     groups = await _groups(store, run.id)
@@ -127,7 +127,7 @@ async def _plan_whole(store: Store, keeper: Keeper, run: Run, choice: Choice, bu
     return RunPlan(run.id, *counts, weight=weight, whole=True)
 
 
-async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: Choice, busy: bool) -> RunPlan:
+async def _plan_calls(store: Store, keeper: Keeper, run: Run, choice: PruneRequest, busy: bool) -> RunPlan:
     groups = await _groups(store, run.id)
     epochs = await read_epochs(store, run)
     first = None if choice.unfinished and not busy else _first_needed(epochs, await store.steps(run.id))

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from lightning.errors import StoreError
 from lightning.maintenance import queries
-from lightning.maintenance.keeper import Status, Weight, count_tokens
+from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.url import redacted
 
@@ -59,11 +59,11 @@ class RelationalKeeper(ABC):
         row = await transaction.one(_VERSION)
         return None if row is None else int(row[0])
 
-    async def status(self) -> Status:
+    async def status(self) -> DatabaseStatus:
         """See `Keeper.status`."""
         return await self._read(self._status)
 
-    async def _status(self, transaction: Transaction) -> Status:
+    async def _status(self, transaction: Transaction) -> DatabaseStatus:
         tables = await self._tables(transaction)
         counts = dict.fromkeys(queries.COUNTED, 0)
         for table in tables & counts.keys():
@@ -72,7 +72,7 @@ class RelationalKeeper(ABC):
         activity = [] if empty else await transaction.all(queries.ACTIVITY)
         first = None if empty else await transaction.one(queries.FIRST_RUN)
         tokens = await transaction.all(queries.TOKENS) if "tokens" in tables else []
-        return Status(
+        return DatabaseStatus(
             store=redacted(self._url),
             schema=await self._version(transaction),
             newest_schema=self._newest,

@@ -9,16 +9,22 @@ import difflib
 import importlib.metadata
 import logging
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from typing import Literal, TypeAlias
+
+from lightning._version import __version__
 
 logger = logging.getLogger(__name__)
 
 GROUP = "lightning"
 DISABLE = "LIGHTNING_DISABLE_PLUGINS"
 """A comma-separated list of plugins that are not to be loaded."""
+
+OWN = "lightning"
+"""The distribution that the core is in."""
 
 State: TypeAlias = Literal["loaded", "waiting", "broken", "disabled"]
 
@@ -40,6 +46,18 @@ class PluginInfo:
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})"
 
+    @property
+    def cure(self) -> str:
+        """What mends it when it is broken."""
+        own = self.distribution == OWN
+        return "reinstall lightning" if own else f"pip install --upgrade {self.distribution}, or pip uninstall it"
+
+    def broken(self, error: str) -> PluginInfo:
+        """The same with the reason why it is left out, which is logged."""
+        cure = "" if "pip install" in error else f". To mend it: {self.cure}"
+        logger.warning("the plugin %s is broken with lightning %s: %s%s", self, __version__, error, cure)
+        return replace(self, state="broken", error=error)
+
 
 def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
     """Entry points by plugin name, and every plugin's first info; what is broken or disabled has no entry point."""
@@ -54,15 +72,31 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
             first = infos[name]
             if (first.distribution, first.target) != (info.distribution, info.target):
                 error = f"the plugin {first} has the same name: uninstall one of them"
-                infos[f"{name}@{origin}"] = replace(info, state="broken", error=error)
-                logger.warning("the plugin %s is broken: %s", info, error)
+                infos[f"{name}@{origin}"] = info.broken(error)
         elif name in disabled:
             infos[name] = replace(info, state="disabled", error=f"{DISABLE} lists it")
+        elif unmet := _unmet(entry):
+            infos[name] = info.broken(f"it requires {unmet}, and this is lightning {__version__}")
         else:
             entries[name], infos[name] = entry, info
     for name in sorted(disabled - infos.keys()):
         logger.warning("%s lists %r, which is not installed%s", DISABLE, name, near(name, infos))
     return entries, infos
+
+
+def _unmet(entry: EntryPoint) -> str:
+    """What a stranger's distribution requires of lightning and this release is not; empty when there is nothing."""
+    if entry.dist is None or entry.dist.name == OWN:
+        return ""
+    for text in entry.dist.requires or ():
+        if re.match(rf"{OWN}(?![\w.-])", text, re.IGNORECASE):
+            from packaging.requirements import Requirement  # only where a stranger's plugin is installed
+
+            wanted = Requirement(text)
+            meant = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            if meant and not wanted.specifier.contains(__version__, prereleases=True):
+                return f"{OWN}{wanted.specifier}"
+    return ""
 
 
 def near(word: str, known: Iterable[str]) -> str:

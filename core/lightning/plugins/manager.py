@@ -21,7 +21,7 @@ from lightning.plugins.adapters import Adapters, Installation
 from lightning.plugins.checks import ALONE, check
 from lightning.plugins.importing import imported, on_import
 from lightning.plugins.info import DISABLE, GROUP, PluginInfo, discover, near
-from lightning.plugins.names import KINDS, Kind, Names, one
+from lightning.plugins.names import KINDS, Kind, RegisteredNames, one
 from lightning.types import Caller, ToolEvent
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Plugins:
         self._found = False
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
-        self._names = Names()
+        self._names = RegisteredNames()
         self._asked: set[tuple[Kind, str]] = set()
         self._adapters = Adapters(self._manager, self._infos)
         self._arrivals: deque[str] = deque()
@@ -236,8 +236,7 @@ class Plugins:
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         message = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        info = self._infos[name] = replace(self._infos[name], state="broken", error=message)
-        logger.warning("the plugin %s is broken: %s", info, message)
+        self._infos[name] = self._infos[name].broken(message)
 
     def _register_all(self, kind: Kind) -> None:
         """Ask each plugin once for what it registers of a kind, when that is first asked for: it may import much for it."""

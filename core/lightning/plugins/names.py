@@ -20,7 +20,7 @@ def one(kind: Kind) -> str:
     return kind.removesuffix("s")
 
 
-class Names:
+class RegisteredNames:
     """The names of all kinds, each with the plugin that gave it."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from lightning.config import RunnerConfig
 from lightning.errors import StaleAttemptError
 from lightning.runner.attempt_completion import report
 from lightning.runner.protocol import Runner
-from lightning.store.protocol import Store, Watch
+from lightning.store.protocol import RunWatch, Store
 from lightning.types import LLM, Lease, Outcome, Rollout, Status
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Source(Protocol):
 class Delivery(Protocol):
     """Hands out attempts to one worker and takes their outcomes."""
 
-    def watch(self) -> AbstractAsyncContextManager[Watch]:
+    def watch(self) -> AbstractAsyncContextManager[RunWatch]:
         """Hear of what may have become leasable."""
 
     async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:
@@ -115,7 +115,7 @@ class _FromStore:
         self._store, self._run, self._llm_for = store, run, llm_for
         self._worker, self._ttl, self._source = worker, ttl, source
 
-    def watch(self) -> AbstractAsyncContextManager[Watch]:
+    def watch(self) -> AbstractAsyncContextManager[RunWatch]:
         return self._store.watch(self._run)
 
     async def lease(self, limit: int) -> list[tuple[Lease, LLM]]:

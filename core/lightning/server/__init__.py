@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lightning.server.serving import Serving, serve
+    from lightning.server.serving import RunningServer, serve
 
-__all__ = ["Serving", "serve"]
+__all__ = ["RunningServer", "serve"]
 
 
 def __getattr__(name: str) -> object:
-    """`Serving` and `serve`, imported when they are first asked for."""
+    """`RunningServer` and `serve`, imported when they are first asked for."""
     if name in __all__:
         from lightning.server import serving
 

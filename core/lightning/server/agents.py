@@ -25,7 +25,7 @@ FRESH_SECONDS = 2.0
 """How long it is believed what a run's trainer has said."""
 
 
-class Agents:
+class AgentAccess:
     """Gives agents access to the model behind a gateway. `url` is where agents reach it, empty: where it listens."""
 
     def __init__(self, gateway: Gateway, url: str) -> None:

@@ -18,7 +18,7 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError
 from lightning.gateway import Gateway
 from lightning.runner.attempt_completion import report
-from lightning.server.agents import Agents
+from lightning.server.agents import AgentAccess
 from lightning.server.api import Api, Limits
 from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, check_project, digest_of, issue_token
 from lightning.server.exposure import AUTOMATIC
@@ -41,7 +41,7 @@ class Control:
     def __init__(self, store: Store, gateway: Gateway, config: Config | None = None) -> None:
         config = config or Config()
         self._gateway, self._public_url = gateway, config.server.public_url.rstrip("/")
-        agents = Agents(gateway, self._public_url)
+        agents = AgentAccess(gateway, self._public_url)
         limits = Limits(body_bytes=config.gateway.max_body_bytes)
         self._api = Api(
             store, Authenticator(store), finish=report, llm_for=agents.llm_for, served=gateway.served, limits=limits

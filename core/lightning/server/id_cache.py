@@ -16,7 +16,7 @@ FORGET_AFTER = 60.0
 """Seconds until all are looked up again."""
 
 
-class Known:
+class KnownIds:
     """Ids known to be of one project; each kind of them is a name space."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.server.id_cache import Known
+from lightning.server.id_cache import KnownIds
 from lightning.server.names import Names, check_id, check_run_id, is_of_servers
 from lightning.store.protocol import (
     LATEST,
@@ -23,8 +23,8 @@ from lightning.store.protocol import (
     Page,
     ResourceUse,
     RolloutCount,
+    RunWatch,
     Store,
-    Watch,
 )
 from lightning.store.rollout_state import unknown_rollout
 from lightning.types import (
@@ -84,7 +84,7 @@ class ProjectStore:
     def __init__(self, store: Store, project: str | None) -> None:
         self._store, self._project = store, project
         self._names = Names(project)
-        self._known = Known()
+        self._known = KnownIds()
 
     @property
     def project(self) -> str | None:
@@ -160,12 +160,12 @@ class ProjectStore:
             return []
         return await self._store.list_runs(self._project, after=after, limit=limit, brief=brief)
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`. Entering it raises `StoreError` for a run that is not there."""
         return self._watch(run)
 
     @asynccontextmanager
-    async def _watch(self, run: str) -> AsyncIterator[Watch]:
+    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
         await self._check_run(run)
         async with self._store.watch(run) as watch:
             yield watch

@@ -30,7 +30,7 @@ from lightning.types import LLM, Rollout, Run, Task, new_id
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RunningServer:
     """A running server. `open_session` gives keys; everything stops when the `serve` context ends."""
 
     run: Run
@@ -58,7 +58,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serving]:
+async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[RunningServer]:
     """Serve a model folder through a gateway that records into `folder`.
 
     Raises `ConfigError` for settings that change the agents, which are none of this server's, and for a bind beyond loopback
@@ -84,4 +84,4 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Serv
         resources.push_async_callback(policy.close)
         await policy.start()
         gateway = await open_gateway(resources, store, policy, config, run.id)
-        yield Serving(run, store, policy, gateway, folder / "vllm.log")
+        yield RunningServer(run, store, policy, gateway, folder / "vllm.log")

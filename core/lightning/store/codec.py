@@ -47,7 +47,7 @@ _MOST_OF_BLOCK: Final = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class CallTokens:
     """What one model call read and wrote; the part of a transition that is worth compressing."""
 
     prompt_ids: TokenIds
@@ -108,7 +108,7 @@ def unpack_logprobs(data: bytes) -> LogProbs:
     return values
 
 
-def full_tokens(tokens: Tokens) -> bytes:
+def full_tokens(tokens: CallTokens) -> bytes:
     """Prompt then response as packed int32: what a later call may share a prefix with."""
     return pack(tokens.prompt_ids) + pack(tokens.response_ids)
 
@@ -142,7 +142,7 @@ def shared_prefix(prompt: bytes, parent: bytes) -> int:
     return low
 
 
-def pack_tokens(tokens: Tokens) -> Packed:
+def pack_tokens(tokens: CallTokens) -> Packed:
     """Everything of the encoding that does not depend on a parent. Raises `DataError` for wrong arrays."""
     for name, values, code in (
         ("prompt_ids", tokens.prompt_ids, "i"),
@@ -155,7 +155,7 @@ def pack_tokens(tokens: Tokens) -> Packed:
     return Packed(prompt, response, logprobs, content_digest(prompt, response, logprobs))
 
 
-def encode(tokens: Tokens, parent: bytes = b"") -> bytes:
+def encode(tokens: CallTokens, parent: bytes = b"") -> bytes:
     """Encode against the packed full tokens of a parent (empty: against nothing). Raises `DataError` for wrong arrays."""
     packed = pack_tokens(tokens)
     return encode_packed(packed, shared_prefix(packed.prompt, parent))
@@ -170,7 +170,7 @@ def encode_packed(packed: Packed, shared: int) -> bytes:
     return b"".join((bytes((VERSION,)), packed.digest, *map(_to_varint, (shared, *lengths, len(low))), low, high))
 
 
-def decode(blob: bytes, parent: bytes = b"") -> Tokens:
+def decode(blob: bytes, parent: bytes = b"") -> CallTokens:
     """The tokens of a blob, given the packed full tokens of the parent it was encoded against.
 
     Raises `StoreError` when the blob is damaged, of a newer codec, or does not belong to this parent.
@@ -186,7 +186,7 @@ def decode(blob: bytes, parent: bytes = b"") -> Tokens:
     prompt, response = parent[: shared * _ITEM] + ids[: n_rest * _ITEM], ids[n_rest * _ITEM :]
     if content_digest(prompt, response, logprobs) != digest:
         raise StoreError("token blob is corrupt: its content does not match its checksum")
-    return Tokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
+    return CallTokens(unpack_ids(prompt), unpack_ids(response), unpack_logprobs(logprobs))
 
 
 def _native(data: bytes) -> bytes:

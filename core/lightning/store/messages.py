@@ -205,7 +205,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateValue:
     """A small JSON value; null when none is kept."""
 
     value: Json = None

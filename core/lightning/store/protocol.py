@@ -98,7 +98,7 @@ class RolloutCount:
     rollouts: int
 
 
-class Watch(Protocol):
+class RunWatch(Protocol):
     """Hears of the changes of a run: rollouts created, ended or given back, steps, state. A lease is none, nor are the calls
     of an attempt: whoever waits for work or for outcomes would wake for nothing."""
 
@@ -137,7 +137,7 @@ class Store(Protocol):
         Raises `DataError` for a limit below 1, and where `after` is none of those runs.
         """
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """Hear of what other processes and other tasks change in a run; `run=""` hears of the state that belongs to none.
 
         Enter it, look at what is to be known, then wait: no change between the look and the wait is lost.

@@ -24,7 +24,7 @@ RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ResourceReference:
     """`[PLACE#]NAME[@WHICH]`: `which` is a version or an alias, `place` another store than the one at hand."""
 
     name: str
@@ -35,7 +35,7 @@ class Reference:
         return f"{self.place}#{self.name}@{self.which}" if self.place else f"{self.name}@{self.which}"
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> ResourceReference:
     """Take a reference apart, with or without its `resource:`. Raises `ConfigError` when it has no name or an empty part."""
     place, hash_sign, rest = text.removeprefix(PREFIX).rpartition("#")
     name, at_sign, which = rest.partition("@")
@@ -45,10 +45,10 @@ def parse_reference(text: str) -> Reference:
         raise ConfigError(
             f"{shown!r} names no resource: write NAME, NAME@ALIAS or NAME@VERSION, for one of another store PLACE#NAME@ALIAS"
         )
-    return Reference(name, int(which) if which.isdecimal() else which or LATEST, place)
+    return ResourceReference(name, int(which) if which.isdecimal() else which or LATEST, place)
 
 
-async def find(store: Store, reference: Reference) -> Resource:
+async def find(store: Store, reference: ResourceReference) -> Resource:
     """The resource in this store. Raises `StoreError`, which names the versions and aliases there are."""
     found = await store.get_resource(reference.name, reference.which)
     if found is not None:

@@ -1,5 +1,5 @@
-"""For tests of agents and plugins: the adapters' conformance kit, a scripted vLLM, a chat server, tiny models, and small
-decision tasks that score credit functions.
+"""For tests of agents and plugins: the adapters' conformance kit, a check of what a plugin imports, a scripted vLLM, a chat
+server, tiny models, and small decision tasks that score credit functions.
 
 Everything is imported when it is first used: only `AdapterContract` needs pytest, and only the tiny models need torch.
 """
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from lightning.testing.bifurcation import bifurcation_tasks
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
-    from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome
+    from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
+    from lightning.testing.public_imports import check_imports
 
 __all__ = [
     "Action",
+    "ActionOutcome",
     "AdapterContract",
     "ChatServer",
     "CreditScore",
@@ -29,10 +31,10 @@ __all__ = [
     "DecisionTask",
     "FakeVLLM",
     "NetworkHeldError",
-    "Outcome",
     "Reply",
     "ToolCall",
     "bifurcation_tasks",
+    "check_imports",
     "hold_network",
     "score_credit",
     "score_credits",
@@ -47,10 +49,11 @@ _HOME = {
     "DecisionTask": "decisions",
     "FakeVLLM": "fake_vllm",
     "NetworkHeldError": "network",
-    "Outcome": "decisions",
+    "ActionOutcome": "decisions",
     "Reply": "fake_vllm",
     "ToolCall": "fake_vllm",
     "bifurcation_tasks": "bifurcation",
+    "check_imports": "public_imports",
     "hold_network": "network",
     "score_credit": "credit_score",
     "score_credits": "credit_score",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from lightning.plugins import plugins
 from lightning.testing.contract_faults import FaultChecks
 from lightning.testing.contract_harness import (
     CAPABILITIES,
@@ -26,6 +27,7 @@ from lightning.testing.contract_harness import (
 )
 from lightning.testing.contract_house import Ran
 from lightning.testing.contract_policy import BAD
+from lightning.testing.public_imports import FOR_ADAPTERS, check_imports
 
 __all__ = ["CAPABILITIES", "AdapterContract"]
 
@@ -250,6 +252,13 @@ class AdapterContract(FaultChecks):
             names == ["ask_echo", "ask_math", "calculator"],
             f"the tools ask_echo, ask_math and calculator ran once each; reported: {names}",
         )
+
+    # what it is made of -------------------------------------------------------------------------------------------
+    def test_imports_are_public(self) -> None:
+        """The adapter's module imports nothing of lightning that may change without a word."""
+        for info in plugins().plugins():
+            if info.name == self.adapter:
+                check_imports(info.target.partition(":")[0], *FOR_ADAPTERS)
 
     # side by side -------------------------------------------------------------------------------------------------
     def test_concurrent_rollouts_do_not_mix(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome
+from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
 
 
 @cache
@@ -72,12 +72,12 @@ def wasteful_tool(calls: int = 4) -> DecisionTask:
     states = {}
     for place in _to(calls):
         after = f"work-{place + 1}" if place < calls else ""
-        ends = tuple(Outcome(0.5, reward=reward) for reward in (1.0, 0.0))
-        waste = tuple(Outcome(item.probability, "", item.reward, -0.25) for item in ends)
+        ends = tuple(ActionOutcome(0.5, reward=reward) for reward in (1.0, 0.0))
+        waste = tuple(ActionOutcome(item.probability, "", item.reward, -0.25) for item in ends)
         states[f"work-{place}"] = Decision(
             (
-                Action(0.5, (Outcome(state=after),) if after else ends),
-                Action(0.5, (Outcome(state=after, step_reward=-0.25),) if after else waste),
+                Action(0.5, (ActionOutcome(state=after),) if after else ends),
+                Action(0.5, (ActionOutcome(state=after, step_reward=-0.25),) if after else waste),
             )
         )
     return DecisionTask("wasteful-tool", states, about="each call may cost a step reward at once; the outcome is luck")
@@ -90,7 +90,7 @@ def late_bill(noise: int = 2) -> DecisionTask:
         states |= {
             f"{side}{place}": _noise(f"{side}{place + 1}" if place < noise else f"{side}bill") for place in _to(noise)
         }
-        pays = tuple(Outcome(0.5, reward=reward, step_reward=cost) for reward in (1.0, 0.0))
+        pays = tuple(ActionOutcome(0.5, reward=reward, step_reward=cost) for reward in (1.0, 0.0))
         states[f"{side}bill"] = Decision((Action(0.5, pays), Action(0.5, pays)))
     return DecisionTask("late-bill", states, about="the first call decides on a step reward that a later call gets")
 
@@ -108,7 +108,7 @@ def recombining(stages: int = 3, memory: bool = False) -> DecisionTask:
             after = f"{name}-{stage + 1}" if stage < stages else ""
             reward = 0.0 if after else 0.4 * place
             states[f"{name}-{stage}"] = Decision(
-                tuple(Action(0.5, (Outcome(1.0, after, reward, earned),)) for earned in (0.2, 0.0))
+                tuple(Action(0.5, (ActionOutcome(1.0, after, reward, earned),)) for earned in (0.2, 0.0))
             )
     return DecisionTask("recombining", states, memory, "luck decides most, then rollouts meet in the same few states")
 
@@ -125,20 +125,20 @@ def retry() -> DecisionTask:
 
 def _try(name: str, careful: float, hasty: float) -> Decision:
     tries = tuple(
-        Action(0.4, (Outcome(success, reward=1.0), Outcome(1.0 - success, name, step_reward=-0.1)))
+        Action(0.4, (ActionOutcome(success, reward=1.0), ActionOutcome(1.0 - success, name, step_reward=-0.1)))
         for success in (careful, hasty)
     )
-    return Decision((*tries, Action(0.2, (Outcome(),))))
+    return Decision((*tries, Action(0.2, (ActionOutcome(),))))
 
 
 def _go(probability: float, *states: str) -> Action:
     """An action that leads to one of the states, each as likely."""
-    return Action(probability, tuple(Outcome(1.0 / len(states), state) for state in states))
+    return Action(probability, tuple(ActionOutcome(1.0 / len(states), state) for state in states))
 
 
 def _end(probability: float, success: float) -> Action:
     """An action that ends the rollout with the reward 1 or 0."""
-    return Action(probability, (Outcome(success, reward=1.0), Outcome(1.0 - success)))
+    return Action(probability, (ActionOutcome(success, reward=1.0), ActionOutcome(1.0 - success)))
 
 
 def _noise(*states: str, agent: str = "agent") -> Decision:

@@ -18,7 +18,7 @@ from lightning.types import LLM, Caller
 
 
 @dataclass(frozen=True)
-class Call:
+class ChatRequest:
     """One request. Header names are in lower case."""
 
     path: str
@@ -58,12 +58,12 @@ class ChatServer:
     An `answer` that raises `ConnectionError` drops the connection, as a dying server does.
     """
 
-    answer: Callable[[Call], str] = lambda call: f"you said {call.text}"
-    calls: list[Call] = field(default_factory=list)
+    answer: Callable[[ChatRequest], str] = lambda call: f"you said {call.text}"
+    calls: list[ChatRequest] = field(default_factory=list)
     connections: int = 0
 
     def __enter__(self) -> Self:
-        self._server = _Server(("127.0.0.1", 0), _handler(self))
+        self._server = _HTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
         self._thread.start()
         return self
@@ -80,7 +80,7 @@ class ChatServer:
         return LLM(f"http://127.0.0.1:{self._server.server_address[1]}/v1", key, model)
 
 
-class _Server(ThreadingHTTPServer):
+class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
@@ -102,7 +102,7 @@ def _handler(server: ChatServer) -> type[BaseHTTPRequestHandler]:
             """Record, then answer."""
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            call = Call(self.path, headers, json.loads(body or b"{}"))
+            call = ChatRequest(self.path, headers, json.loads(body or b"{}"))
             server.calls.append(call)
             if call.body.get("stream"):
                 self._reply("text/event-stream", _stream(server.answer(call)))

@@ -27,7 +27,7 @@ BEGIN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ActionOutcome:
     """What may follow an action: the call earns `step_reward` (as with `lightning.reward`), and the rollout goes on in
     `state`, or, where that is empty, ends with `reward`."""
 
@@ -42,7 +42,7 @@ class Action:
     """What the policy answers with `probability`. It does not know which of the outcomes follows."""
 
     probability: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[ActionOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _trajectory(
     return Trajectory(made.rollout, tuple(calls), flags, (), rewards, said)
 
 
-def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[Outcome]) -> int:
+def _drawn(rng: np.random.Generator, choices: Sequence[Action] | Sequence[ActionOutcome]) -> int:
     """The index of one of the choices, by their probabilities."""
     last = len(choices) - 1
     left = rng.random() if last else 0.0

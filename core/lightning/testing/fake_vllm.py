@@ -27,7 +27,7 @@ from lightning.testing.vllm_replies import (
     Job,
     Recorded,
     Reply,
-    Token,
+    ReplyToken,
     ToolCall,
     detokenize,
     tokenize_reply,
@@ -217,7 +217,7 @@ class FakeVLLM:
             return cut(request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        writer = Writer(response, reply.chunk_bytes)
+        writer = EventWriter(response, reply.chunk_bytes)
         for chunk in shape.opening(job, self.model):
             await writer.event(chunk)
         async for generation, token in self._sample(job):
@@ -235,7 +235,7 @@ class FakeVLLM:
         await response.write_eof()
         return response
 
-    async def _sample(self, job: Job) -> AsyncIterator[tuple[Generation, Token]]:
+    async def _sample(self, job: Job) -> AsyncIterator[tuple[Generation, ReplyToken]]:
         """Produce tokens round robin over the choices, one at a time, standing still while paused."""
         delay = max(item.reply.delay for item in job.generations)
         pause = max(item.reply.token_delay for item in job.generations)
@@ -255,7 +255,7 @@ class FakeVLLM:
                 await asyncio.sleep(pause)
 
 
-class Writer:
+class EventWriter:
     """Writes events, cut into pieces of `size` bytes when that is not 0."""
 
     def __init__(self, response: web.StreamResponse, size: int) -> None:

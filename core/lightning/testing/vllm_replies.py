@@ -74,7 +74,7 @@ class Recorded:
 
 
 @dataclass
-class Token:
+class ReplyToken:
     """One token of a reply: its id, its text, its logprob."""
 
     id: int
@@ -88,7 +88,7 @@ class Generation:
 
     index: int
     reply: Reply
-    tokens: list[Token]
+    tokens: list[ReplyToken]
     sampled: int = 0
     done: bool = False
 
@@ -129,7 +129,7 @@ def detokenize(ids: Sequence[int]) -> str:
     return "".join(_WORDS.get(item, "") for item in ids)
 
 
-def tokenize_reply(reply: Reply, index: int) -> list[Token]:
+def tokenize_reply(reply: Reply, index: int) -> list[ReplyToken]:
     """The tokens a reply is made of, end-of-sequence included when it stopped by itself."""
     text = reply.text if not reply.tool_calls else tool_text(reply)
     pieces = [*PIECES.findall(reply.reasoning), *PIECES.findall(text)] or [""]
@@ -140,7 +140,7 @@ def tokenize_reply(reply: Reply, index: int) -> list[Token]:
     elif reply.ending in {"stop", "tool_calls"}:
         ids, pieces = [*ids, EOS], [*pieces, ""]
     values = reply.logprobs or [-((token * 37 + index * 11 + 5) % 100) / 50 - 0.01 for token in ids]
-    return [Token(*item) for item in zip(ids, pieces, values, strict=True)]
+    return [ReplyToken(*item) for item in zip(ids, pieces, values, strict=True)]
 
 
 def tool_text(reply: Reply) -> str:

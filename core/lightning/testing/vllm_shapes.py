@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.policy_server.packed_logprobs import FIELD, HEADER, LOWEST, WANTED, pack
-from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, Token, ToolCall, detokenize, tokenize
+from lightning.testing.vllm_replies import PIECES, Generation, Job, Reply, ReplyToken, ToolCall, detokenize, tokenize
 
 
 class Shape(ABC):
@@ -39,7 +39,7 @@ class Shape(ABC):
         """Chunks before the first token."""
 
     @abstractmethod
-    def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
+    def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
         """Chunks for one token (vLLM dumps these without fields that were not set)."""
 
     def usage_chunk(self, job: Job, model: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class ChatShape(Shape):
             for item in job.generations
         ]
 
-    def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
+    def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
         """See `Shape`."""
         wants_ids, wants_logprobs = (yes and not hides_reasoning(job.request.body) for yes in wants(job.request.body))
         delta = chat_delta(generation, token)
@@ -196,7 +196,7 @@ class CompletionShape(Shape):
         """See `Shape`."""
         return []
 
-    def chunks(self, job: Job, generation: Generation, token: Token, model: str) -> list[dict[str, Any]]:
+    def chunks(self, job: Job, generation: Generation, token: ReplyToken, model: str) -> list[dict[str, Any]]:
         """See `Shape`."""
         wants_ids, first = job.request.body.get("return_token_ids"), generation.sampled == 1
         said = [*echoed(job, generation), token] if first else [token]
@@ -238,7 +238,7 @@ def function_of(call: ToolCall) -> dict[str, str]:
     return {"name": call.name, "arguments": call.arguments}
 
 
-def chat_delta(generation: Generation, token: Token) -> dict[str, Any] | None:
+def chat_delta(generation: Generation, token: ReplyToken) -> dict[str, Any] | None:
     """What a token shows: its text; or, inside tool calls, mostly nothing, because the tool parser buffers."""
     reply = generation.reply
     if generation.sampled <= len(PIECES.findall(reply.reasoning)):
@@ -258,7 +258,7 @@ def chat_delta(generation: Generation, token: Token) -> dict[str, Any] | None:
     return {"tool_calls": [said]}
 
 
-def chat_logprobs(tokens: Sequence[Token], job: Job) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ReplyToken], job: Job) -> dict[str, Any]:
     """One entry per token."""
     if packs(job):
         return unset(job, content=None) | packed_logprobs(tokens)
@@ -275,7 +275,7 @@ def chat_logprobs(tokens: Sequence[Token], job: Job) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(tokens: Sequence[Token], job: Job, offset: int = 0) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ReplyToken], job: Job, offset: int = 0) -> dict[str, Any]:
     """Parallel lists; `offset` is where the first of the tokens begins in the text. A prompt's first token has no logprob."""
     if packs(job):
         return unset(job, text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[]) | packed_logprobs(tokens)
@@ -298,7 +298,7 @@ def packs(job: Job) -> bool:
     return asked and not (body.get("top_logprobs") or body.get("echo")) and body.get("logprobs") in (True, 0)
 
 
-def packed_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+def packed_logprobs(tokens: Sequence[ReplyToken]) -> dict[str, Any]:
     """What `lightning.policy_server.packed_logprobs` makes of them."""
     return {FIELD: pack(array("f", [item.logprob for item in tokens]))}
 
@@ -320,13 +320,13 @@ def echo_of(job: Job, generation: Generation) -> str:
     )
 
 
-def echoed(job: Job, generation: Generation) -> list[Token]:
+def echoed(job: Job, generation: Generation) -> list[ReplyToken]:
     """The prompt's tokens where it is echoed."""
     ids = prompt_of(job, generation) if echoes(job) else []
-    return [Token(item, detokenize([item]), -0.5 if number else math.nan) for number, item in enumerate(ids)]
+    return [ReplyToken(item, detokenize([item]), -0.5 if number else math.nan) for number, item in enumerate(ids)]
 
 
-def prompt_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(tokens: Sequence[ReplyToken]) -> list[dict[str, Any] | None] | None:
     """The prompt's logprobs, which vLLM computes for an echo with logprobs; null where there is none."""
     return [
         {str(item.id): {"logprob": item.logprob, "rank": 1, "decoded_token": item.text}} if number else None

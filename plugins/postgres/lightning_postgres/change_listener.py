@@ -84,7 +84,7 @@ class Listener:
 
 
 class EventWatch:
-    """A `Watch` that the bell wakes. `check` raises when there is nothing more to hear."""
+    """A `RunWatch` that the bell wakes. `check` raises when there is nothing more to hear."""
 
     def __init__(self, event: asyncio.Event, check: Callable[[], object]) -> None:
         self._event, self._check = event, check

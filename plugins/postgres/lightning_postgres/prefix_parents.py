@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable
 
-from lightning.store.relational.prefix_parents import Known, ParentCache
+from lightning.store.relational.prefix_parents import KnownTransition, ParentCache
 
 
 class TransactionParents:
@@ -15,16 +15,18 @@ class TransactionParents:
 
     def __init__(self, shared: ParentCache) -> None:
         self._shared = shared
-        self._seen: dict[Hashable, list[Known]] = {}
-        self._added: list[tuple[Hashable, Known, Known | None]] = []
+        self._seen: dict[Hashable, list[KnownTransition]] = {}
+        self._added: list[tuple[Hashable, KnownTransition, KnownTransition | None]] = []
 
-    async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
+    async def get(
+        self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
+    ) -> list[KnownTransition]:
         """See `Parents.get`. Asked for before the transaction appends under the key: so what is loaded is committed."""
         if key not in self._seen:
             self._seen[key] = list(await self._shared.get(key, load))
         return self._seen[key]
 
-    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
+    def add(self, key: Hashable, known: KnownTransition, extended: KnownTransition | None = None) -> None:
         """See `Parents.add`."""
         if key in self._seen:
             self._seen[key].append(known)

@@ -161,9 +161,7 @@ class OptimizerModel:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        from lightning.config.optimizer_model import (
-            check_endpoint,  # pydantic: no command but those that train needs it
-        )
+        from lightning.config import check_endpoint  # pydantic: no command but those that train needs it
 
         check_endpoint(self.base_url, self.api_key_env)
         if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:

@@ -121,7 +121,7 @@ class Decoder:
         for found in reversed(chain):
             self._decode(found)
 
-    def _decode(self, found: Stored) -> codec.Tokens:
+    def _decode(self, found: Stored) -> codec.CallTokens:
         tokens = codec.decode(found.blob, b"" if found.parent is None else self._full[found.parent])
         self._full[found.key] = codec.full_tokens(tokens)
         self._prompts[found.key] = len(codec.pack(tokens.prompt_ids))

@@ -112,7 +112,7 @@ async def _end(listener: _Listener) -> None:
 
 
 class EntryWatch:
-    """A `Watch` that compares the last entry of the stream with the one that it knew."""
+    """A `RunWatch` that compares the last entry of the stream with the one that it knew."""
 
     def __init__(self, look: Callable[[], Awaitable[bytes]], listener: _Listener, known: bytes) -> None:
         self._look, self._listener, self._known = look, listener, known

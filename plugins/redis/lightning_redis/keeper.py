@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning.errors import ConfigError, StoreError
-from lightning.maintenance import queries
-from lightning.maintenance.keeper import Status, Weight, count_tokens
+from lightning.maintenance import DatabaseStatus, Weight, count_tokens, queries
 from lightning.store.url import redacted
-from lightning.types import Status as RolloutStatus
+from lightning.types import Status
 from redis.exceptions import RedisError
 
 from lightning_redis import records, scripts
@@ -36,7 +35,7 @@ from lightning_redis.tokens import every as every_token
 
 BATCH: Final = 500
 """Commands on their way at once."""
-OWN_OF_RUN: Final = ("all", *RolloutStatus, "leases", "steps", "proofs", "metrics", "state", "changes")
+OWN_OF_RUN: Final = ("all", *Status, "leases", "steps", "proofs", "metrics", "state", "changes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class RedisKeeper:
                 )
             return await schema_of(asker(wire.exchange), self._settings, self._keys), SCHEMA
 
-    async def status(self) -> Status:
+    async def status(self) -> DatabaseStatus:
         """See `Keeper.status`. It is read key by key, while others go on; bytes are what Redis estimates. Raises
         `ConfigError` where there is no store."""
         schema, newest = await self.schema()
@@ -86,11 +85,11 @@ class RedisKeeper:
         async with self._connected() as wire:
             counts, size = await self._measure(wire)
             rollouts: dict[str, int] = {}
-            for status in RolloutStatus:
+            for status in Status:
                 found = await self._ask(wire, [(b"ZCARD", self._keys(status.value, run.id)) for run in runs])
                 rollouts[status.value] = sum(found)
         activity = await self.activity()
-        return Status(
+        return DatabaseStatus(
             store=redacted(self._url),
             schema=schema,
             newest_schema=newest,
@@ -263,7 +262,7 @@ class RedisKeeper:
         for attempt in range(1, member.attempts + 1):
             place = encoded(f"{member.rollout}:{attempt}")
             commands += [(b"HDEL", self._keys(name), place) for name in ("attempts", "labels")]
-        lists = [self._keys(name, run) for name in ("all", *RolloutStatus, "leases")]
+        lists = [self._keys(name, run) for name in ("all", *Status, "leases")]
         commands += [(b"ZREM", key, rollout) for key in (*lists, self._keys("step", member.step, run))]
         commands.append((b"ZREM", self._keys("held"), encoded(f"{member.worker}\0{member.rollout}")))
         return [*commands, *((b"HDEL", self._keys(name), rollout) for name in ("standing", "columns"))]

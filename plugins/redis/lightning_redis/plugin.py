@@ -9,7 +9,7 @@ from lightning.errors import import_extra
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.maintenance.keeper import Keeper
+    from lightning.maintenance import Keeper
     from lightning.store.protocol import Store
 
 SCHEMES = ("redis", "rediss")

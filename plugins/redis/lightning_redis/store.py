@@ -23,7 +23,7 @@ from lightning.store.protocol import (
     Page,
     ResourceUse,
     RolloutCount,
-    Watch,
+    RunWatch,
 )
 from lightning.types import (
     Json,
@@ -152,12 +152,12 @@ class RedisStore:
         with self._link() as link:
             return await records.list_runs(link, project, after, limit, brief)
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""
         return self._watch(run)
 
     @contextlib.asynccontextmanager
-    async def _watch(self, run: str) -> AsyncIterator[Watch]:
+    async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
         stream = self._keys("changes", run)
 
         async def look() -> bytes:

@@ -57,7 +57,9 @@ class _Batch:
         """Encode a call against its parent. `digest` is given when it is not that of the call as it is."""
         rollout, number, seq = transition.key
         attempt = (rollout, number)
-        packed = codec.pack_tokens(codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
+        packed = codec.pack_tokens(
+            codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs)
+        )
         fingerprint = Fingerprint.of(packed.full, len(packed.prompt))
         own, roots = self.candidates.get(attempt, ()), self.candidates.get(group, ())
         parent, shared = choose(Prompt(packed.prompt, fingerprint), chain(reversed(own), roots))

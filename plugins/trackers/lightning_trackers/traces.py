@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from lightning.gateway.upstream.client import MODEL
 from lightning.spans import genai
 from lightning.spans.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord
@@ -21,6 +20,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+MODEL = "policy"
+"""The name by which agents call the model that is trained, whichever it is (docs/gateway.md)."""
 LOST = "the attempt was lost through no fault of the agent, and the rollout was tried again"
 STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UNSET}
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.engines.critic import Critic, Trunk
+from lightning.engines.critic import Trunk, ValueHead
 from lightning.engines.loading import unwrapped
 from lightning.engines.protocol import OptimizerConfig
 from torch import nn
@@ -27,12 +27,12 @@ WANTED = "values_wanted"
 class PolicyEngine(api.FSDPEngineWithLMHead):  # type: ignore[misc]  # verl has no types
     """verl's engine for language models, whose passes also give values where a critic was attached and they are `WANTED`."""
 
-    _critic: Critic | None = None
+    _critic: ValueHead | None = None
     _wanted: Wanted = "none"
     _hidden: torch.Tensor | None = None
     _keeps_logits = False
 
-    def attach(self, critic: Critic) -> None:
+    def attach(self, critic: ValueHead) -> None:
         """Value hidden states with this critic from now on."""
         model = unwrapped(self.module)
         getattr(model, model.base_model_prefix).register_forward_hook(self._note)
@@ -76,7 +76,7 @@ class Learner:
     """A critic and its optimizer, on one rank. All ranks call the same methods."""
 
     def __init__(self, model: nn.Module, trunk: Trunk, optimizer: OptimizerConfig) -> None:
-        self.critic = Critic(unwrapped(model), trunk, dtype=torch.float32, device=api.get_device_id())
+        self.critic = ValueHead(unwrapped(model), trunk, dtype=torch.float32, device=api.get_device_id())
         self._largest = optimizer.max_grad_norm
         self._optimizer = torch.optim.AdamW(
             [*self.critic.parameters().values()],

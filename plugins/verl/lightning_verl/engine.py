@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-from lightning.batch.sample import FloatArray, Sample
+from lightning.batch import FloatArray, Sample
 from lightning.engines import rows
 from lightning.engines.critic import Trunk, no_critic, refuse_targets
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.addresses import is_loopback
-from lightning.config.sections import EngineConfig
+from lightning.config import EngineConfig
 from lightning.errors import LightningError, PolicyServerError
 from lightning.policy_server.weight_transfer import Meeting
 from lightning.policy_server.weight_transfer.transfer import no_cuda

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from lightning.batch.sample import Sample
+from lightning.batch import Sample
 
 
 def deal(lengths: Sequence[int], places: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.instrument import caller_lookup
-from lightning.instrument.tracer_provider import StandIn, Watch
+from lightning.instrument.tracer_provider import ProviderWatch, StandIn
 from lightning_otel import spans
 from lightning_otel.processor import LightningProcessor
 from opentelemetry import trace
@@ -43,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         setter = setter.__self__._inner
     monkeypatch.setattr(trace, "set_tracer_provider", setter)
     monkeypatch.setattr(caller_lookup, "_asked", ())
-    monkeypatch.setattr(lightning_otel, "_watch", Watch(lightning_otel._installed))
+    monkeypatch.setattr(lightning_otel, "_watch", ProviderWatch(lightning_otel._installed))
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def test_the_stand_in_counts_as_no_provider_and_takes_processors() -> None:
 def test_two_adapters_watch_side_by_side(warnings_of: Callable[[], list[str]]) -> None:
     original = trace.set_tracer_provider
     seen: tuple[list[str], list[str]] = ([], [])
-    watches = [Watch(lambda ended=ended: Ended(ended)) for ended in seen]
+    watches = [ProviderWatch(lambda ended=ended: Ended(ended)) for ended in seen]
     for watch in watches:
         watch.start()
     agent(trace.get_tracer("any"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import needs_critic
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.batch.trajectory import Group
 from lightning.credit.critic import Critic
 from lightning.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ GROUPS = [
 ]
 
 
-def spans(rows: Sequence[Sample]) -> dict[tuple[str, int], Span]:
+def spans(rows: Sequence[Sample]) -> dict[tuple[str, int], TokenSpan]:
     return {(span.rollout, span.seq): span for row in rows for span in row.spans}
 
 

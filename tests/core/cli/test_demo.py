@@ -4,100 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from lightning.cli import demo as command
 from lightning.cli.report import Story, draw_rewards, show_story, show_summary, tell_story
-from lightning.errors import DataError
-from lightning.plugins import plugins
 from lightning.store.memory import MemoryStore
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition
-from lightning_examples import smollm2
 from rich.console import Console
-
-
-class Chosen(Exception):  # noqa: N818 — no error: it ends the command once it has chosen
-    """The demonstration that was about to run."""
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Path]]:
-    """What the trainer was made for: the model and the folder."""
-    made: list[tuple[Any, Path]] = []
-
-    def trainer(model: Any, algorithm: Any, **options: Any) -> None:
-        made.append((model, options["out"]))
-        raise DataError("that is enough")
-
-    monkeypatch.setattr(command, "Trainer", trainer)
-    return made
-
-
-def test_without_the_real_model_the_tiny_one_is_trained_and_it_is_said(
-    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
-    lightning("demo")
-    ((model, folder),) = chosen
-    assert (model.parent.name, folder.name.startswith("demo-tiny-")) == ("raw_python", True)
-    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert smollm2.INSTALL in warning.getMessage()
-    assert "The demonstration 'tiny' runs instead" in warning.getMessage()
-
-
-def test_a_framework_that_is_missing_is_told_with_the_line_that_installs_it(
-    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for module in [name for name in sys.modules if name.startswith("lightning_examples.calculator_autogen")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "autogen_agentchat.agents", None)
-    lightning("demo")
-    ((model, _),) = chosen
-    assert model.parent.name == "raw_python"
-    assert "pip install 'lightning[examples]<1'" in caplog.text
-
-
-def test_a_demonstration_that_was_named_is_never_replaced(
-    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
-    ran = lightning("demo", "calculator")
-    assert (ran.code, chosen) == (2, [])
-    assert smollm2.INSTALL in ran.err
-
-
-def test_a_damaged_model_file_is_an_error_and_no_reason_for_another_demonstration(
-    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "damaged_package").mkdir()
-    (tmp_path / "damaged_package" / smollm2.GGUF).write_bytes(b"half of it")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "PACKAGE", "damaged_package")
-    ran = lightning("demo")
-    assert (ran.code, chosen) == (2, [])
-    assert "is not the published file" in ran.err
-
-
-def test_with_the_real_model_it_is_the_default(
-    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real = SimpleNamespace(
-        name="calculator", title="", settings={}, model=tmp_path, algorithm=lambda: None, train_agents=()
-    )
-    monkeypatch.setattr(type(plugins()), "demo", lambda self, name: {"calculator": lambda: real}[name])
-    lightning("demo")
-    assert [(model, folder.name.startswith("demo-calculator-")) for model, folder in chosen] == [(tmp_path, True)]
-
-
-# --- the report ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

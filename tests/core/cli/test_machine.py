@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning import __version__
 from lightning.cli import adapters, doctor, installed
 from lightning.plugins import Plugins
 from lightning.testing.tiny_families import make_tiny_family
@@ -65,9 +66,12 @@ def test_doctor_sees_two_vllms(lightning, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_strangers_broken_plugin_is_named_and_not_fatal(lightning, install) -> None:
     ok = json.loads(lightning("doctor", "--json").out)["ok"]
     install("bad", {"bad": "bad_plugin"}, {"bad_plugin": "import no_such_module_xyz"})
+    install("old", {"old": "old_plugin"}, {"old_plugin": ""}, requires="lightning<0.0.9")
     report = json.loads(lightning("doctor", "--json").out)
     assert "no_such_module_xyz" in check(report, "plugin bad")["detail"]
     assert "pip install --upgrade bad" in check(report, "plugin bad")["cure"]
+    assert check(report, "plugin old")["detail"] == f"it requires lightning<0.0.9, and this is lightning {__version__}"
+    assert "pip install --upgrade old" in check(report, "plugin old")["cure"]
     assert report["ok"] == ok
 
 

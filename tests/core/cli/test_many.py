@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from lightning.config import load_config
+from lightning.testing.tiny_models import make_tiny_model
 
 
 def test_a_server_says_how_to_join_it(lightning, tmp_path: Path) -> None:
@@ -56,13 +57,12 @@ def test_a_runner_needs_a_token(lightning, tmp_path: Path, monkeypatch: pytest.M
 def test_an_agent_that_cannot_be_called_is_refused_before_anything_starts(
     lightning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_examples.raw_python import MODEL
-
+    make_tiny_model(tmp_path / "model")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "uncallable.py").write_text("class Agent: ...\ndef agent(task): ...\n")
     (tmp_path / "tasks.jsonl").write_text('{"input": 1}\n')
     out = tmp_path / "run"
-    train = ("--model", str(MODEL), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out))
+    train = ("--model", str(tmp_path / "model"), "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(out))
     monkeypatch.setenv("LIGHTNING_TOKEN", "token")
     join = ("--server", "http://127.0.0.1:1")
     for name, says in (
@@ -80,9 +80,9 @@ def test_an_agent_that_cannot_be_called_is_refused_before_anything_starts(
 def test_a_trainer_needs_an_agent_and_a_database(tmp_path: Path) -> None:
     from lightning import Trainer
     from lightning.errors import ConfigError
-    from lightning_examples.raw_python import MODEL
 
+    model = make_tiny_model(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"there is no agent: give one, or runner='remote'"):
-        Trainer(MODEL, out=tmp_path / "run").fit(None, ["a task"])
+        Trainer(model, out=tmp_path / "run").fit(None, ["a task"])
     with pytest.raises(ConfigError, match=r"http://\*\*\*@here is a server: a trainer needs the database itself"):
-        Trainer(MODEL, store="http://me:hunter2@here")
+        Trainer(model, store="http://me:hunter2@here")

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import lightning
 import pytest
-from lightning.client import Client, Tally
+from lightning.client import AttemptCounts, Client
 from lightning.client import runs as finding
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
@@ -36,7 +36,7 @@ async def ended(site: Site, run: str = RUN) -> None:
             await watch.wait(1)
 
 
-async def work_until(client: Client, *events: Coroutine[object, object, None]) -> Tally:
+async def work_until(client: Client, *events: Coroutine[object, object, None]) -> AttemptCounts:
     """Let a client work until all of this has happened, or it has ended by itself."""
     stop = asyncio.Event()
     working = asyncio.create_task(client.work(stop))

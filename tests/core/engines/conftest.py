@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.testing.tiny_models import make_tiny_model
@@ -94,7 +94,7 @@ def make_row() -> MakeRow:
             advantages,
             logprobs,
             versions,
-            tuple(Span(name, 1, seq, start, stop) for seq, (start, stop, _, _) in enumerate(parts)),
+            tuple(TokenSpan(name, 1, seq, start, stop) for seq, (start, stop, _, _) in enumerate(parts)),
             temperature,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.batch.sample import Sample
-from lightning.config import Config, LoraConfig
+from lightning.config import LoraConfig
 from lightning.engines.model_contents import as_stored, contents, in_blocks
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError, PolicyServerError
@@ -19,7 +19,6 @@ from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.policy_server.model_folder import INDEX, check_weights, folder_tensors
 from lightning.testing.tiny_families import FAMILIES, Family, make_tiny_family
-from lightning_verl.engine import VerlEngine
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -255,13 +254,6 @@ def test_fp8_without_scales_of_whole_blocks_is_refused(folders: Callable[[Family
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=rf"'{name}'.*F8_E4M3 without scales of whole blocks"):
         contents(folder)
-
-
-def test_verl_carries_over_what_it_does_not_train_and_refuses_fp8(folders: Callable[[Family], Path]) -> None:
-    engine = VerlEngine(Config())
-    assert engine.check(folders("llama2")).startswith("2 tensors are not trained and are carried over untouched")
-    with pytest.raises(ConfigError, match=r"are FP8, which verl does not train: train the checkpoint in bfloat16"):
-        engine.check(folders("fp8"))
 
 
 def test_weights_in_pickles_are_refused_with_their_cure(model: Path, tmp_path: Path) -> None:

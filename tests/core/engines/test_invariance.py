@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning.batch import Sample, Span, build_samples
+from lightning.batch import Sample, TokenSpan, build_samples
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Trajectory
 from lightning.config import LoraConfig
@@ -77,7 +77,7 @@ def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
     assert float((one - other).norm()) <= TOLERANCE * float(one.norm())
 
 
-def of_calls(sample: Sample, spans: Sequence[Span]) -> Sample:
+def of_calls(sample: Sample, spans: Sequence[TokenSpan]) -> Sample:
     """A row with only some of its calls: weight on their responses, and no token behind the last."""
     own, inside = slice(max(span.stop for span in spans)), np.zeros(len(sample), dtype=bool)
     for span in spans:
@@ -95,7 +95,7 @@ def of_calls(sample: Sample, spans: Sequence[Span]) -> Sample:
 
 def in_two(sample: Sample, random: Random) -> list[Sample]:
     """A row as one or two, its calls dealt out at random."""
-    hands: tuple[list[Span], list[Span]] = ([], [])
+    hands: tuple[list[TokenSpan], list[TokenSpan]] = ([], [])
     for span in sample.spans:
         hands[random.randrange(2)].append(span)
     return [of_calls(sample, spans) for spans in hands if spans]

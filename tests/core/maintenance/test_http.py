@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from lightning.maintenance import look
-from lightning.maintenance.export import TABLES, Scope, chosen_runs, read_table
+from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.testing.control import ControlServer
-from lightning.types import Scope as TokenScope
+from lightning.types import Scope
 
 
 @asynccontextmanager
-async def served(control: ControlServer, behind: MemoryStore, scope: TokenScope) -> AsyncIterator[HttpStore]:
+async def served(control: ControlServer, behind: MemoryStore, scope: Scope) -> AsyncIterator[HttpStore]:
     url, token = control.add(behind, scope=scope)
     store = HttpStore(url, token=token)
     try:
@@ -28,18 +28,18 @@ async def served(control: ControlServer, behind: MemoryStore, scope: TokenScope)
 
 async def test_status_and_export_through_a_server(control: ControlServer, filled: Callable[..., Any]) -> None:
     behind = MemoryStore()
-    async with served(control, behind, TokenScope.ADMIN) as store:
+    async with served(control, behind, Scope.ADMIN) as store:
         await filled(store)
         found = await look(store, "http://server")
         assert (found.runs, found.rollouts, found.steps) == (1, {"succeeded": 9, "failed": 1}, 2)
         assert (found.schema, found.bytes, found.calls) == (None, None, None)
         for name in TABLES:
-            rows = [row async for row in read_table(store, name, await chosen_runs(store, ()), Scope())]
+            rows = [row async for row in read_table(store, name, await chosen_runs(store, ()), ExportScope())]
             runs = await chosen_runs(behind, ())
-            assert list(map(repr, rows)) == [repr(row) async for row in read_table(behind, name, runs, Scope())]
+            assert list(map(repr, rows)) == [repr(row) async for row in read_table(behind, name, runs, ExportScope())]
 
 
 async def test_who_may_not_see_tokens_sees_the_rest(control: ControlServer) -> None:
-    async with served(control, MemoryStore(), TokenScope.VIEWER) as store:
+    async with served(control, MemoryStore(), Scope.VIEWER) as store:
         found = await look(store, "http://server")
         assert (found.runs, found.tokens) == (0, None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lightning.errors import StoreError
 from lightning.maintenance import Keeper, keeper_of
-from lightning.maintenance.prune import PRUNED, Choice, RunPlan, carry_out, plan
+from lightning.maintenance.prune import PRUNED, PruneRequest, RunPlan, carry_out, plan
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition, logprobs, token_ids
@@ -32,7 +32,7 @@ class Opened:
         await self.store.close()
 
 
-async def groups_of(path: Path, choice: Choice) -> list[str]:
+async def groups_of(path: Path, choice: PruneRequest) -> list[str]:
     async with Opened(path) as (store, keeper):
         (item,) = await plan(store, keeper, choice)
         return [group.removeprefix("run/") for group in item.groups]
@@ -40,20 +40,20 @@ async def groups_of(path: Path, choice: Choice) -> list[str]:
 
 async def test_only_what_nothing_reads_is_chosen(database: Path) -> None:
     """By default what was trained stays; both steps have a checkpoint, so that nothing before it is replayed."""
-    assert await groups_of(database, Choice()) == ["0/1", "1/1", "val/0"]
-    assert await groups_of(database, Choice(trained=True)) == ["0/0", "0/1", "1/0", "1/1", "val/0"]
+    assert await groups_of(database, PruneRequest()) == ["0/1", "1/1", "val/0"]
+    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "1/0", "1/1", "val/0"]
 
 
 async def test_what_a_resumed_run_replays_stays(database: Path) -> None:
     connection = sqlite3.connect(database)
     connection.execute("UPDATE steps SET checkpoint = '' WHERE step = 1")
     connection.commit()
-    assert await groups_of(database, Choice(trained=True)) == ["0/0", "0/1", "val/0"]
+    assert await groups_of(database, PruneRequest(trained=True)) == ["0/0", "0/1", "val/0"]
     connection.execute("UPDATE steps SET checkpoint = ''")
     connection.commit()
     connection.close()
-    assert await groups_of(database, Choice(trained=True)) == []
-    assert len(await groups_of(database, Choice(trained=True, unfinished=True))) == 5
+    assert await groups_of(database, PruneRequest(trained=True)) == []
+    assert len(await groups_of(database, PruneRequest(trained=True, unfinished=True))) == 5
 
 
 @pytest.mark.parametrize(("staleness", "kept_from"), [(0, 2), (1, 1), (5, 0)])
@@ -63,7 +63,7 @@ async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness:
     connection.execute("UPDATE runs SET config = ?", (text,))
     connection.commit()
     connection.close()
-    chosen = await groups_of(database, Choice(trained=True))
+    chosen = await groups_of(database, PruneRequest(trained=True))
     steps = {group.partition("/")[0] for group in chosen} - {"val"}
     assert steps == {str(step) for step in range(kept_from)}
     epoch = f'[{{"first": 2, "at": 1.0, "config": {text}}}]'  # as after a resume with that bound
@@ -71,20 +71,20 @@ async def test_older_groups_that_a_step_may_take_stay(database: Path, staleness:
         connection.execute("UPDATE runs SET config = '{}'")
         connection.execute("UPDATE state SET value = ? WHERE name = 'epochs'", (epoch,))
         connection.commit()
-    assert await groups_of(database, Choice(trained=True)) == chosen
+    assert await groups_of(database, PruneRequest(trained=True)) == chosen
 
 
 async def test_a_group_that_has_not_ended_stays(database: Path) -> None:
     async with Opened(database) as (store, _):
         await store.create_rollouts([Rollout("late", "run", Task("q"), "run/0/1")])
-    assert await groups_of(database, Choice(unfinished=True)) == ["1/1", "val/0"]
+    assert await groups_of(database, PruneRequest(unfinished=True)) == ["1/1", "val/0"]
 
 
 async def test_pruning_says_so_keeps_rewards_and_is_done_once(database: Path) -> None:
     async with Opened(database) as (store, keeper):
         before = (await store.list_rollouts("run")).rollouts
         kept = {r.id: await store.transitions(r.id) for r in before if r.trained_at_step is not None}
-        plans = await plan(store, keeper, Choice())
+        plans = await plan(store, keeper, PruneRequest())
         assert (plans[0].rollouts, plans[0].trained, plans[0].weight.calls, plans[0].weight.spans) == (6, 0, 12, 6)
         await carry_out(store, keeper, plans)
         assert (await store.list_rollouts("run")).rollouts == before
@@ -92,9 +92,9 @@ async def test_pruning_says_so_keeps_rewards_and_is_done_once(database: Path) ->
         assert await store.transitions("run/val/0/0") == []
         said: Any = await store.get_state("run", PRUNED)
         assert (said["rollouts"], said["trained"]) == (6, False)
-        (again,) = await plan(store, keeper, Choice())
+        (again,) = await plan(store, keeper, PruneRequest())
         assert again == RunPlan("run", kept="nothing in it can be spared")
-        await carry_out(store, keeper, await plan(store, keeper, Choice(trained=True)))
+        await carry_out(store, keeper, await plan(store, keeper, PruneRequest(trained=True)))
         said = await store.get_state("run", PRUNED)
         assert (said["rollouts"], said["trained"]) == (10, True)
 
@@ -105,14 +105,14 @@ async def test_whole_runs(database: Path) -> None:
         await store.put_run(Run("short", "short", {"config": {"trainer": {"steps": 9}}}, 2000.0))
         await store.put_run(Run("open", "open", {}, 2000.0))
         await store.create_rollouts([Rollout("o", "open", Task("q"), "g")])
-        plans = {item.run: item for item in await plan(store, keeper, Choice(whole=True))}
+        plans = {item.run: item for item in await plan(store, keeper, PruneRequest(whole=True))}
         assert {name for name, item in plans.items() if item.whole} == {"run", "idle"}
         assert "0 of 9 steps" in plans["short"].kept
         assert "not ended" in plans["open"].kept
-        plans = {item.run: item for item in await plan(store, keeper, Choice(whole=True, unfinished=True))}
+        plans = {item.run: item for item in await plan(store, keeper, PruneRequest(whole=True, unfinished=True))}
         assert all(item.whole for item in plans.values())
         await store.lease("open", "w", ttl=3600)
-        (held,) = await plan(store, keeper, Choice(runs=("open",), whole=True, unfinished=True))
+        (held,) = await plan(store, keeper, PruneRequest(runs=("open",), whole=True, unfinished=True))
         assert (held.whole, held.kept) == (False, "somebody works on it")
         await carry_out(store, keeper, [plans["run"], plans["idle"], held])
     async with Opened(database) as (store, _):
@@ -122,10 +122,10 @@ async def test_whole_runs(database: Path) -> None:
 async def test_age_is_that_of_the_last_attempt(database: Path) -> None:
     async with Opened(database) as (store, keeper):
         await store.put_run(Run("old", "old", {}, 1000.0))
-        assert [item.run for item in await plan(store, keeper, Choice(older_than=3600.0))] == ["old"]
-        assert [item.run for item in await plan(store, keeper, Choice(older_than=0.0))] == ["old", "run"]
+        assert [item.run for item in await plan(store, keeper, PruneRequest(older_than=3600.0))] == ["old"]
+        assert [item.run for item in await plan(store, keeper, PruneRequest(older_than=0.0))] == ["old", "run"]
         with pytest.raises(StoreError, match="no run 'x' in this store; it has"):
-            await plan(store, keeper, Choice(runs=("x",)))
+            await plan(store, keeper, PruneRequest(runs=("x",)))
 
 
 async def test_whatever_is_pruned_the_rest_is_read_as_it_was(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_a_pruned_run_without_a_step_record_is_left_alone(tmp_path: Path) 
         ids = token_ids([1, 2])
         await store.append([Transition("a", 1, 0, "c", ids, ids, logprobs([-1.0, -1.0]))])
         await store.complete("a", 1, Outcome(reward=1.0))
-        assert (await plan(store, keeper, Choice(trained=True)))[0].groups == ()
+        assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ()
         record = StepRecord("run", 0, 1, (("a", 1),), ("d",), "x", "step-00000001")
         await store.commit_step(record)
-        assert (await plan(store, keeper, Choice(trained=True)))[0].groups == ("g",)
+        assert (await plan(store, keeper, PruneRequest(trained=True)))[0].groups == ("g",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from lightning import __version__
 from lightning.errors import PluginError
 from lightning.plugins import KINDS, Plugins
 
@@ -61,6 +62,11 @@ def test_an_object_can_be_a_plugin(install) -> None:
     [
         ("import no_such_module_xyz", "ModuleNotFoundError: No module named 'no_such_module_xyz'"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import lightning.store.rules", "ModuleNotFoundError: No module named 'lightning.store.rules'"),
+        (
+            "from lightning.store.protocol import Watch",
+            "ImportError: cannot import name 'Watch' from 'lightning.store.prot",
+        ),
         ("def (:", "SyntaxError"),
         (
             "from lightning import hookimpl\n@hookimpl\ndef register_credit(register): pass",
@@ -101,10 +107,39 @@ def test_a_broken_plugin_is_named_and_costs_the_others_nothing(install, warnings
     found = info(plugins, "broken")
     assert found.state == "broken"
     assert said in found.error
-    assert any("'broken' (broken 1.0)" in line and said in line for line in warnings_of())
+    (line,) = [
+        line for line in warnings_of() if f"'broken' (broken 1.0) is broken with lightning {__version__}: " in line
+    ]
+    assert said in line
+    assert "pip install" in line
     with pytest.raises(PluginError, match="which might have it, is broken") as caught:
         plugins.credit("wanted")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("requires", "unmet"),
+    [
+        ("lightning<0.0.9", "lightning<0.0.9"),
+        ("Lightning[torch]>=99,<100; python_version>'3'", "lightning<100,>=99"),
+        ("lightning>=99; extra == 'new'", ""),
+        ("lightning<1", ""),
+        ("lightning-other<0.0.9", ""),
+        ("lightning", ""),
+    ],
+)
+def test_a_plugin_for_another_release_is_named_with_both_versions_and_never_imported(
+    install, warnings_of, requires: str, unmet: str
+) -> None:
+    install("old", {"old": "old_plugin"}, {"old_plugin": CREDIT.format(name="old")}, requires=requires)
+    install("sound", {"sound": "sound_plugin"}, {"sound_plugin": CREDIT.format(name="sound")})
+    plugins = Plugins()
+    assert "sound" in plugins.names("credits")
+    error = f"it requires {unmet}, and this is lightning {__version__}" if unmet else ""
+    assert (info(plugins, "old").state, info(plugins, "old").error) == ("broken" if unmet else "loaded", error)
+    assert ("old_plugin" in sys.modules) == (not unmet)
+    told = f"'old' (old 1.0) is broken with lightning {__version__}: {error}. To mend it: pip install --upgrade old"
+    assert any(told in line for line in warnings_of()) == bool(unmet)
 
 
 def test_a_broken_plugin_leaves_nothing_registered(install) -> None:

@@ -18,15 +18,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from aiohttp import web
-from lightning.config import Config, with_settings
 from lightning.config.sections import PolicyServerConfig
-from lightning.errors import ConfigError, EngineError, PolicyServerError
+from lightning.errors import ConfigError, PolicyServerError
 from lightning.policy_server import AttachedVLLM, OwnedVLLM
 from lightning.policy_server.weight_transfer import Meeting, links
-from lightning.policy_server.weight_transfer.links import Door, Group, Spec, join
+from lightning.policy_server.weight_transfer.links import Door, GlooGroup, Spec, join
 from lightning.policy_server.weight_transfer.transfer import LocalSender
 from lightning.policy_server.worker import WorkerExtension
-from lightning_verl.sender import FirstWorker
 from safetensors.torch import load_file
 
 Alter = Callable[[Path, Callable[[dict[str, Any]], object]], Path]
@@ -433,28 +431,6 @@ async def test_nccl_without_cuda_is_refused_at_the_start(fake: Any, model: Path,
     assert not (tmp_path / "log").exists()
 
 
-def test_the_verl_engines_sender_is_its_first_worker(tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def call(method: str, *arguments: object) -> tuple[Any, str]:
-        asked.append((method, *arguments))
-        if method == "join":
-            raise EngineError("resume the run")
-        return "word", "the disk is full" if method == "send" else ""
-
-    config = with_settings(Config(), {"engine.device": "cpu", "engine.verl.world_size": 0}).engine
-    sender = FirstWorker(call, threading.Lock(), config)
-    sender.check("gloo")
-    with pytest.raises(ConfigError, match="needs a CUDA device for verl's workers"):
-        sender.check("nccl")
-    assert sender.group() == "word"
-    with pytest.raises(PolicyServerError, match="verl's first worker: the disk is full"):
-        sender.send([tmp_path / "file"])
-    with pytest.raises(PolicyServerError, match="verl's workers, which send the weights, are gone: resume the run"):
-        sender.join("word")
-    assert asked == [("group",), ("send", [tmp_path / "file"]), ("join", "word")]
-
-
 def test_a_sender_that_was_started_again_says_so(tmp_path: Path) -> None:
     with pytest.raises(PolicyServerError, match=r"sending weights failed: .*was started again, and is in no group"):
         LocalSender().send([tmp_path / "file"])
@@ -491,8 +467,8 @@ def test_two_receivers_get_the_same_bytes_however_they_are_cut(monkeypatch: pyte
 
 
 @pytest.fixture
-def pair() -> tuple[Group, Group]:
-    door, joined = Door("127.0.0.1", 2, 0.3), list[Group]()
+def pair() -> tuple[GlooGroup, GlooGroup]:
+    door, joined = Door("127.0.0.1", 2, 0.3), list[GlooGroup]()
     thread = threading.Thread(target=lambda: joined.append(join(door.meeting, 1)))
     thread.start()
     sender = door.enter()
@@ -500,7 +476,7 @@ def pair() -> tuple[Group, Group]:
     return sender, joined[0]
 
 
-def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[Group, Group]) -> None:
+def test_who_is_kept_waiting_and_who_was_left_hear_of_it(pair: tuple[GlooGroup, GlooGroup]) -> None:
     sender, receiver = pair
     with pytest.raises(PolicyServerError, match=r"the connection broke: .*Timed out waiting 300ms"):
         list(receiver.receive(SPECS))

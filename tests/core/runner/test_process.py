@@ -32,7 +32,7 @@ from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.proxy_env import without_proxy
-from lightning.testing.chat_server import Call, ChatServer
+from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.types import LLM, Fault, Lease, Outcome, StepReward, Task, ToolEvent
 
 pytestmark = pytest.mark.slow  # processes start, hang and die here, each in its own time
@@ -602,4 +602,4 @@ def test_calls_are_recorded_with_the_answer_they_got() -> None:
         body = {"messages": [{"role": "user", "content": "abc"}]}
         reply = httpx.post(f"{running.llm().base_url}/chat/completions", json=body).json()
     assert reply["choices"][0]["message"]["content"] == "cba"
-    assert isinstance(running.calls[0], Call)
+    assert isinstance(running.calls[0], ChatRequest)

@@ -70,9 +70,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{HERE}/test_files.py::test_nothing_loads_what_may_hold_code",
     ),
     "Files that data names stay in their folder": (
-        f"{HERE}/test_files.py::test_a_name_leads_below_its_root_or_to_an_error",
-        f"{HERE}/test_files.py::test_symbolic_links_are_refused",
-        f"{HERE}/test_files.py::test_a_component_writes_its_prompt_in_the_runs_folder_only",
+        "tests/plugins/prompts/test_files.py::test_a_name_leads_below_its_root_or_to_an_error",
+        "tests/plugins/prompts/test_files.py::test_symbolic_links_are_refused",
+        "tests/plugins/prompts/test_files.py::test_a_component_writes_its_prompt_in_the_runs_folder_only",
     ),
     "Agents can be kept in a sandbox": (
         "tests/core/runner/test_sandbox.py::test_a_burglar_finds_nothing",

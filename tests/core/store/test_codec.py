@@ -15,10 +15,10 @@ from lightning.types import logprobs, token_ids
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40).map(token_ids)
 SPECIAL = st.sampled_from([math.nan, -math.inf, math.inf, -0.0, 0.0])
 LOGPROBS = st.lists(st.one_of(st.floats(width=32), SPECIAL), max_size=40).map(logprobs)
-TOKENS = st.builds(codec.Tokens, IDS, IDS, LOGPROBS)
+TOKENS = st.builds(codec.CallTokens, IDS, IDS, LOGPROBS)
 
 
-def same(left: codec.Tokens, right: codec.Tokens) -> bool:
+def same(left: codec.CallTokens, right: codec.CallTokens) -> bool:
     """Bit for bit: NaN equals itself, 0.0 does not equal -0.0."""
     parts = (
         (left.prompt_ids, right.prompt_ids),
@@ -29,21 +29,21 @@ def same(left: codec.Tokens, right: codec.Tokens) -> bool:
 
 
 @given(TOKENS)
-def test_round_trip_without_parent(tokens: codec.Tokens) -> None:
+def test_round_trip_without_parent(tokens: codec.CallTokens) -> None:
     assert same(codec.decode(codec.encode(tokens)), tokens)
 
 
 @given(parent=TOKENS, own=TOKENS, cut=st.integers(0, 80))
-def test_round_trip_against_any_parent(parent: codec.Tokens, own: codec.Tokens, cut: int) -> None:
+def test_round_trip_against_any_parent(parent: codec.CallTokens, own: codec.CallTokens, cut: int) -> None:
     full = codec.full_tokens(parent)
     shared = codec.unpack_ids(full[: cut * 4])
-    tokens = codec.Tokens(shared + own.prompt_ids, own.response_ids, own.logprobs)
+    tokens = codec.CallTokens(shared + own.prompt_ids, own.response_ids, own.logprobs)
     assert same(codec.decode(codec.encode(tokens, full), full), tokens)
 
 
 def test_nan_payloads_survive() -> None:
     odd = codec.unpack_logprobs(b"\x01\x00\xc0\x7f\xff\xff\xff\xff")
-    tokens = codec.Tokens(token_ids(), token_ids(), odd)
+    tokens = codec.CallTokens(token_ids(), token_ids(), odd)
     assert codec.decode(codec.encode(tokens)).logprobs.tobytes() == odd.tobytes()
 
 
@@ -65,7 +65,7 @@ def test_shared_prefix_of_branches(trunk: int, left: int, right: int) -> None:
 
 
 @given(tokens=TOKENS, position=st.integers(0, 10_000), flip=st.integers(1, 255))
-def test_a_damaged_byte_is_noticed_or_harmless(tokens: codec.Tokens, position: int, flip: int) -> None:
+def test_a_damaged_byte_is_noticed_or_harmless(tokens: codec.CallTokens, position: int, flip: int) -> None:
     blob = bytearray(codec.encode(tokens))
     blob[position % len(blob)] ^= flip
     try:
@@ -76,7 +76,7 @@ def test_a_damaged_byte_is_noticed_or_harmless(tokens: codec.Tokens, position: i
 
 
 @given(tokens=TOKENS, length=st.integers(0, 10_000), tail=st.binary(min_size=1, max_size=5))
-def test_truncated_or_lengthened_blobs_are_refused(tokens: codec.Tokens, length: int, tail: bytes) -> None:
+def test_truncated_or_lengthened_blobs_are_refused(tokens: codec.CallTokens, length: int, tail: bytes) -> None:
     blob = codec.encode(tokens)
     with pytest.raises(StoreError, match="corrupt"):
         codec.decode(blob[: length % len(blob)])
@@ -94,7 +94,7 @@ def test_garbage_never_becomes_tokens(blob: bytes, parent: bytes) -> None:
 def test_the_wrong_parent_is_noticed() -> None:
     parent = codec.pack(token_ids(range(100)))
     other = codec.pack(token_ids([*range(50), 999, *range(51, 100)]))
-    blob = codec.encode(codec.Tokens(token_ids(range(120)), token_ids([1]), logprobs([-1.0])), parent)
+    blob = codec.encode(codec.CallTokens(token_ids(range(120)), token_ids([1]), logprobs([-1.0])), parent)
     assert codec.decode(blob, parent).prompt_ids == token_ids(range(120))
     for wrong in (other, parent[:80], b""):
         with pytest.raises(StoreError, match="corrupt"):
@@ -107,7 +107,7 @@ def test_a_newer_codec_says_what_to_do() -> None:
 
 
 def test_a_frame_that_claims_to_be_huge_is_refused_before_it_is_unpacked() -> None:
-    blob = codec.encode(codec.Tokens(token_ids(), token_ids(), logprobs()))
+    blob = codec.encode(codec.CallTokens(token_ids(), token_ids(), logprobs()))
     header = blob[:10] + b"\xff\xff\xff\xff\x0f" + blob[11:]
     with pytest.raises(StoreError, match="corrupt"):
         codec.decode(header)
@@ -116,7 +116,7 @@ def test_a_frame_that_claims_to_be_huge_is_refused_before_it_is_unpacked() -> No
 @pytest.mark.parametrize("wrong", [array("q", [1]), [1, 2], array("f", [1.0])])
 def test_only_token_arrays_are_taken(wrong: object) -> None:
     with pytest.raises(DataError, match="array"):
-        codec.encode(codec.Tokens(wrong, token_ids(), logprobs()))  # type: ignore[arg-type]
+        codec.encode(codec.CallTokens(wrong, token_ids(), logprobs()))  # type: ignore[arg-type]
 
 
 def test_errors_can_be_pickled() -> None:
@@ -130,7 +130,7 @@ def test_a_turn_of_a_growing_prompt_fits_in_two_kilobytes() -> None:
     prompt = [rng.randrange(151_000) for _ in range(694)]
     response = [rng.randrange(151_000) for _ in range(256)]
     parent = codec.pack(token_ids(prompt + response))
-    tokens = codec.Tokens(
+    tokens = codec.CallTokens(
         token_ids(prompt + response + [rng.randrange(151_000) for _ in range(50)]),
         token_ids([rng.randrange(151_000) for _ in range(256)]),
         logprobs([-rng.expovariate(1.0) for _ in range(256)]),

@@ -13,12 +13,12 @@ from lightning.store import codec
 from lightning.types import logprobs, token_ids
 
 IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30).map(token_ids)
-TOKENS = st.builds(codec.Tokens, IDS, IDS, st.lists(st.floats(width=32), max_size=30).map(logprobs))
+TOKENS = st.builds(codec.CallTokens, IDS, IDS, st.lists(st.floats(width=32), max_size=30).map(logprobs))
 HUGE = (1 << 20, 1 << 30, (1 << 36) // 4, 1 << 39)
 MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def decoded(blob: bytes, parent: bytes = b"") -> codec.Tokens | None:
+def decoded(blob: bytes, parent: bytes = b"") -> codec.CallTokens | None:
     """The tokens, or None where the blob was refused."""
     try:
         return codec.decode(blob, parent)
@@ -28,7 +28,7 @@ def decoded(blob: bytes, parent: bytes = b"") -> codec.Tokens | None:
 
 @settings(max_examples=80)
 @given(tokens=TOKENS, data=st.data())
-def test_edits_of_any_kind_give_the_same_tokens_or_a_refusal(tokens: codec.Tokens, data: st.DataObject) -> None:
+def test_edits_of_any_kind_give_the_same_tokens_or_a_refusal(tokens: codec.CallTokens, data: st.DataObject) -> None:
     blob = bytearray(codec.encode(tokens))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(blob)))
@@ -90,7 +90,7 @@ def test_header_and_frame_that_agree_on_too_much_cost_no_memory(count: int) -> N
 
 def test_what_compresses_best_is_still_read() -> None:
     """The bound on how much a frame can hold is not too small for the most regular content there is."""
-    tokens = codec.Tokens(token_ids([7] * 300_000), token_ids([0] * 100_000), logprobs([0.0] * 100_000))
+    tokens = codec.CallTokens(token_ids([7] * 300_000), token_ids([0] * 100_000), logprobs([0.0] * 100_000))
     blob = codec.encode(tokens)
     assert len(blob) < 1000
     assert codec.decode(blob) == tokens

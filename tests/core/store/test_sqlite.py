@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lightning.errors import StoreError, UnavailableError
 from lightning.store import codec
 from lightning.store.relational import transitions as transition_ops
-from lightning.store.relational.prefix_parents import Fingerprint, Known, ParentCache, Prompt, choose
+from lightning.store.relational.prefix_parents import Fingerprint, KnownTransition, ParentCache, Prompt, choose
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
 from lightning.types import Fault, Outcome, Rollout, Run, Transition, token_ids
@@ -300,11 +300,11 @@ def packed(ids: Iterable[int]) -> bytes:
     return codec.pack(token_ids(list(ids)))
 
 
-def known(n: int, ids: Iterable[int], prompt: int = 0) -> Known:
-    return Known(n, b"head", Fingerprint.of(packed(ids), 4 * prompt))
+def known(n: int, ids: Iterable[int], prompt: int = 0) -> KnownTransition:
+    return KnownTransition(n, b"head", Fingerprint.of(packed(ids), 4 * prompt))
 
 
-def chosen(prompt: Sequence[int], *candidates: Known) -> tuple[Known | None, int]:
+def chosen(prompt: Sequence[int], *candidates: KnownTransition) -> tuple[KnownTransition | None, int]:
     return choose(asking(prompt), candidates)
 
 
@@ -342,8 +342,8 @@ def test_no_more_is_taken_for_shared_than_is(prompt: int, shared: int, asked: in
         assert found == len(common)
 
 
-def loading(*found: Known) -> Callable[[], Awaitable[list[Known]]]:
-    async def load() -> list[Known]:
+def loading(*found: KnownTransition) -> Callable[[], Awaitable[list[KnownTransition]]]:
+    async def load() -> list[KnownTransition]:
         return list(found)
 
     return load

@@ -30,7 +30,7 @@ from lightning.testing.bifurcation import (
     wasteful_tool,
 )
 from lightning.testing.credit_score import score_credit, score_credits
-from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome
+from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
 
 
 def certain() -> DecisionTask:
@@ -38,9 +38,9 @@ def certain() -> DecisionTask:
     return DecisionTask(
         "certain",
         {
-            "first": Decision(tuple(Action(0.5, (Outcome(1.0, name),)) for name in ("up", "down"))),
-            "up": Decision(tuple(Action(0.5, (Outcome(reward=reward),)) for reward in (1.0, 0.5))),
-            "down": Decision(tuple(Action(0.5, (Outcome(reward=reward),)) for reward in (0.4, 0.2))),
+            "first": Decision(tuple(Action(0.5, (ActionOutcome(1.0, name),)) for name in ("up", "down"))),
+            "up": Decision(tuple(Action(0.5, (ActionOutcome(reward=reward),)) for reward in (1.0, 0.5))),
+            "down": Decision(tuple(Action(0.5, (ActionOutcome(reward=reward),)) for reward in (0.4, 0.2))),
         },
     )
 
@@ -164,7 +164,9 @@ def test_a_credit_that_does_not_give_numbers_is_named(wrong: Credit) -> None:
 
 
 def test_where_nothing_matters_there_is_nothing_to_score() -> None:
-    flat = DecisionTask("flat", {"only": Decision((Action(1.0, (Outcome(0.5, reward=1.0), Outcome(0.5))),))})
+    flat = DecisionTask(
+        "flat", {"only": Decision((Action(1.0, (ActionOutcome(0.5, reward=1.0), ActionOutcome(0.5))),))}
+    )
     with pytest.raises(ConfigError, match="flat: none of the trained decisions"):
         score_credit(identical, flat)
     with pytest.raises(ConfigError, match="groups=1"):

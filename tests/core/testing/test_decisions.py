@@ -10,7 +10,7 @@ import pytest
 from lightning.credit import call_rewards, rollout_return
 from lightning.errors import ConfigError
 from lightning.testing.bifurcation import bifurcation_tasks, late, recombining
-from lightning.testing.decisions import Action, Decision, DecisionTask, Outcome, sample_group
+from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, sample_group
 
 TASKS = sorted(bifurcation_tasks())
 
@@ -21,9 +21,9 @@ def two_steps() -> DecisionTask:
         "two-steps",
         {
             "first": Decision(
-                (Action(0.25, (Outcome(1.0, "toss", 0.0, 0.5),)), Action(0.75, (Outcome(1.0, "", 0.2),)))
+                (Action(0.25, (ActionOutcome(1.0, "toss", 0.0, 0.5),)), Action(0.75, (ActionOutcome(1.0, "", 0.2),)))
             ),
-            "toss": Decision((Action(1.0, (Outcome(0.5, "", 1.0), Outcome(0.5))),), "other", trained=False),
+            "toss": Decision((Action(1.0, (ActionOutcome(0.5, "", 1.0), ActionOutcome(0.5))),), "other", trained=False),
         },
     )
 
@@ -130,10 +130,13 @@ def test_a_task_says_what_is_wrong_with_it() -> None:
     first = good.states["first"]
     for states, problem in (
         ({"first": first}, "leads to 'toss', which is no state"),
-        ({"first": Decision((Action(0.5, (Outcome(),)),))}, "actions of 'first'"),
-        ({"first": Decision((Action(1.0, (Outcome(0.4),)),))}, "outcomes in 'first'"),
-        ({"first": Decision((Action(1.0, (Outcome(1.0, "first"),)),))}, "'first' can never end"),
-        ({"first": Decision((Action(1.0, (Outcome(1.0, "x", 1.0),)),)), "x": good.states["toss"]}, "use step_reward"),
+        ({"first": Decision((Action(0.5, (ActionOutcome(),)),))}, "actions of 'first'"),
+        ({"first": Decision((Action(1.0, (ActionOutcome(0.4),)),))}, "outcomes in 'first'"),
+        ({"first": Decision((Action(1.0, (ActionOutcome(1.0, "first"),)),))}, "'first' can never end"),
+        (
+            {"first": Decision((Action(1.0, (ActionOutcome(1.0, "x", 1.0),)),)), "x": good.states["toss"]},
+            "use step_reward",
+        ),
         ({"first": Decision(())}, "actions of 'first'"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -27,7 +27,6 @@ from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
 from lightning.trainer.dev import DevReport, dry_run
 from lightning.trainer.summary import Reporter
 from lightning.types import Task
-from lightning_prompts.apo import APO
 
 PAIR = make_group([0.0, 1.0], group="task")
 
@@ -94,7 +93,6 @@ class Nothing:
     [
         (plain, r"the algorithm is the class plain, not an object of it: give plain\(\.\.\.\)"),
         (LightningRL, r"is the class LightningRL, .* give LightningRL\(\.\.\.\)"),
-        (APO, r"is the class APO"),
         (Nothing(), r"is no algorithm: it has no batch; give a registered name"),
         (object(), r"it has no name, no group_size, no batch, no loss"),
         (broken, r"is no algorithm: it has no name.*from_batch and from_loss make an algorithm of a function"),
@@ -165,7 +163,7 @@ def test_a_loss_is_not_called_where_that_would_import_torch(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "algorithm", [LightningRL(), LightningRL("ppo"), plain(), plain("gspo", kl_coefficient=0.1), eager(), APO()]
+    "algorithm", [LightningRL(), LightningRL("ppo"), plain(), plain("gspo", kl_coefficient=0.1), eager()]
 )
 def test_what_is_right_has_no_problem(algorithm: Any) -> None:
     assert try_algorithm(algorithm, [PAIR]) == ([], [])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.algorithms.protocol import Batch
-from lightning.batch.sample import FloatArray, Sample, Span
+from lightning.batch.sample import FloatArray, Sample, TokenSpan
 from lightning.config import Config, with_settings
 from lightning.trainer.publishing import Prober, bound_of, exceeds
 
@@ -32,7 +32,7 @@ def row(start: int = PROMPT, sampled: int = SAMPLED, seed: int = 0) -> Sample:
     old = np.random.default_rng(seed).normal(-1.0, 0.5, length).astype(np.float32)
     old[:start] = np.nan
     versions = np.zeros(length, np.int32)
-    spans = (Span("r", 0, 0, start, length),)
+    spans = (TokenSpan("r", 0, 0, start, length),)
     return Sample(np.arange(length, dtype=np.int32), weights, weights, old, versions, spans)
 
 

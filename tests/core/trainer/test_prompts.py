@@ -12,7 +12,7 @@ import pytest
 from lightning.errors import ConfigError, SchemaError, StoreError
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
-from lightning.store.resource_ref import Reference, find, parse_reference
+from lightning.store.resource_ref import ResourceReference, find, parse_reference
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.prompts import resolve_prompts
@@ -40,14 +40,14 @@ def rollout(**resources: int) -> Rollout:
 @pytest.mark.parametrize(
     ("text", "reference"),
     [
-        ("resource:writer", Reference("writer")),
-        ("writer@3", Reference("writer", 3)),
-        ("resource:my writer@production", Reference("my writer", "production")),
-        ("resource:runs/a#b#writer@2", Reference("writer", 2, "runs/a#b")),
-        ("sqlite:////x.db?sync=full#writer", Reference("writer", "latest", "sqlite:////x.db?sync=full")),
+        ("resource:writer", ResourceReference("writer")),
+        ("writer@3", ResourceReference("writer", 3)),
+        ("resource:my writer@production", ResourceReference("my writer", "production")),
+        ("resource:runs/a#b#writer@2", ResourceReference("writer", 2, "runs/a#b")),
+        ("sqlite:////x.db?sync=full#writer", ResourceReference("writer", "latest", "sqlite:////x.db?sync=full")),
     ],
 )
-def test_references(text: str, reference: Reference) -> None:
+def test_references(text: str, reference: ResourceReference) -> None:
     assert parse_reference(text) == reference
     assert parse_reference(str(reference)) == reference
 

@@ -10,7 +10,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import StoreError
 from lightning.maintenance import keeper_of
-from lightning.maintenance.prune import Choice, carry_out, plan
+from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
 from lightning.trainer.collect import all_rollouts, load_groups, record_step
@@ -58,7 +58,7 @@ async def test_an_audit_proves_as_much_after_pruning_as_before(tmp_path: Path) -
     keeper = keeper_of(sqlite_url(tmp_path / "store.db"))
     before = await audit(store, "run")
     assert (before.ok, before.rederived, before.rollouts) == (True, True, 16)
-    plans = await plan(store, keeper, Choice())
+    plans = await plan(store, keeper, PruneRequest())
     assert set(plans[0].groups) == {
         "run/0/0",
         "run/1/0",
@@ -72,7 +72,7 @@ async def test_an_audit_proves_as_much_after_pruning_as_before(tmp_path: Path) -
 async def test_an_audit_says_that_what_it_needs_was_removed(tmp_path: Path) -> None:
     store = await trained(tmp_path / "store.db")
     keeper = keeper_of(sqlite_url(tmp_path / "store.db"))
-    await carry_out(store, keeper, await plan(store, keeper, Choice(trained=True)))
+    await carry_out(store, keeper, await plan(store, keeper, PruneRequest(trained=True)))
     with pytest.raises(StoreError, match="lightning db prune --trained"):
         await audit(store, "run")
     await store.close()

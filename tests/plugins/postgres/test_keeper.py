@@ -16,7 +16,7 @@ from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.gateway.tracing.trace_index import PLACE
 from lightning.maintenance import Weight, check_schema, keeper_of, queries
-from lightning.maintenance.prune import Choice, carry_out, plan
+from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store import sql
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
@@ -150,7 +150,7 @@ async def test_a_file_of_an_older_schema_is_upgraded_first(url: str, tmp_path: P
 async def test_pruning(store: PostgresStore, url: str) -> None:
     keeper = keeper_of(url)
     before = await content(store)
-    plans = await plan(store, keeper, Choice())
+    plans = await plan(store, keeper, PruneRequest())
     assert (plans[0].groups, plans[0].weight.calls) == (("run/0/1", "run/1/1", "run/val/0"), 12)
     await carry_out(store, keeper, plans)
     await keeper.vacuum()

@@ -20,11 +20,11 @@ from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
 from lightning.plugins import plugins
-from lightning.server.agents import Agents
+from lightning.server.agents import AgentAccess
 from lightning.store import Store
 from lightning.store.epochs import is_over
 from lightning.store.url import sqlite_url
-from lightning.testing.chat_server import Call, ChatServer
+from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
@@ -100,7 +100,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> FakePolicy:
     return made
 
 
-def improve(call: Call) -> str:
+def improve(call: ChatRequest) -> str:
     """The scripted optimiser model: it sees one fault at a time."""
     if "<review>" not in call.text:
         return "1. The template does not ask for politeness, or not for French."
@@ -294,7 +294,7 @@ def test_what_waits_of_a_killed_run_is_leased_with_its_prompt_before_the_resumed
 
     async def client(opened: stack.Stack, *_: object) -> None:
         (lease,) = await opened.store.lease("run", "client")
-        prompts.append(dict((await Agents(opened.gateway, "").llm_for(lease, opened.store)).prompts))
+        prompts.append(dict((await AgentAccess(opened.gateway, "").llm_for(lease, opened.store)).prompts))
         raise Killed
 
     monkeypatch.setattr(loop, "tune", client)
@@ -403,7 +403,7 @@ def test_an_edit_that_does_no_good_does_not_go_live(tmp_path: Path, writer: Chat
 def test_an_optimiser_model_that_is_sometimes_away_costs_only_some_candidates(
     tmp_path: Path, writer: ChatServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def moody(call: Call) -> str:
+    def moody(call: ChatRequest) -> str:
         if len(writer.calls) in (1, 3):
             raise ConnectionError
         return improve(call)
@@ -421,7 +421,7 @@ def test_an_optimiser_model_that_is_sometimes_away_costs_only_some_candidates(
 
 @pytest.mark.slow
 def test_without_any_answer_the_run_stops_and_can_be_resumed(tmp_path: Path, writer: ChatServer) -> None:
-    def away(call: Call) -> str:
+    def away(call: ChatRequest) -> str:
         raise ConnectionError
 
     writer.answer = away
@@ -485,7 +485,7 @@ def test_the_policy_writes_its_own_prompts_where_no_optimiser_is_named(tmp_path:
     def both(body: Any) -> Reply:
         text = body["messages"][-1]["content"]
         if "</template>" in text:
-            call = Call("", {}, body)
+            call = ChatRequest("", {}, body)
             return Reply(improve(call))
         return policy(body)
 

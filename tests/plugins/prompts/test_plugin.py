@@ -12,7 +12,8 @@ from lightning.algorithms import prompts
 from lightning.algorithms.protocol import SearchAlgorithm
 from lightning.errors import ConfigError, PluginError
 from lightning.plugins.manager import Plugins
-from lightning.trainer.algorithm import resolve_algorithm
+from lightning.trainer import Trainer
+from lightning.trainer.algorithm import resolve_algorithm, try_algorithm
 
 PIP = "pip install 'lightning[prompts]<1'"
 
@@ -27,6 +28,13 @@ def test_its_names_stand_where_they_are_documented() -> None:
     ]
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         prompts.__getattr__("Nothing")
+
+
+def test_its_class_is_no_algorithm_and_an_object_of_it_needs_no_groups_to_try(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is the class APO"):
+        Trainer(tmp_path, lightning.APO)
+    assert try_algorithm(lightning.APO(), []) == ([], [])
 
 
 def test_switched_off_it_is_named_with_its_cure_and_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from lightning.cli.locate import with_store
 from lightning.errors import ConfigError, SchemaError, StoreError, UnavailableError
 from lightning.maintenance import Weight, check_schema, keeper_of
-from lightning.maintenance.prune import Choice, carry_out, plan
+from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.types import Outcome, Resource, Rollout, Scope, Task, Token, Transition
 from lightning_redis import handshake
 from lightning_redis import keeper as keeping
@@ -101,7 +101,7 @@ async def test_a_store_is_made_where_there_is_none(url: str) -> None:
 async def test_pruning(store: RedisStore, url: str) -> None:
     keeper = keeper_of(url)
     before = await content(store)
-    plans = await plan(store, keeper, Choice())
+    plans = await plan(store, keeper, PruneRequest())
     assert (plans[0].groups, plans[0].weight.calls, plans[0].weight.spans) == (
         ("run/0/1", "run/1/1", "run/val/0"),
         12,

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import LoraConfig
 from lightning.engines.protocol import Engine, OptimizerConfig, SendsWeights
 from lightning.engines.torch.engine import TorchEngine
@@ -39,7 +39,10 @@ def rows(seed: int, count: int = 7, temperature: float = 1.0) -> list[Sample]:
     made = []
     for number in range(count):
         length = int(dice.integers(12, 40))
-        spans = (Span(f"r{seed}-{number}", 1, 0, 3, 6), Span(f"r{seed}-{number}", 1, 1, 7, length - 1 - number % 3))
+        spans = (
+            TokenSpan(f"r{seed}-{number}", 1, 0, 3, 6),
+            TokenSpan(f"r{seed}-{number}", 1, 1, 7, length - 1 - number % 3),
+        )
         weights, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
         logprobs, versions = np.full(length, np.nan, np.float32), np.full(length, -1, np.int32)
         for span in spans:

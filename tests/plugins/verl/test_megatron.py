@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import RunnerConfig
 from lightning.engines.protocol import Engine, OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
@@ -60,7 +60,7 @@ def rows(seed: int, count: int = 7) -> list[Sample]:
                 np.where(trained, dice.normal(), 0).astype(np.float32),
                 np.where(trained, dice.uniform(-7, -4, length), np.nan).astype(np.float32),
                 np.where(trained, 0, -1).astype(np.int32),
-                (Span(f"r{seed}-{number}", 1, 0, length // 2, length),),
+                (TokenSpan(f"r{seed}-{number}", 1, 0, length // 2, length),),
                 0.7 if seed == 2 else 1.0,
             )
         )

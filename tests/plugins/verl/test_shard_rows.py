@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.rows import is_trained
 from lightning_verl.shard_rows import deal, share
 
@@ -13,7 +13,7 @@ from lightning_verl.shard_rows import deal, share
 def row(length: int) -> Sample:
     ones = np.ones(length, np.float32)
     ids = np.arange(length, dtype=np.int32)
-    return Sample(ids, ones, ones, ones, ids, (Span("r", 1, 0, 1, length, 1.0, 1.0),))
+    return Sample(ids, ones, ones, ones, ids, (TokenSpan("r", 1, 0, 1, length, 1.0, 1.0),))
 
 
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=40), st.integers(1, 9))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning.batch.sample import Sample, Span
+from lightning.batch.sample import Sample, TokenSpan
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig
 from lightning.errors import EngineError, PolicyServerError, WorkersLostError
@@ -106,7 +106,9 @@ def engine(cluster: Cluster) -> Iterator[VerlEngine]:
 def computing(engine: VerlEngine, cluster: Cluster) -> Iterator[Callable[[], Future[Any]]]:
     """Begins a call in another thread."""
     numbers = np.zeros(4, np.float32)
-    row = Sample(np.zeros(4, np.int32), numbers, numbers, numbers, np.zeros(4, np.int32), (Span("r", 1, 0, 1, 4),), 1.0)
+    row = Sample(
+        np.zeros(4, np.int32), numbers, numbers, numbers, np.zeros(4, np.int32), (TokenSpan("r", 1, 0, 1, 4),), 1.0
+    )
     with ThreadPoolExecutor(1) as threads:
         yield lambda: threads.submit(engine.logprobs, [row])
         cluster.made[-1].free.set()
@@ -168,7 +170,7 @@ def test_a_vllm_on_the_trainers_machine_is_reached_from_where_the_workers_are(
 
 def row(length: int) -> Sample:
     ids, numbers = np.zeros(length, np.int32), np.zeros(length, np.float32)
-    return Sample(ids, numbers, numbers, numbers, ids, (Span("r", 1, 0, 1, length),), 1.0)
+    return Sample(ids, numbers, numbers, numbers, ids, (TokenSpan("r", 1, 0, 1, length),), 1.0)
 
 
 def test_a_row_that_is_too_long_by_itself_is_not_tried_again_and_again(cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning.batch.sample import FloatArray, Sample
 from lightning.engines import rows
-from lightning.engines.critic import Critic, Trunk, no_critic, refuse_targets
+from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps, needing_room
 from lightning.engines.microbatch import Tally
@@ -76,7 +76,7 @@ class TorchEngine:
         self._trunk: Trunk = critic_trunk
         self._lm: CausalLM | None = None
         self._reference: Reference | None = None
-        self._critic: Critic | None = None
+        self._critic: ValueHead | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._config = OptimizerConfig()
         self._parameters: dict[str, nn.Parameter] = {}
@@ -103,7 +103,7 @@ class TorchEngine:
                 gradient_checkpointing=self._gradient_checkpointing,
             )
         self._reference = Reference(self._lm, lora=self._lora is not None)
-        self._critic = Critic(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
+        self._critic = ValueHead(self._lm.model, self._trunk, dtype=self._lm.dtype, device=device) if critic else None
         self._parameters = self._lm.trainable()
         self._optimizer = _adamw(self._parameters, self._critic, optimizer)
         self._config, self._steps, self._no_tree = optimizer, 0, None
@@ -359,7 +359,7 @@ def _largest(samples: Sequence[Sample]) -> str:
 
 
 def _adamw(
-    parameters: dict[str, nn.Parameter], critic: Critic | None, config: OptimizerConfig
+    parameters: dict[str, nn.Parameter], critic: ValueHead | None, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101); matrices decay, norms, biases and the critic do not. `full_lr` is a group's rate when the
     warm-up is over."""

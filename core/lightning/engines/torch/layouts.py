@@ -28,7 +28,7 @@ from lightning.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """What is computed at one time: hidden states, and the entries that are read from them."""
 
     hidden: torch.Tensor
@@ -45,7 +45,7 @@ class Part:
     """The rows, for messages."""
 
 
-Visit = Callable[[Part], torch.Tensor | None]
+Visit = Callable[[LayoutPart], torch.Tensor | None]
 """What is done with a part; the loss that it returns is differentiated at once."""
 
 
@@ -144,12 +144,12 @@ class Linear:
             ids[place, : self.lengths[row]] = self.samples[row].ids[: self.lengths[row]]
         return ids
 
-    def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> Part:
+    def _part(self, rows: Sequence[int], hidden: torch.Tensor, what: str) -> LayoutPart:
         """What is read from the hidden states (B, T, H) of some rows."""
         width = hidden.shape[1]
         tokens, before = _row_entries(self.tokens, rows, width)
         states, at = _row_entries(self.states, rows, width)
-        return Part(hidden.flatten(0, 1), tokens, before - 1, states, at, what)
+        return LayoutPart(hidden.flatten(0, 1), tokens, before - 1, states, at, what)
 
 
 def _row_entries(entries: Tokens | States, rows: Sequence[int], width: int) -> tuple[Ints, Ints]:
@@ -227,7 +227,7 @@ class Forest:
             states, at = _run_entries(self.state_places, runs)
             if not len(tokens) and not len(states):
                 return None
-            return visit(Part(hidden, tokens, before, states, at, what))
+            return visit(LayoutPart(hidden, tokens, before, states, at, what))
 
         with failing("pass over the tree", what):
             return TreeWalk(lm, self.tree, self._needed(), min(budget, _affordable(lm)), visit_runs).run()

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning.engines.critic import Critic
+from lightning.engines.critic import ValueHead
 from lightning.engines.failures import NonFiniteError
 from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
 from lightning.engines.rows import Ints, Numbers, Tokens, reordered, row_order
-from lightning.engines.torch.layouts import Forest, Layout, Part, failing
+from lightning.engines.torch.layouts import Forest, Layout, LayoutPart, failing
 from lightning.engines.torch.logprobs import chunks, token_logprobs
 from lightning.engines.torch.model import CausalLM
 from lightning.losses.protocol import Loss
@@ -28,7 +28,7 @@ def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
     """Logprobs (N,) of a layout's tokens under any model of its family, in the order of the rows, without a gradient."""
     found = np.full(len(layout.tokens), np.nan, _precision(lm))
 
-    def visit(part: Part) -> None:
+    def visit(part: LayoutPart) -> None:
         for own, hidden in _chunks(lm, part, part.hidden):
             logprobs, *_ = _predicted(lm, hidden, reordered(layout.tokens, own), part.what)
             found[own] = logprobs.cpu().numpy()
@@ -39,11 +39,11 @@ def read_logprobs(layout: Layout, lm: CausalLM, budget: int) -> Numbers:
     return ordered
 
 
-def read_values(layout: Layout, lm: CausalLM, critic: Critic, budget: int) -> Numbers:
+def read_values(layout: Layout, lm: CausalLM, critic: ValueHead, budget: int) -> Numbers:
     """The critic's values (M,) of a layout's states, in the order of the rows."""
     found = np.full(len(layout.states), np.nan, _precision(lm))
 
-    def visit(part: Part) -> None:
+    def visit(part: LayoutPart) -> None:
         found[part.states] = critic(_picked(part.hidden, part.at)).cpu().numpy()
 
     with lm.evaluating():
@@ -59,7 +59,7 @@ class GradientPass:
     lm: CausalLM
     layout: Layout
     loss: Loss
-    critic: Critic | None
+    critic: ValueHead | None
     number: int
     """The step's, for messages."""
     tally: Tally = field(default_factory=Tally)
@@ -68,7 +68,7 @@ class GradientPass:
         """What the losses were, and what their tensors held of each call of the rows."""
         seen = Seen(self.layout.tokens)
 
-        def visit(part: Part) -> torch.Tensor | None:
+        def visit(part: LayoutPart) -> torch.Tensor | None:
             self.tally.parts += 1
             losses = []
             if len(part.tokens):
@@ -82,7 +82,7 @@ class GradientPass:
         self.tally.computed(computed, seen.digests(self.layout.samples))
         return self.tally
 
-    def _policy_loss(self, part: Part, seen: Seen) -> torch.Tensor:
+    def _policy_loss(self, part: LayoutPart, seen: Seen) -> torch.Tensor:
         """Each chunk goes backward through the output layer at once, so that its logits can go; what this says about the
         hidden states is what is left to differentiate."""
         gradients = []
@@ -100,7 +100,7 @@ class GradientPass:
         known: torch.Tensor = _Known.apply(_picked(part.hidden, part.before), torch.cat(gradients))  # type: ignore[no-untyped-call]
         return known
 
-    def _value_loss(self, part: Part) -> torch.Tensor:
+    def _value_loss(self, part: LayoutPart) -> torch.Tensor:
         """The critic's loss of a part's states."""
         assert self.critic is not None, "rows with value targets are refused without a critic"
         states = reordered(self.layout.states, part.states)
@@ -110,7 +110,7 @@ class GradientPass:
         self.tally.add_values(output.metrics)
         return output.loss
 
-    def _check(self, what: str, loss: torch.Tensor, part: Part) -> None:
+    def _check(self, what: str, loss: torch.Tensor, part: LayoutPart) -> None:
         value = float(loss.detach())
         if not math.isfinite(value):
             raise NonFiniteError(f"the {what} is {value} at step {self.number} in {part.what}")
@@ -130,7 +130,7 @@ class _Known(torch.autograd.Function):
         return gradient * grad, None
 
 
-def _chunks(lm: CausalLM, part: Part, hidden: torch.Tensor) -> Iterator[tuple[Ints, torch.Tensor]]:
+def _chunks(lm: CausalLM, part: LayoutPart, hidden: torch.Tensor) -> Iterator[tuple[Ints, torch.Tensor]]:
     """Some tokens of a part at a time, and (N, H) the hidden states that predict them."""
     for own in chunks(len(part.tokens), lm.vocab_size, lm.dtype, lm.device):
         yield part.tokens[own], _picked(hidden, part.before[own])

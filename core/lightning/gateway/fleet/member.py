@@ -31,7 +31,7 @@ from lightning.gateway.update_gate import UPDATING
 from lightning.gateway.upstream.allowlist import Allowed
 from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update
-from lightning.store.protocol import Store, Watch
+from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class Member:
         self._renewed(began)
         self._due = began + BEAT
 
-    async def _stay(self, watch: Watch) -> None:
+    async def _stay(self, watch: RunWatch) -> None:
         """Follow until the seat is lost. A store that refuses is asked again while there is time."""
         while self._seated:
             try:

@@ -32,7 +32,7 @@ PACKED_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; `dtype` is torch's name of it, such as `bfloat16`."""
 
     file: Path
@@ -60,7 +60,7 @@ class Link(Protocol):
     def join(self) -> None:
         """Wait until all have come."""
 
-    def send(self, found: Sequence[Entry]) -> None:
+    def send(self, found: Sequence[TensorEntry]) -> None:
         """Send these tensors, and return once they are away."""
 
     def leave(self) -> None:
@@ -100,16 +100,16 @@ class Sender(Protocol):
         ends when they leave."""
 
 
-def entries(files: Sequence[Path]) -> list[Entry]:
+def entries(files: Sequence[Path]) -> list[TensorEntry]:
     """What is sent for some files. Raises `PolicyServerError` for one that cannot be read."""
     return [
-        Entry(file, name, DTYPES[spec.dtype], spec.shape)
+        TensorEntry(file, name, DTYPES[spec.dtype], spec.shape)
         for file in files
         for name, spec in sorted(read_header(file).items())
     ]
 
 
-def tensors(found: Sequence[Entry], device: str) -> Iterator[torch.Tensor]:
+def tensors(found: Sequence[TensorEntry], device: str) -> Iterator[torch.Tensor]:
     """The tensors themselves, read one by one."""
     from safetensors import safe_open
 

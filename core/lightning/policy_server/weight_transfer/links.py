@@ -28,7 +28,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]  # its stubs
 
 from lightning.errors import MissingExtraError, PolicyServerError
-from lightning.policy_server.weight_transfer import PACKED_BUFFERS, PACKED_BYTES, Entry, Meeting, tensors
+from lightning.policy_server.weight_transfer import PACKED_BUFFERS, PACKED_BYTES, Meeting, TensorEntry, tensors
 
 PIECE_BYTES = 64 * 2**20
 """Tensors travel together in pieces of about this size; a larger one is a piece of its own."""
@@ -108,9 +108,9 @@ class Door:
             )
         self.meeting = Meeting(address, port, world, seconds)
 
-    def enter(self) -> Group:
+    def enter(self) -> GlooGroup:
         """Wait until all receivers have come."""
-        return Group(self._store, self.meeting, 0, self.meeting.address)
+        return GlooGroup(self._store, self.meeting, 0, self.meeting.address)
 
     def close(self) -> None:
         """Nobody can come any more. Receivers may find one another here after the sender has entered: wait for them first."""
@@ -122,14 +122,14 @@ class GlooLink:
 
     def __init__(self, towards: str, world: int, seconds: float) -> None:
         self._door = Door(address_towards(towards), world, seconds)
-        self._group: Group | None = None
+        self._group: GlooGroup | None = None
         self.meeting = self._door.meeting
 
     def join(self) -> None:
         """See `Link.join`."""
         self._group = self._door.enter()
 
-    def send(self, found: Sequence[Entry]) -> None:
+    def send(self, found: Sequence[TensorEntry]) -> None:
         """See `Link.send`."""
         if self._group is None:
             raise PolicyServerError("nobody has joined the sender yet")
@@ -144,7 +144,7 @@ class GlooLink:
             self._group.leave()
 
 
-def join(meeting: Meeting, rank: int) -> Group:
+def join(meeting: Meeting, rank: int) -> GlooGroup:
     """A receiver's way in. Raises `PolicyServerError` when the sender or another receiver does not come."""
     try:
         patience = timedelta(seconds=JOIN_SECONDS)
@@ -153,10 +153,10 @@ def join(meeting: Meeting, rank: int) -> Group:
         raise PolicyServerError(
             f"the sender's {meeting.address}:{meeting.port} cannot be reached from vLLM's machine: {error}"
         ) from error
-    return Group(store, meeting, rank, address_towards(meeting.address))
+    return GlooGroup(store, meeting, rank, address_towards(meeting.address))
 
 
-class Group:
+class GlooGroup:
     """One process's end of a group. Raises `PolicyServerError`."""
 
     def __init__(self, store: Store, meeting: Meeting, rank: int, address: str) -> None:
@@ -255,7 +255,7 @@ class NcclLink:
         with torch.cuda.device(self._device):
             self._engine = WeightTransferTrainerFactory.trainer_init(told, client=_Elsewhere(), source=self._source)
 
-    def send(self, found: Sequence[Entry]) -> None:
+    def send(self, found: Sequence[TensorEntry]) -> None:
         """NCCL waits for ever for a peer that is gone: so another thread does the waiting, and is freed after a while."""
         engine, problems = self._engine, list[BaseException]()
         if engine is None:
@@ -318,7 +318,7 @@ class _Source:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self.found: Sequence[Entry] = ()
+        self.found: Sequence[TensorEntry] = ()
 
     def metadata(self) -> list[_Meta]:
         return [_Meta(entry.name, getattr(torch, entry.dtype), entry.shape) for entry in self.found]

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from lightning.errors import PolicyServerError
 from lightning.policy_server.weight_transfer import Meeting
-from lightning.policy_server.weight_transfer.links import Group, Spec, join
+from lightning.policy_server.weight_transfer.links import GlooGroup, Spec, join
 from lightning.policy_server.worker import State, replace_weights
 
 
@@ -62,7 +62,7 @@ class GlooReceiver(WeightTransferEngine):  # type: ignore[misc]  # as above
     """What went wrong the last time; empty when nothing did."""
     lightning_state: State | None = None
     """The worker's, as its extension has given it."""
-    _group: Group | None = None
+    _group: GlooGroup | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> dict[str, Any]:
         """As it is: `init_transfer_engine` looks at it, where an error goes into `problem`."""

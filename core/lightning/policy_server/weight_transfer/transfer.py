@@ -24,10 +24,10 @@ from lightning.policy_server.weight_transfer import (
     BACKENDS,
     PACKED_BUFFERS,
     PACKED_BYTES,
-    Entry,
     Link,
     Meeting,
     Sender,
+    TensorEntry,
     entries,
 )
 
@@ -226,7 +226,7 @@ class OverNetwork:
         )
         await control.finish_transfer()
 
-    async def _receive(self, control: VLLMControl, found: Sequence[Entry], group: str) -> None:
+    async def _receive(self, control: VLLMControl, found: Sequence[TensorEntry], group: str) -> None:
         told = _described(self._backend, found, group, control.claimed_as)
         await control.receive(told, self._seconds + GRACE_SECONDS)
         await self._confirm(control, group)
@@ -297,7 +297,7 @@ def _told(backend: str, meeting: Meeting, group: str, claim: str) -> Mapping[str
     return {**place, **packing, "rank_offset": 1}
 
 
-def _described(backend: str, found: Sequence[Entry], group: str, claim: str) -> Mapping[str, object]:
+def _described(backend: str, found: Sequence[TensorEntry], group: str, claim: str) -> Mapping[str, object]:
     """What comes, as all of vLLM's backends for whole weights are told it; ours is told, besides, from whom."""
     fence = {"group": group, "claim": claim} if backend == "gloo" else {}
     return {

@@ -24,7 +24,7 @@ from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning.server.api.change_waiters import Watchers
 from lightning.server.api.events import stream
 from lightning.server.api.openapi import describe
-from lightning.server.api.table import PREFIX, Call, Finish, LlmFor, Route, Served, Services, query_of
+from lightning.server.api.table import PREFIX, ApiCall, Finish, LlmFor, Route, Served, Services, query_of
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
 from lightning.server.projects import Projects
@@ -128,7 +128,7 @@ class Api:
             payload = b"" if route.body is None else await read_body(scope, receive, self._limits.body_bytes)
             with self._room(route):
                 body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
-                call = Call(principal, self._projects.of(principal.project), self._services, path, query, body, once)
+                call = ApiCall(principal, self._projects.of(principal.project), self._services, path, query, body, once)
                 if route is records.WATCH and _wants_events(scope):
                     await self._stream(call, authorization, receive, send)
                     return
@@ -138,7 +138,7 @@ class Api:
                 written = await _beside(route.heavy, _written, route, answered)
         await answer(send, 200, written)
 
-    async def _stream(self, call: Call[Any, None], authorization: str, receive: Receive, send: Send) -> None:
+    async def _stream(self, call: ApiCall[Any, None], authorization: str, receive: Receive, send: Send) -> None:
         asked = call.query
 
         async def wait(since: str, timeout: float) -> Changed:

@@ -6,26 +6,26 @@ The invariant: what needs no token says nothing of what the server holds, where 
 from __future__ import annotations
 
 from lightning._version import __version__
-from lightning.server.api.table import ANY, PUBLIC, Call, NoQuery, Route
+from lightning.server.api.table import ANY, PUBLIC, ApiCall, NoQuery, Route
 from lightning.server.auth import ALL_PROJECTS
 from lightning.store import json_codec, messages
 from lightning.types import Json
 
 
-async def health(call: Call[NoQuery, None]) -> messages.Health:
+async def health(call: ApiCall[NoQuery, None]) -> messages.Health:
     """200 while the store answers, else 503."""
     await call.store.get_run("health")
     return messages.Health("ok")
 
 
-async def version(call: Call[NoQuery, None]) -> messages.Version:
+async def version(call: ApiCall[NoQuery, None]) -> messages.Version:
     """The release of the server, and what the token that asks may do."""
     asking = call.principal
     project = ALL_PROJECTS if asking.project is None else asking.project
     return messages.Version(__version__, "v1", asking.scope.value, project)
 
 
-async def openapi(call: Call[NoQuery, None]) -> Json:
+async def openapi(call: ApiCall[NoQuery, None]) -> Json:
     """This description."""
     return call.services.describe()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lightning.errors import DataError
 from lightning.server.api.change_waiters import LONGEST_WAIT
 from lightning.server.api.paging import page
-from lightning.server.api.table import ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route
+from lightning.server.api.table import ANY, LOOK, TRAIN, ApiCall, NoQuery, Paging, Route
 from lightning.store import messages
 from lightning.store.json_codec import Slice
 from lightning.store.protocol import MetricPoint
@@ -59,7 +59,7 @@ class StepFilter(Paging):
     last: bool = field(default=False, metadata={"doc": "`true` asks for the last step alone."})
 
 
-async def list_steps(call: Call[StepFilter, None]) -> Slice[StepRecord]:
+async def list_steps(call: ApiCall[StepFilter, None]) -> Slice[StepRecord]:
     """Committed optimizer steps in order."""
     asked, run = call.query, call.path["run"]
     if asked.last:
@@ -72,44 +72,44 @@ async def list_steps(call: Call[StepFilter, None]) -> Slice[StepRecord]:
     return Slice(tuple(found[: asked.limit]), str(found[asked.limit - 1].step) if len(found) > asked.limit else "")
 
 
-async def commit_step(call: Call[NoQuery, StepRecord]) -> StepRecord:
+async def commit_step(call: ApiCall[NoQuery, StepRecord]) -> StepRecord:
     """Record an optimizer step and mark its rollouts trained, all or nothing; repeating it changes nothing. 409 when the step
     exists with another batch, when one of the rollouts was trained already, or when its attempt is another."""
     await call.store.commit_step(call.body)
     return call.body
 
 
-async def list_metrics(call: Call[Paging, None]) -> Slice[MetricPoint]:
+async def list_metrics(call: ApiCall[Paging, None]) -> Slice[MetricPoint]:
     """Metrics of a run by step."""
     return page(await call.store.metrics(call.path["run"]), call.query, lambda point: str(point.step))
 
 
-async def log_metrics(call: Call[NoQuery, messages.Metrics]) -> messages.Metrics:
+async def log_metrics(call: ApiCall[NoQuery, messages.Metrics]) -> messages.Metrics:
     """Merge values into the metrics of a step."""
     await call.store.log_metrics(call.path["run"], call.body.step, call.body.values, once=call.once)
     return call.body
 
 
-async def get_state(call: Call[OfRun, None]) -> messages.State:
+async def get_state(call: ApiCall[OfRun, None]) -> messages.StateValue:
     """The value kept under a key, null when there is none."""
     _check_whole_store(call)
-    return messages.State(await call.store.get_state(call.query.run, call.path["key"]))
+    return messages.StateValue(await call.store.get_state(call.query.run, call.path["key"]))
 
 
-async def put_state(call: Call[OfRun, messages.State]) -> messages.State:
+async def put_state(call: ApiCall[OfRun, messages.StateValue]) -> messages.StateValue:
     """Keep a small value under a key, in place of an older one."""
     _check_whole_store(call)
     await call.store.put_state(call.query.run, call.path["key"], call.body.value, once=call.once or None)
     return call.body
 
 
-async def keep_state(call: Call[OfRun, messages.State]) -> messages.State:
+async def keep_state(call: ApiCall[OfRun, messages.StateValue]) -> messages.StateValue:
     """Keep a small value unless the key has one; the answer has the one that is kept."""
     _check_whole_store(call)
-    return messages.State(await call.store.keep_state(call.query.run, call.path["key"], call.body.value))
+    return messages.StateValue(await call.store.keep_state(call.query.run, call.path["key"], call.body.value))
 
 
-async def watch(call: Call[WatchQuery, None]) -> messages.Changed:
+async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
     """Wait until something of a run may have changed: rollouts created, leased, ended or given back, steps, state. Ask without
     `since` first, look at what is to be known, then ask with the last answer's `since`: no change is missed, and some answers
     may be mistaken about one. With `Accept: text/event-stream` the answers come as server-sent events, one for each change."""
@@ -119,7 +119,9 @@ async def watch(call: Call[WatchQuery, None]) -> messages.Changed:
     return await call.services.watchers.wait(call.store, key, asked.run, asked.since, asked.timeout)
 
 
-def _check_whole_store(call: Call[OfRun, messages.State] | Call[OfRun, None] | Call[WatchQuery, None]) -> None:
+def _check_whole_store(
+    call: ApiCall[OfRun, messages.StateValue] | ApiCall[OfRun, None] | ApiCall[WatchQuery, None],
+) -> None:
     if not call.query.run:
         call.principal.require()
 
@@ -130,8 +132,8 @@ ROUTES = (
     Route("POST", "/steps", commit_step, TRAIN, StepRecord, StepRecord),
     Route("GET", "/runs/{run}/metrics", list_metrics, LOOK, Slice[MetricPoint], query=Paging),
     Route("POST", "/runs/{run}/metrics", log_metrics, TRAIN, messages.Metrics, messages.Metrics, once=True),
-    Route("GET", "/state/{key}", get_state, TRAIN, messages.State, query=OfRun),
-    Route("PUT", "/state/{key}", put_state, TRAIN, messages.State, messages.State, query=OfRun, once=True),
-    Route("POST", "/state/{key}/keep", keep_state, TRAIN, messages.State, messages.State, query=OfRun),
+    Route("GET", "/state/{key}", get_state, TRAIN, messages.StateValue, query=OfRun),
+    Route("PUT", "/state/{key}", put_state, TRAIN, messages.StateValue, messages.StateValue, query=OfRun, once=True),
+    Route("POST", "/state/{key}/keep", keep_state, TRAIN, messages.StateValue, messages.StateValue, query=OfRun),
     WATCH,
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning.errors import DataError
 from lightning.server.api.paging import page
-from lightning.server.api.table import ADMIN, ANY, LOOK, TRAIN, Call, NoQuery, Paging, Route, nothing_there
+from lightning.server.api.table import ADMIN, ANY, LOOK, TRAIN, ApiCall, NoQuery, Paging, Route, nothing_there
 from lightning.server.auth import check_token
 from lightning.store import messages
 from lightning.store.json_codec import Slice
@@ -27,19 +27,19 @@ class OfName(Paging):
     name: str | None = field(default=None, metadata={"doc": "Of this resource only."})
 
 
-async def list_resources(call: Call[OfName, None]) -> Slice[Resource]:
+async def list_resources(call: ApiCall[OfName, None]) -> Slice[Resource]:
     """Versions of resources, by name and version."""
     found = await call.store.list_resources(call.query.name)
     return page(found, call.query, lambda item: f"{item.name}@{item.version}")
 
 
-async def put_resource(call: Call[NoQuery, Resource]) -> Resource:
+async def put_resource(call: ApiCall[NoQuery, Resource]) -> Resource:
     """Keep a resource as the next version of its name; content that the name has already stays the version it is. 409 when the
     name belongs to another kind of resource."""
     return await call.store.put_resource(call.body)
 
 
-async def get_resource(call: Call[NoQuery, None]) -> Resource:
+async def get_resource(call: ApiCall[NoQuery, None]) -> Resource:
     """A version of a resource, by its number or by an alias."""
     name, which = call.path["name"], call.path["which"]
     number = int(which) if which.isascii() and which.isdecimal() and len(which) < 19 else which
@@ -49,39 +49,39 @@ async def get_resource(call: Call[NoQuery, None]) -> Resource:
     return found
 
 
-async def resource_uses(call: Call[Paging, None]) -> Slice[ResourceUse]:
+async def resource_uses(call: ApiCall[Paging, None]) -> Slice[ResourceUse]:
     """What was earned under each version of a resource, by version, run and split."""
     found = await call.store.resource_uses(call.path["name"])
     return page(found, call.query, lambda use: f"{use.version}/{use.run}/{use.split}")
 
 
-async def list_aliases(call: Call[OfName, None]) -> Slice[Alias]:
+async def list_aliases(call: ApiCall[OfName, None]) -> Slice[Alias]:
     """Where aliases point now, by name and alias; `latest` is among them."""
     found = await call.store.list_aliases(call.query.name)
     return page(found, call.query, lambda alias: f"{alias.name}@{alias.alias}")
 
 
-async def set_alias(call: Call[NoQuery, messages.Target]) -> Alias:
+async def set_alias(call: ApiCall[NoQuery, messages.Target]) -> Alias:
     """Point an alias to a version."""
     return await call.store.set_alias(call.path["name"], call.path["alias"], call.body.version, once=call.once)
 
 
-async def roll_back_alias(call: Call[NoQuery, None]) -> Alias:
+async def roll_back_alias(call: ApiCall[NoQuery, None]) -> Alias:
     """Point an alias to where it pointed before; again, to where it pointed before that."""
     return await call.store.roll_back_alias(call.path["name"], call.path["alias"], once=call.once)
 
 
-async def alias_history(call: Call[Paging, None]) -> Slice[Alias]:
+async def alias_history(call: ApiCall[Paging, None]) -> Slice[Alias]:
     """Every move of an alias, oldest first."""
     return page(await call.store.alias_history(call.path["name"], call.path["alias"]), call.query)
 
 
-async def list_tokens(call: Call[Paging, None]) -> Slice[Token]:
+async def list_tokens(call: ApiCall[Paging, None]) -> Slice[Token]:
     """Tokens, oldest first."""
     return page(await call.store.list_tokens(), call.query, lambda token: token.id)
 
 
-async def put_token(call: Call[NoQuery, Token]) -> Token:
+async def put_token(call: ApiCall[NoQuery, Token]) -> Token:
     """Keep a token under the SHA-256 of a secret that you made: the secret itself is never sent. 409 when its id is taken."""
     token = call.body
     check_token(token)
@@ -92,7 +92,7 @@ async def put_token(call: Call[NoQuery, Token]) -> Token:
     return await call.store.put_token(replace(token, created_at=token.created_at or time.time()), once=call.once)
 
 
-async def get_token(call: Call[NoQuery, None]) -> Token:
+async def get_token(call: ApiCall[NoQuery, None]) -> Token:
     """One token, also when it was revoked or has expired."""
     found = await call.store.get_token(call.path["token"])
     if found is None:
@@ -100,7 +100,7 @@ async def get_token(call: Call[NoQuery, None]) -> Token:
     return found
 
 
-async def revoke_token(call: Call[NoQuery, None]) -> Token:
+async def revoke_token(call: ApiCall[NoQuery, None]) -> Token:
     """Take a token's right away, for good; every server knows a second later."""
     return await call.store.revoke_token(call.path["token"])
 

@@ -20,7 +20,7 @@ from lightning.server.api.table import (
     LOOK,
     RUN,
     TRAIN,
-    Call,
+    ApiCall,
     NoQuery,
     Paging,
     Route,
@@ -86,19 +86,19 @@ class OfAttempt(Paging):
     attempt: int | None = field(default=None, metadata={"doc": "The attempt; by default the rollout's current one."})
 
 
-async def list_runs(call: Call[RunFilter, None]) -> Slice[Run]:
+async def list_runs(call: ApiCall[RunFilter, None]) -> Slice[Run]:
     """Runs, newest first."""
     asked = call.query
     found = await call.store.list_runs(asked.project, after=asked.cursor, limit=asked.limit + 1, brief=asked.brief)
     return Slice(tuple(found[: asked.limit]), found[asked.limit - 1].id if len(found) > asked.limit else "")
 
 
-async def put_run(call: Call[NoQuery, Run]) -> Run:
+async def put_run(call: ApiCall[NoQuery, Run]) -> Run:
     """Create a run, or get the one that has the id already, unchanged. Without `created_at` it is created now."""
     return await call.store.put_run(call.body)
 
 
-async def get_run(call: Call[NoQuery, None]) -> Run:
+async def get_run(call: ApiCall[NoQuery, None]) -> Run:
     """One run."""
     found = await call.store.get_run(call.path["run"])
     if found is None:
@@ -106,7 +106,7 @@ async def get_run(call: Call[NoQuery, None]) -> Run:
     return found
 
 
-async def list_rollouts(call: Call[RolloutFilter, None]) -> Slice[Rollout]:
+async def list_rollouts(call: ApiCall[RolloutFilter, None]) -> Slice[Rollout]:
     """Rollouts of a run in the order in which they were created."""
     asked = call.query
     found = await call.store.list_rollouts(
@@ -120,17 +120,17 @@ async def list_rollouts(call: Call[RolloutFilter, None]) -> Slice[Rollout]:
     return Slice(found.rollouts, found.cursor)
 
 
-async def count_rollouts(call: Call[NoQuery, None]) -> messages.RolloutCounts:
+async def count_rollouts(call: ApiCall[NoQuery, None]) -> messages.RolloutCounts:
     """How many rollouts of a run there are, by split and status."""
     return messages.RolloutCounts(tuple(await call.store.count_rollouts(call.path["run"])))
 
 
-async def create_rollouts(call: Call[NoQuery, messages.NewRollouts]) -> messages.Created:
+async def create_rollouts(call: ApiCall[NoQuery, messages.NewRollouts]) -> messages.Created:
     """Create rollouts with ids of the caller's choice; repeating it changes nothing. All or none are created."""
     return messages.Created(await call.store.create_rollouts(call.body.rollouts))
 
 
-async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
+async def get_rollout(call: ApiCall[NoQuery, None]) -> Rollout:
     """One rollout as it stands."""
     found = await call.store.get_rollout(call.path["rollout"])
     if found is None:
@@ -138,7 +138,7 @@ async def get_rollout(call: Call[NoQuery, None]) -> Rollout:
     return found
 
 
-async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
+async def lease(call: ApiCall[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     """Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its agent
     needs to call the model. No new ones while no policy server of the run answers: ask again. 404 for a run that nobody has
     created; `over` says that there will be no more."""
@@ -156,13 +156,13 @@ async def lease(call: Call[NoQuery, messages.LeaseRequest]) -> messages.Leases:
     return messages.Leases(given, not leases and await is_over(call.store, asked.run))
 
 
-async def _is_served(call: Call[Any, Any], run: str) -> bool:
+async def _is_served(call: ApiCall[Any, Any], run: str) -> bool:
     """Whether agents of a run would find the model: without it they would only spend their attempts."""
     served = call.services.served
     return served is None or await served(run)
 
 
-async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout | None:
+async def _with_llm(call: ApiCall[Any, Any], held: Lease) -> messages.LeasedRollout | None:
     """The lease with its model. One whose model cannot be had is given back: its fault must not cost the others, and is no
     agent's."""
     llm_for = call.services.llm_for
@@ -182,7 +182,7 @@ async def _with_llm(call: Call[Any, Any], held: Lease) -> messages.LeasedRollout
     return None
 
 
-async def renew(call: Call[NoQuery, messages.Renewal]) -> messages.Expiry:
+async def renew(call: ApiCall[NoQuery, messages.Renewal]) -> messages.Expiry:
     """Prolong the lease of the running attempt. 409 when it was superseded or has ended: stop its agent."""
     name = call.path["rollout"]
     rollout = await call.store.get_rollout(name)
@@ -192,18 +192,18 @@ async def renew(call: Call[NoQuery, messages.Renewal]) -> messages.Expiry:
     return messages.Expiry((await call.store.renew(held, ttl=call.body.ttl)).expires_at)
 
 
-async def complete(call: Call[NoQuery, messages.Completion]) -> Rollout:
+async def complete(call: ApiCall[NoQuery, messages.Completion]) -> Rollout:
     """End an attempt with a reward or a fault, judged by the calls that were recorded. Repeating it changes nothing; 409 when
     the attempt was superseded or has ended otherwise: drop the work."""
     return await call.services.finish(call.store, call.path["rollout"], call.attempt, call.body.outcome)
 
 
-async def release(call: Call[NoQuery, messages.Release]) -> messages.Released:
+async def release(call: ApiCall[NoQuery, messages.Release]) -> messages.Released:
     """Give back everything that a worker holds, without spending a retry. For a worker that starts again, or drains."""
     return messages.Released(await call.store.release(call.body.worker, once=call.once))
 
 
-async def append(call: Call[NoQuery, messages.Transitions]) -> messages.Appended:
+async def append(call: ApiCall[NoQuery, messages.Transitions]) -> messages.Appended:
     """Store calls durably. A repeated one changes nothing; 409 for another content under the same key."""
     given = call.body.transitions
     if any(item.conversation for item in given):
@@ -215,17 +215,17 @@ def _storable(call: Transition) -> Transition:
     return replace(call, conversation=call.conversation and storable(call.conversation))
 
 
-async def next_seq(call: Call[NoQuery, None]) -> messages.NextSeq:
+async def next_seq(call: ApiCall[NoQuery, None]) -> messages.NextSeq:
     """The first unused `seq` of an attempt."""
     return messages.NextSeq(await call.store.next_seq(call.path["rollout"], call.attempt))
 
 
-async def transitions(call: Call[OfAttempt, None]) -> Slice[Transition]:
+async def transitions(call: ApiCall[OfAttempt, None]) -> Slice[Transition]:
     """The model calls of an attempt in `seq` order."""
     return await _page_of_attempt(call, call.store.transitions, lambda item: str(item.seq), _size)
 
 
-async def transitions_of(call: Call[NoQuery, messages.Attempts]) -> messages.TransitionsOf:
+async def transitions_of(call: ApiCall[NoQuery, messages.Attempts]) -> messages.TransitionsOf:
     """The model calls of several attempts, of as many of the first ones as fit into one answer."""
     found: list[tuple[Transition, ...]] = []
     used = 0
@@ -248,7 +248,7 @@ def _text_size(told: ToolEvent | Span | Conversation) -> int:
     return len(repr(told))
 
 
-async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
+async def tool_events(call: ApiCall[OfAttempt, None]) -> Slice[ToolEvent]:
     """The tool events that an attempt was completed with."""
 
     async def read(rollout: str, attempt: int | None) -> Sequence[ToolEvent]:
@@ -257,7 +257,7 @@ async def tool_events(call: Call[OfAttempt, None]) -> Slice[ToolEvent]:
     return await _page_of_attempt(call, read, size=_text_size)
 
 
-async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
+async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
     """The step rewards that an attempt was completed with."""
 
     async def read(rollout: str, attempt: int | None) -> Sequence[StepReward]:
@@ -266,7 +266,7 @@ async def step_rewards(call: Call[OfAttempt, None]) -> Slice[StepReward]:
     return await _page_of_attempt(call, read)
 
 
-async def attempts_of(call: Call[NoQuery, messages.AnyAttempts]) -> messages.AttemptsOf:
+async def attempts_of(call: ApiCall[NoQuery, messages.AnyAttempts]) -> messages.AttemptsOf:
     """What several attempts were completed with, of as many of the first ones as fit into one answer."""
     found: list[Attempt] = []
     used = 0
@@ -279,19 +279,19 @@ async def attempts_of(call: Call[NoQuery, messages.AnyAttempts]) -> messages.Att
     return messages.AttemptsOf(tuple(found))
 
 
-async def append_spans(call: Call[NoQuery, messages.Spans]) -> messages.Stored:
+async def append_spans(call: ApiCall[NoQuery, messages.Spans]) -> messages.Stored:
     """Store spans durably. Those of unknown rollouts and of other than current attempts are not taken."""
     storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in call.body.spans])
     return messages.Stored(await call.store.append_spans(storable))
 
 
-async def spans(call: Call[OfAttempt, None]) -> Slice[Span]:
+async def spans(call: ApiCall[OfAttempt, None]) -> Slice[Span]:
     """The spans of an attempt in the order they began."""
     return await _page_of_attempt(call, call.store.spans, lambda span: span.span_id, _text_size)
 
 
 async def _page_of_attempt(
-    call: Call[OfAttempt, None],
+    call: ApiCall[OfAttempt, None],
     read: Callable[[str, int | None], Awaitable[Sequence[T]]],
     identity: Callable[[T], str] | None = None,
     size: Callable[[T], int] | None = None,
@@ -305,7 +305,7 @@ async def _page_of_attempt(
     return replace(found, cursor=f"{attempt}.{found.cursor}") if found.cursor else found
 
 
-async def _place(call: Call[OfAttempt, None]) -> tuple[int | None, str]:
+async def _place(call: ApiCall[OfAttempt, None]) -> tuple[int | None, str]:
     """The attempt whose pages are asked for, and the cursor within it. Raises `DataError` for a cursor of something else.
 
     The attempt is None for a rollout that is not there: reading from it says so.

@@ -53,7 +53,7 @@ class Services:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[Q, B]):
+class ApiCall(Generic[Q, B]):
     """One request, checked: `query` and `body` are what the route declares; `store` shows the caller's project alone; `once` is
     the caller's id for the request, of this token alone, empty where it has none."""
 

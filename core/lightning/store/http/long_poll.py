@@ -23,7 +23,7 @@ LONGEST_PAUSE: Final = 4.0
 
 
 class HttpWatch:
-    """A `Watch`. `ask(since, timeout)` asks a server; None means that none could say in that time."""
+    """A `RunWatch`. `ask(since, timeout)` asks a server; None means that none could say in that time."""
 
     def __init__(self, ask: Callable[[str, float], Awaitable[Changed | None]]) -> None:
         self._ask = ask

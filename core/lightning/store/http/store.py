@@ -26,7 +26,7 @@ from lightning.store.protocol import (
     Page,
     ResourceUse,
     RolloutCount,
-    Watch,
+    RunWatch,
 )
 from lightning.types import (
     LLM,
@@ -75,7 +75,7 @@ class HttpStore(Asking):
         rollout_state.check_page(limit)
         return await self._all(("runs",), Run, after, limit, project=project, brief="true" if brief else None)
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""
         return HttpWatch(lambda since, timeout: self._changed(run, since, timeout))
 
@@ -267,18 +267,18 @@ class HttpStore(Asking):
     async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
         """See `Store.put_state`. Raises `StoreError` for a secret of the servers."""
         body, name = _state(key, value), _id() if once == "" else once or ""
-        await self._ask("PUT", ("state", key), messages.State, body, query={"run": run}, once=name)
+        await self._ask("PUT", ("state", key), messages.StateValue, body, query={"run": run}, once=name)
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`. Raises `StoreError` for a secret of the servers."""
         path = ("state", key, "keep")
-        found = await self._ask("POST", path, messages.State, _state(key, value), query={"run": run})
-        return cast("messages.State", found).value
+        found = await self._ask("POST", path, messages.StateValue, _state(key, value), query={"run": run})
+        return cast("messages.StateValue", found).value
 
     async def get_state(self, run: str, key: str) -> Json:
         """See `Store.get_state`. A secret of the servers is not there."""
-        found = await self._ask("GET", ("state", key), messages.State, query={"run": run})
-        return cast("messages.State", found).value
+        found = await self._ask("GET", ("state", key), messages.StateValue, query={"run": run})
+        return cast("messages.StateValue", found).value
 
     # tokens -----------------------------------------------------------------------------------------------------
     async def put_token(self, token: Token, *, once: str = "") -> Token:
@@ -343,9 +343,9 @@ def _within(ttl: float) -> float:
     return min(max(ttl / 6, SHORTEST_ANSWER), LEASE_ANSWER)
 
 
-def _state(key: str, value: Json) -> messages.State:
+def _state(key: str, value: Json) -> messages.StateValue:
     json_text.dump(value, f"the state {key!r}")
-    return messages.State(value)
+    return messages.StateValue(value)
 
 
 def _item(cls: type[T], value: T, check: Callable[[T], object]) -> bytes:

@@ -102,7 +102,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownTransition:
     """Transition `n`, and the first `codec.HEAD_BYTES` of its blob: they tell it from another one that was given its number
     after it was pruned."""
 
@@ -134,10 +134,12 @@ class ParentCache:
     def __init__(self, limit: int = CACHE_BYTES) -> None:
         self._limit = limit
         self._bytes = 0
-        self._entries: OrderedDict[Hashable, list[Known]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, list[KnownTransition]] = OrderedDict()
         self._touched: set[Hashable] = set()
 
-    async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
+    async def get(
+        self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
+    ) -> list[KnownTransition]:
         """The candidates under a key, loaded from the database if they are not at hand."""
         entry = self._entries.get(key)
         if entry is None:
@@ -150,7 +152,7 @@ class ParentCache:
         self._entries.move_to_end(key)
         return entry
 
-    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
+    def add(self, key: Hashable, known: KnownTransition, extended: KnownTransition | None = None) -> None:
         """Remember a new transition under a key that was asked for before, in place of the one whose full tokens its prompt
         begins with: whatever shares a prefix with that shares as much with the new one."""
         entry = self._entries.get(key)
@@ -161,7 +163,13 @@ class ParentCache:
         """Forget what is remembered under a key: some of it is not in the database any more."""
         self._drop(key)
 
-    def _add(self, key: Hashable, entry: list[Known], known: Known, extended: Known | None = None) -> None:
+    def _add(
+        self,
+        key: Hashable,
+        entry: list[KnownTransition],
+        known: KnownTransition,
+        extended: KnownTransition | None = None,
+    ) -> None:
         self._touched.add(key)
         entry.append(known)
         self._bytes += known.tokens.size
@@ -225,7 +233,7 @@ class Decoder:
         self._fetch = fetch
         self._full: dict[int, bytes] = {}
 
-    async def decode(self, n: int, parent: int | None, blob: bytes) -> codec.Tokens:
+    async def decode(self, n: int, parent: int | None, blob: bytes) -> codec.CallTokens:
         """The tokens of transition `n`. Raises `StoreError` when it or one of its parents is damaged."""
         await self._resolve(n, parent)
         tokens = codec.decode(blob, self._full[parent] if parent is not None else b"")

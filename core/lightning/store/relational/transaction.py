@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from lightning.store.rows import Row, Value
 
 if TYPE_CHECKING:
-    from lightning.store.relational.prefix_parents import Known
+    from lightning.store.relational.prefix_parents import KnownTransition
 
 T = TypeVar("T")
 
@@ -20,10 +20,12 @@ T = TypeVar("T")
 class Parents(Protocol):
     """Recently written calls by attempt and by group: what a new call may be stored against."""
 
-    async def get(self, key: Hashable, load: Callable[[], Awaitable[Iterable[Known]]]) -> list[Known]:
+    async def get(
+        self, key: Hashable, load: Callable[[], Awaitable[Iterable[KnownTransition]]]
+    ) -> list[KnownTransition]:
         """The candidates under a key, loaded from the database if they are not at hand."""
 
-    def add(self, key: Hashable, known: Known, extended: Known | None = None) -> None:
+    def add(self, key: Hashable, known: KnownTransition, extended: KnownTransition | None = None) -> None:
         """Remember a new transition under a key that was asked for before, in place of the one that it extends."""
 
     def drop(self, key: Hashable) -> None:

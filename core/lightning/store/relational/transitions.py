@@ -14,7 +14,7 @@ from typing import Final
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
 from lightning.store.relational.labels import labels_of
-from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, Known, Prompt, choose
+from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, KnownTransition, Prompt, choose
 from lightning.store.relational.rollouts import Standing, held_standing, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
@@ -37,7 +37,7 @@ class NewCall:
 
 def prepare(transition: Transition) -> NewCall:
     """Everything that can be done before the transaction, which keeps others from writing. Raises `DataError`."""
-    packed = codec.pack_tokens(codec.Tokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
+    packed = codec.pack_tokens(codec.CallTokens(transition.prompt_ids, transition.response_ids, transition.logprobs))
     tokens = Fingerprint.of(packed.full, len(packed.prompt))
     return NewCall(transition, packed, tokens, _values(transition, packed.digest))
 
@@ -68,7 +68,7 @@ async def _append_one(transaction: Transaction, where: Standing, call: NewCall) 
     if n is None:
         assert await _is_repeated(transaction, key, call), "what is in the way of a call has its key"
         return False
-    known = Known(n, blob[: codec.HEAD_BYTES], call.tokens)
+    known = KnownTransition(n, blob[: codec.HEAD_BYTES], call.tokens)
     extended = parent if parent is not None and parent.tokens.is_extended(shared) else None
     transaction.parents.add((where.n, attempt), known, extended)
     if parent is None:
@@ -95,7 +95,7 @@ async def _digests(transaction: Transaction, transition: Transition, content: by
     return [rollout_state.transition_digest(each, content) for each in named]
 
 
-async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[Known | None, int]:
+async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> tuple[KnownTransition | None, int]:
     """The best of the calls of this attempt, newest first, and of the roots of its group, and how many tokens it shares.
 
     The calls of an attempt are as safe as its rollout, which this transaction holds. A root may have been pruned since it was
@@ -118,10 +118,10 @@ async def _parent(transaction: Transaction, where: Standing, call: NewCall) -> t
         transaction.parents.drop(group)
 
 
-async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[Known]:
+async def _load(transaction: Transaction, query: str, values: tuple[str | int, ...]) -> list[KnownTransition]:
     """The newest calls that the query finds, oldest first, without those that a newer one extends."""
     decoder = Decoder(lambda n: transaction.one(sql.SELECT_BLOB, (n,)))
-    found: list[Known] = []
+    found: list[KnownTransition] = []
     fulls: list[bytes] = []
     for n, parent, blob in await transaction.all(query, values):
         try:
@@ -132,7 +132,7 @@ async def _load(transaction: Transaction, query: str, values: tuple[str | int, .
         if not any(newer.startswith(full) for newer in fulls):
             fulls.append(full)
             fingerprint = Fingerprint.of(full, len(codec.pack(tokens.prompt_ids)))
-            found.append(Known(n, blob[: codec.HEAD_BYTES], fingerprint))
+            found.append(KnownTransition(n, blob[: codec.HEAD_BYTES], fingerprint))
     return found[::-1]
 
 

@@ -27,7 +27,7 @@ async def revision(transaction: Transaction, run: str) -> int:
 
 
 class RevisionWatch:
-    """A `Watch` that compares how often a run has changed with what it knew."""
+    """A `RunWatch` that compares how often a run has changed with what it knew."""
 
     def __init__(self, revision: Callable[[], Awaitable[int]], event: asyncio.Event, known: int) -> None:
         self._revision, self._event, self._known = revision, event, known

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, StoreError
-from lightning.store.protocol import Watch
+from lightning.store.protocol import RunWatch
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
@@ -165,7 +165,7 @@ class SqliteStore(RelationalStore):
             )
         return writer
 
-    def watch(self, run: str) -> AbstractAsyncContextManager[Watch]:
+    def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""
         return watching(self._bell, run, lambda: self._read(lambda tx: revision(tx, run)))
 

@@ -1,0 +1,175 @@
+"""What a plugin may import of the core, and a check of that for its author: `check_imports("my_plugin")`.
+
+The invariant: nothing is imported to find out; sources are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+CORE = Path(__file__).parents[1]
+
+PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "any plugin": (
+            "lightning",
+            "lightning.errors",
+            "lightning.hooks",
+            "lightning.instrument",
+            "lightning.testing",
+            "lightning.types",
+        ),
+        "any plugin but an adapter": (
+            "lightning.algorithms",
+            "lightning.batch",
+            "lightning.config",
+            "lightning.credit",
+            "lightning.demos",
+            "lightning.maintenance",
+            "lightning.plugins",
+            "lightning.store",
+        ),
+        "an adapter, of spans": ("lightning.instrument.tracer_provider",),
+        "a server of any kind": ("lightning.addresses", "lightning.asyncio_utils"),
+        "a command, a check": (
+            "lightning.cli.check",
+            "lightning.cli.gpus",
+            "lightning.cli.installed",
+            "lightning.cli.locate",
+            "lightning.cli.output",
+            "lightning.cli.train",
+            "lightning.store.pages",
+        ),
+        "a store": (
+            "lightning.store.codec",
+            "lightning.store.json_text",
+            "lightning.store.relational.prefix_parents",
+            "lightning.store.rollout_state",
+            "lightning.store.rows",
+            "lightning.store.sqlite",
+            "lightning.store.url",
+        ),
+        "a store of SQL": (
+            "lightning.store.relational.notify",
+            "lightning.store.relational.schema",
+            "lightning.store.relational.store",
+            "lightning.store.relational.transaction",
+            "lightning.store.sqlite.connection",
+            "lightning.store.sqlite.migrations",
+        ),
+        "a keeper of databases": (
+            "lightning.maintenance.files",
+            "lightning.maintenance.queries",
+            "lightning.maintenance.relational",
+        ),
+        "a runner": (
+            "lightning.runner.agent_serialization",
+            "lightning.runner.agent_signature",
+            "lightning.runner.inline",
+            "lightning.runner.outcomes",
+            "lightning.runner.process",
+        ),
+        "an engine": (
+            "lightning.engines.critic",
+            "lightning.engines.export",
+            "lightning.engines.failures",
+            "lightning.engines.files",
+            "lightning.engines.loading",
+            "lightning.engines.microbatch",
+            "lightning.engines.model_contents",
+            "lightning.engines.rows",
+            "lightning.engines.step",
+            "lightning.policy_server.weight_transfer",
+            "lightning.policy_server.weight_transfer.transfer",
+        ),
+        "a tracker": ("lightning.spans.genai", "lightning.spans.trace"),
+        "a search": (
+            "lightning.instrument.components",
+            "lightning.store.resource_ref",
+            "lightning.tracking.trackers",
+            "lightning.trainer.collect",
+            "lightning.trainer.plan",
+            "lightning.trainer.sampling",
+            "lightning.trainer.stack",
+            "lightning.trainer.summary",
+        ),
+        "a reader of recorded runs": (
+            "lightning.algorithms.low_level",
+            "lightning.trainer.pacing",
+            "lightning.trainer.publishing",
+        ),
+    }
+)
+"""Modules that plugins may import, by what they are for. Any module called `protocol` is public as well.
+
+The first two groups are kept: they change only with an entry in the change log. The others are what the core's own rooms are
+made of and change with them."""
+
+KEPT = ("any plugin", "any plugin but an adapter")
+FOR_ADAPTERS = ("any plugin", "an adapter, of spans")
+
+
+def check_imports(package: str, *groups: str) -> None:
+    """Raise `AssertionError` when a module or package imports what is private in the core.
+
+    Each import is named with its file and line, and with the public module that offers the same where there is one. `groups` of
+    `PUBLIC` limit what is allowed, such as to `FOR_ADAPTERS`.
+    """
+    allowed = {module for group in groups or PUBLIC for module in PUBLIC[group]}
+    found = [
+        f"{file}:{line}: {module}{f'.{name}' if name else ''}: {_cure(module, name, allowed)}"
+        for file in _sources(package)
+        for line, module, name in _imports(file)
+        if module not in allowed and module.rpartition(".")[2] != "protocol"
+    ]
+    if found:
+        raise AssertionError(f"{package} imports what is private in lightning:\n" + "\n".join(found))
+
+
+def _sources(package: str) -> list[Path]:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise AssertionError(f"{package} is not installed here, or has no source")
+    origin = Path(spec.origin)
+    return [origin] if spec.submodule_search_locations is None else sorted(origin.parent.rglob("*.py"))
+
+
+def _imports(file: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, module of the core, and the name that is imported from it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            inner = [(f"{node.module}.{alias.name}", alias.name) for alias in node.names]
+            named = [(whole, "") if _file_of(whole) else (node.module, name) for whole, name in inner]
+        else:
+            continue
+        yield from ((node.lineno, module, name) for module, name in named if module.partition(".")[0] == "lightning")
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of one of the core's modules; None when there is no such module."""
+    place = CORE.joinpath(*module.split(".")[1:])
+    return next((file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()), None)
+
+
+def _cure(module: str, name: str, allowed: set[str]) -> str:
+    if _file_of(module) is None:
+        return "this lightning has no such module"
+    offering = [public for public in sorted(allowed) if (module, name) in _offered(public)]
+    if offering:
+        return f"import it from {offering[0]}"
+    return "nothing public offers it; docs/writing-a-plugin.md lists what is public"
+
+
+@functools.cache
+def _offered(public: str) -> frozenset[tuple[str, str]]:
+    """What a module passes on: names, each with the module that it takes it from."""
+    file = _file_of(public)
+    assert file is not None, f"{public} is listed and is not there"
+    return frozenset((module, name) for _, module, name in _imports(file))

@@ -1,0 +1,72 @@
+"""Our plugins import what a stranger's may import, and what is listed for them is what some plugin needs."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+import pytest
+from lightning.testing import check_imports
+from lightning.testing.public_imports import FOR_ADAPTERS, KEPT, PUBLIC, _file_of, _imports, _sources
+
+from tests.house.test_modules import ROOT
+
+ADAPTERS = sorted(folder.parent.name for folder in ROOT.glob("adapters/*/lightning_*/__init__.py"))
+OTHERS = sorted(folder.parent.name for folder in ROOT.glob("plugins/*/lightning_*/__init__.py"))
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_an_adapter_imports_what_adapters_may(package: str) -> None:
+    check_imports(package, *FOR_ADAPTERS)
+
+
+@pytest.mark.parametrize("package", [*OTHERS, "lightning_examples"])
+def test_a_plugin_imports_what_is_public(package: str) -> None:
+    check_imports(package)
+
+
+def test_these_are_all_of_our_plugins() -> None:
+    installed = {entry.module.partition(".")[0] for entry in entry_points(group="lightning")}
+    assert installed - {"lightning"} == {*ADAPTERS, *OTHERS, "lightning_examples"}
+
+
+def test_what_is_listed_is_there_and_needed() -> None:
+    """Beyond what is kept, a module is public because a plugin or a page of the documentation imports it."""
+    files = [file for package in (*ADAPTERS, *OTHERS, "lightning_examples") for file in _sources(package)]
+    used = {module for file in files for _, module, _ in _imports(file)}
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    for group, modules in PUBLIC.items():
+        assert all(map(_file_of, modules)), group
+        if group not in KEPT:
+            assert [module for module in modules if module not in used and f"from {module} import" not in pages] == []
+
+
+SOURCE = """
+import lightning.gateway
+from lightning.store import SqliteThing
+from lightning.runner import process, worker
+from lightning.types.recorded import Span
+from lightning.moved import away
+from lightning.trainer.loop import Loop
+if False:
+    from lightning.engines.protocol import Engine
+"""
+
+
+def test_a_private_import_is_named_with_its_line_and_the_public_place(install) -> None:
+    file = install("curious", {}, {"curious_plugin": SOURCE}) / "curious_plugin.py"
+    with pytest.raises(AssertionError) as caught:
+        check_imports("curious_plugin")
+    said = str(caught.value).splitlines()
+    nothing = "nothing public offers it; docs/writing-a-plugin.md lists what is public"
+    assert said == [
+        "curious_plugin imports what is private in lightning:",
+        f"{file}:2: lightning.gateway: {nothing}",
+        f"{file}:4: lightning.runner.worker: {nothing}",
+        f"{file}:5: lightning.types.recorded.Span: import it from lightning.types",
+        f"{file}:6: lightning.moved.away: this lightning has no such module",
+        f"{file}:7: lightning.trainer.loop.Loop: {nothing}",
+    ]
+    with pytest.raises(AssertionError, match=r"curious_plugin.py:4: lightning\.runner\.process: nothing public"):
+        check_imports("curious_plugin", *FOR_ADAPTERS)
+    with pytest.raises(AssertionError, match="no_such_plugin is not installed here"):
+        check_imports("no_such_plugin")
