@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.batch.sample import Sample
+from lightning.batch import Sample
 from lightning.engines.microbatch import Seen, Tally, state_loss, token_batch
 from lightning.engines.rows import Ints, name, reordered, states_of, trained_tokens
 from lightning.losses.protocol import Loss

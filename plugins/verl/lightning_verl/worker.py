@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.batch.sample import FloatArray, Sample
+from lightning.batch import FloatArray, Sample
 from lightning.engines.critic import Trunk
 from lightning.engines.export import write_file, write_folder
 from lightning.engines.protocol import OptimizerConfig
