@@ -20,29 +20,30 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.auth.api_keys import Claims, ExpiredTokenError
-from lightning.gateway.auth.caller_identity import Identity, forwarded_headers
-from lightning.gateway.body import ClientGoneError, read_body, read_object, write_object
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
-from lightning.gateway.errors import (
+from lightning.gateway.history import Entry, History
+from lightning.gateway.http import (
     JSON_TYPE,
+    ClientGoneError,
+    EventCutter,
     Header,
     RefusalError,
     UpstreamError,
     UpstreamGoneError,
+    data_of,
+    read_body,
+    read_object,
     send_bytes,
     told_of_length,
+    write_object,
 )
-from lightning.gateway.fleet.versions import LiveCall
-from lightning.gateway.history import Entry, History
+from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
+from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
-from lightning.gateway.sse import EventCutter, data_of
-from lightning.gateway.upstream.call_watchdog import Watch
-from lightning.gateway.upstream.client import Forwarder
+from lightning.gateway.upstream.client import Forwarder, Watch
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.types import TOO_LONG, CallStatus, Conversation
 

@@ -12,19 +12,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.errors import GatewayError
-from lightning.gateway.auth.api_keys import TokenSigner
-from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.history import History
+from lightning.gateway.identity import Identity, TokenSigner
+from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
-from lightning.gateway.tracing.ingest import TraceEndpoint
-from lightning.gateway.tracing.trace_index import TraceBook
-from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream.servers import Allowed, Upstream
 from lightning.types import LLM, Lease
 
 if TYPE_CHECKING:

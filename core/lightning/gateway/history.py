@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from lightning.errors import StoreError
-from lightning.gateway.body import read_object, write_object
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.redaction import storable
-from lightning.gateway.sampling import Body
 from lightning.store.protocol import Store
 from lightning.types import Conversation, Transition
 

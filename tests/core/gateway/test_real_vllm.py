@@ -13,7 +13,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects.base import Capture
 from lightning.gateway.dialects.chat import Chat
 from lightning.gateway.dialects.completions import Completions
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.http import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.memory import MemoryStore

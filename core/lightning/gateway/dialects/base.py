@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning.gateway.errors import RefusalError, UpstreamError
-from lightning.gateway.sampling import Body
+from lightning.gateway.http import Body, RefusalError, UpstreamError
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
 
 MOST_CHOICES = 16_384

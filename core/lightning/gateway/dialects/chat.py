@@ -18,7 +18,8 @@ from lightning.gateway.dialects.base import (
     refuse_parameter,
     take_out,
 )
-from lightning.gateway.sampling import Body, has_grammar
+from lightning.gateway.http import Body
+from lightning.gateway.sampling import has_grammar
 from lightning.policy_server.packed_logprobs import FIELD, unpack
 
 REASONING = ("reasoning", "reasoning_content")

@@ -21,7 +21,7 @@ from lightning.gateway.dialects.base import (
     refuse_parameter,
     take_out,
 )
-from lightning.gateway.sampling import Body
+from lightning.gateway.http import Body
 from lightning.policy_server.packed_logprobs import FIELD, unpack
 
 

@@ -26,10 +26,8 @@ from lightning.gateway.fleet.records import (
     now,
     seat_key,
 )
-from lightning.gateway.policy_state import Policy
-from lightning.gateway.update_gate import UPDATING
-from lightning.gateway.upstream.allowlist import Allowed
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.policy import UPDATING, Policy
+from lightning.gateway.upstream.servers import Allowed, Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import Store, Watch
 from lightning.types import new_id

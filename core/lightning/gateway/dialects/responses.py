@@ -1,6 +1,7 @@
-"""vLLM's chat answer as a Response, whole or event by event.
+"""`/v1/responses`: OpenAI's Responses API, asked of vLLM as a chat completion.
 
-The invariant: the object in the last event of a stream is the one the whole answer would have been.
+The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The object in the
+last event of a stream is the one the whole answer would have been.
 """
 
 from __future__ import annotations
@@ -8,11 +9,45 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
-from lightning.gateway.dialects.responses.items import messages_of
-from lightning.gateway.dialects.translated import event
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.sampling import Body
+from lightning.gateway.dialects.base import Translator, refuse_parameter
+from lightning.gateway.dialects.responses_request import chat_request, messages_of, namespaces
+from lightning.gateway.dialects.translated import Event, Kind, Part, Parts, Step, Translated, event, readable
+from lightning.gateway.http import Body, RefusalError
+
+
+class Responses(Translated):
+    """OpenAI's Responses API."""
+
+    path = "/responses"
+    id_prefix = "resp_"
+
+    def continues(self, body: Body) -> str | None:
+        """See `Dialect`."""
+        previous = body.get("previous_response_id")
+        return None if previous is None else str(previous)
+
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
+        """See `Dialect`."""
+        if not body.get("input"):
+            raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
+        instructions = body.get("instructions")
+        if instructions is not None and not isinstance(instructions, str):
+            raise refuse_parameter("instructions", f"must be a string, not {type(instructions).__name__}.")
+        with readable():
+            said = messages_of(body["input"], before)
+            # Instructions hold for one response; the rest of the conversation is carried on.
+            system = [{"role": "system", "content": instructions}] if instructions else []
+            chat, names = chat_request(body, [*system, *said]), namespaces(body)
+        return chat, ResponseTranslator(response_id, body, chat, names, said)
+
+    def refusal(self, refusal: RefusalError) -> bytes:
+        """See `Dialect`."""
+        return refusal.body
+
+    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
+        """See `Dialect`. vLLM's errors have OpenAI's shape."""
+        return payload
+
 
 ECHOED: Mapping[str, object] = {
     "instructions": None,

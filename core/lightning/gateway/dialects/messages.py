@@ -1,19 +1,80 @@
-"""vLLM's chat answer as a Message, whole or event by event.
+"""`/v1/messages`: Anthropic's Messages API, asked of vLLM as a chat completion.
 
-The invariant: the blocks of a stream, put together, are those of the whole answer; only arguments that are no JSON object
-differ, which a stream passes on as they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
+The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The blocks of a
+stream, put together, are those of the whole answer; only arguments that are no JSON object differ, which a stream passes on as
+they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from lightning.gateway.dialects.messages.errors import error_object
-from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
-from lightning.gateway.dialects.translated import event
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.sampling import Body
+import orjson
+
+from lightning.gateway.dialects.base import Translator, refuse_parameter
+from lightning.gateway.dialects.messages_request import chat_request
+from lightning.gateway.dialects.translated import Event, Kind, Part, Parts, Step, Translated, event, readable
+from lightning.gateway.http import Body, RefusalError
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_object(status: int, message: str) -> Body:
+    """The error with this status."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def translated(status: int, payload: bytes) -> bytes:
+    """vLLM's error in this shape; what is not one of vLLM's becomes the message as it is."""
+    try:
+        message = str(orjson.loads(payload)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        message = payload.decode("utf-8", "replace")
+    return orjson.dumps(error_object(status, message))
+
+
+IN_THE_PROMPT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+
+
+class Messages(Translated):
+    """Anthropic's Messages API."""
+
+    path = "/messages"
+    id_prefix = "msg_"
+
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
+        """See `Dialect`."""
+        most = body.get("max_tokens")
+        if not isinstance(most, int) or most < 1:
+            raise refuse_parameter("max_tokens", f"must be a positive integer, not {most!r}.")
+        with readable():
+            return chat_request(body), MessageTranslator(response_id)
+
+    def refusal(self, refusal: RefusalError) -> bytes:
+        """See `Dialect`."""
+        return orjson.dumps(error_object(refusal.status, str(refusal)))
+
+    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
+        """See `Dialect`."""
+        return translated(status, payload)
+
+
+def prompt_of(body: Body) -> Body:
+    """What vLLM's `/tokenize` needs to count a request's prompt. Raises `RefusalError` (422)."""
+    with readable():
+        chat = chat_request(body)
+    return {name: chat[name] for name in IN_THE_PROMPT if name in chat}
+
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
