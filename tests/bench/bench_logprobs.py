@@ -72,7 +72,7 @@ def read(body: bytes) -> list[float]:
     dialect, capture = Chat(), Capture("x")
     plan = dialect.plan({"messages": [{"role": "user", "content": "x"}]})
     reply = orjson.loads(body)
-    dialect.read_reply(reply, capture)
+    dialect.read(reply, capture)
     dialect.strip(reply, plan)
     write_object(reply)
     return list(capture.choices[0].logprobs)

@@ -214,7 +214,9 @@ class CallEndpoint:
             return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
         try:
             reply = orjson.loads(payload)
-            call.dialect.read_reply(reply, call.capture)
+            if call.translator is None:
+                call.capture.id = reply.get("id") or call.capture.id
+            call.dialect.read(reply, call.capture)
             stripped = call.dialect.strip(reply, call.plan)
             if call.translator is not None:
                 return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
@@ -261,7 +263,7 @@ class CallEndpoint:
             if error := error_text(chunk):
                 capture.failed = error
                 return event if translator is None else translator.broken(_upstream_error(error)), True
-            dialect.read_chunk(chunk, capture)
+            dialect.read(chunk, capture)
             last = capture.finished(plan.choices)
             stripped = dialect.strip(chunk, plan)
             if translator is not None:

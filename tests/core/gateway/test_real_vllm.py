@@ -376,7 +376,7 @@ async def test_packed_logprobs_are_vllms_own(real, vllm, path, stream):
         answer = await http.post(f"{vllm.url}/v1/{path}", json=asked, headers=headers)
         dialect, capture = Chat() if path != "completions" else Completions(), Capture("x")
         for chunk in contents(answer):
-            dialect.read_chunk(chunk, capture)
+            dialect.read(chunk, capture)
         found.append(capture.choices)
     packed, plain = found
     assert len(packed) == 2

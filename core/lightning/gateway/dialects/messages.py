@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import orjson
 
-from lightning.gateway.dialects.base import Translator, refuse_parameter
+from lightning.gateway.dialects.base import refuse_parameter
 from lightning.gateway.dialects.messages_request import chat_request
-from lightning.gateway.dialects.translated import Event, Kind, Part, Parts, Step, Translated, event, readable
+from lightning.gateway.dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
 from lightning.gateway.http import Body, RefusalError
 
 TYPES = {
@@ -26,23 +26,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
-
-def error_object(status: int, message: str) -> Body:
-    """The error with this status."""
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def translated(status: int, payload: bytes) -> bytes:
-    """vLLM's error in this shape; what is not one of vLLM's becomes the message as it is."""
-    try:
-        message = str(orjson.loads(payload)["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = payload.decode("utf-8", "replace")
-    return orjson.dumps(error_object(status, message))
-
-
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 IN_THE_PROMPT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
@@ -65,8 +49,12 @@ class Messages(Translated):
         return orjson.dumps(error_object(refusal.status, str(refusal)))
 
     def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """See `Dialect`."""
-        return translated(status, payload)
+        """See `Dialect`. What is not one of vLLM's errors becomes the message as it is."""
+        try:
+            message = str(orjson.loads(payload)["error"]["message"])
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            message = payload.decode("utf-8", "replace")
+        return orjson.dumps(error_object(status, message))
 
 
 def prompt_of(body: Body) -> Body:
@@ -76,33 +64,26 @@ def prompt_of(body: Body) -> Body:
     return {name: chat[name] for name in IN_THE_PROMPT if name in chat}
 
 
-REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-
-
-class MessageTranslator:
-    """One call."""
+class MessageTranslator(Translator):
+    """What the agent sees as a Message."""
 
     def __init__(self, message_id: str) -> None:
-        self._id = message_id
-        self._parts = Parts()
-        self._begun, self._model, self._finish = False, "", ""
+        super().__init__(message_id)
+        self._begun = False
         self._stop: object = None
-        self._usage: Body | None = None
 
-    def whole(self, reply: Body) -> Body:
+    def broken(self, refusal: RefusalError) -> bytes:
         """See `Translator`."""
-        choice = reply["choices"][0]
-        self._read(reply, choice)
-        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
-            pass
-        content = [self._block(part) for part in self._parts.all]
-        return self._message(content, usage_of(self._usage)) | self._reason()
+        return event(error_object(refusal.status, str(refusal)))
 
     def _read(self, answer: Body, choice: Body | None) -> None:
-        self._model = answer.get("model") or self._model
-        self._usage = answer.get("usage") or self._usage
+        super()._read(answer, choice)
         if choice is not None and choice.get("finish_reason"):
-            self._finish, self._stop = choice["finish_reason"], choice.get("stop_reason")
+            self._stop = choice.get("stop_reason")
+
+    def _answer(self) -> Body:
+        content = [self._block(part) for part in self._parts.all]
+        return self._message(content, usage_of(self._usage)) | self._reason()
 
     def _message(self, content: list[Body], usage: Body) -> Body:
         message = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
@@ -123,34 +104,16 @@ class MessageTranslator:
             return {"type": "thinking", "thinking": part.text, "signature": self._id}
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments_of(part.text)}
 
-    # a stream ---------------------------------------------------------------------------------------------------
-    def chunk(self, chunk: Body) -> bytes:
-        """See `Translator`."""
-        choices = chunk.get("choices") or []
-        self._read(chunk, choices[0] if choices else None)
-        said: list[Body] = []
-        if not self._begun:
-            self._begun = True
-            usage = {"input_tokens": len(chunk.get("prompt_token_ids") or ()), "output_tokens": 0}
-            said += [{"type": "message_start", "message": self._message([], usage)}, {"type": "ping"}]
-        for choice in choices:
-            for happened in self._parts.feed(choice.get("delta") or {}):
-                said += self._events(happened)
-        return b"".join(map(event, said))
+    def _beginning(self, chunk: Body) -> list[Body]:
+        if self._begun:
+            return []
+        self._begun = True
+        usage = {"input_tokens": len(chunk.get("prompt_token_ids") or ()), "output_tokens": 0}
+        return [{"type": "message_start", "message": self._message([], usage)}, {"type": "ping"}]
 
-    def end(self) -> bytes:
-        """See `Translator`."""
-        said = [body for happened in self._parts.close() for body in self._events(happened)]
-        said.append({"type": "message_delta", "delta": self._reason(), "usage": usage_of(self._usage)})
-        said.append({"type": "message_stop"})
-        return b"".join(map(event, said))
-
-    def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`."""
-        return event(error_object(refusal.status, str(refusal)))
-
-    def conversation(self) -> None:
-        """See `Translator`. A request of this API has the whole conversation."""
+    def _ending(self) -> list[Body]:
+        delta = {"type": "message_delta", "delta": self._reason(), "usage": usage_of(self._usage)}
+        return [delta, {"type": "message_stop"}]
 
     def _events(self, happened: Event) -> Iterator[Body]:
         step, part, piece = happened
@@ -167,6 +130,12 @@ class MessageTranslator:
                 delta = {"type": "signature_delta", "signature": self._id}
                 yield {"type": "content_block_delta", **index, "delta": delta}
             yield {"type": "content_block_stop", **index}
+
+
+def error_object(status: int, message: str) -> Body:
+    """An error in the shape of this API."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def delta_of(kind: Kind, piece: str) -> Body:

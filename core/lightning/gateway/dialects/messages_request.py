@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 
 from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.translated import items_of, text_field
+from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
 from lightning.gateway.http import Body, RefusalError
 
 BILLING = "x-anthropic-billing-header"
@@ -127,7 +127,7 @@ def _assistant(blocks: list[Body], where: str) -> Body:
 
 RENAMED = {"stop_sequences": "stop"}
 ELSEWHERE = frozenset(
-    {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format", *RENAMED}
+    {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format"}
 )
 """Translated by a function of their own."""
 WITHOUT_EFFECT = frozenset(
@@ -152,24 +152,14 @@ NOT_IN_A_TOOL = {
 
 def chat_request(asked: Body) -> Body:
     """The chat request. Raises `RefusalError` (422)."""
-    for name, why in REFUSED.items():
-        if asked.get(name):
-            raise refuse_parameter(name, why)
+    chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
     _context(asked.get("context_management") or {})
-    chat = {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name not in ELSEWHERE and name not in WITHOUT_EFFECT and name not in REFUSED
-    }
     chat["messages"] = messages = messages_of(asked)
     if not messages:
         raise refuse_parameter("messages", "is missing or empty; send a list of messages.")
     if messages[-1]["role"] == "assistant":  # the beginning of the answer, which the model is to continue
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    for name, other in RENAMED.items():
-        if asked.get(name) is not None:
-            chat[other] = asked[name]
-    _stream(chat, asked)
+    ask_for_stream(chat, asked)
     _thinking(chat, asked)
     _tools(chat, asked)
     return chat
@@ -182,20 +172,9 @@ def _context(management: Body) -> None:
             raise refuse_parameter("context_management", EDITED)
 
 
-def _stream(chat: Body, asked: Body) -> None:
-    stream = asked.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
-    if stream:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
-
-
 def _thinking(chat: Body, asked: Body) -> None:
     """`output_config` and `thinking`, as vLLM reads them: adaptive thinking is the model's own affair."""
-    config, thinking = asked.get("output_config") or {}, asked.get("thinking") or {}
-    for name, value in (("output_config", config), ("thinking", thinking)):
-        if not isinstance(value, dict):
-            raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
+    config, thinking = object_field(asked, "output_config"), object_field(asked, "thinking")
     wanted = asked.get("output_format") or config.get("format")
     if wanted:
         schema = {"name": "json_schema", "schema": wanted.get("schema")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.translated import items_of, text_field
+from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
 from lightning.gateway.http import Body, RefusalError
 
 SEPARATOR = "__"
@@ -145,9 +145,9 @@ ELSEWHERE = frozenset(
 """Translated by a function of their own."""
 WITHOUT_EFFECT = frozenset(
     {"model", "store", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key"}
-    | {"prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "access_programs", "image", *RENAMED}
+    | {"prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "access_programs", "image"}
 )
-"""They concern OpenAI's accounts, caches and built-in tools, not the answer (or are renamed)."""
+"""They concern OpenAI's accounts, caches and built-in tools, not the answer."""
 REFUSED = {
     "background": "is not supported: the gateway answers while you wait. Leave it out, or use 'stream'.",
     "conversation": "is not supported: the gateway has no conversation objects. Send the whole input, or previous_response_id.",
@@ -160,19 +160,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 def chat_request(asked: Body, messages: list[Body]) -> Body:
     """The chat request with these messages. Raises `RefusalError` (422)."""
-    for name, why in REFUSED.items():
-        if asked.get(name):
-            raise refuse_parameter(name, why)
-    chat = {
-        name: value
-        for name, value in asked.items()
-        if value is not None and name not in ELSEWHERE and name not in WITHOUT_EFFECT and name not in REFUSED
-    }
+    chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
     chat["messages"] = messages
-    for name, other in RENAMED.items():
-        if asked.get(name) is not None:
-            chat[other] = asked[name]
-    _stream(chat, asked)
+    ask_for_stream(chat, asked)
     _logprobs(chat, asked)
     _format(chat, asked)
     _tools(chat, asked)
@@ -181,14 +171,6 @@ def chat_request(asked: Body, messages: list[Body]) -> Body:
     if goes_on(asked["input"]):
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
-
-
-def _stream(chat: Body, asked: Body) -> None:
-    stream = asked.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
-    if stream:
-        chat |= {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def _logprobs(chat: Body, asked: Body) -> None:
@@ -201,10 +183,7 @@ def _logprobs(chat: Body, asked: Body) -> None:
 
 def _format(chat: Body, asked: Body) -> None:
     """`text.format` and `reasoning.effort`; `text.verbosity` and `reasoning.summary` have no counterpart in vLLM."""
-    text, reasoning = asked.get("text") or {}, asked.get("reasoning") or {}
-    for name, value in (("text", text), ("reasoning", reasoning)):
-        if not isinstance(value, dict):
-            raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
+    text, reasoning = object_field(asked, "text"), object_field(asked, "reasoning")
     wanted = text.get("format") or {}
     if wanted.get("type") == "json_schema":
         schema = {name: value for name, value in wanted.items() if name != "type" and value is not None}

@@ -9,38 +9,25 @@ closed is never opened again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from lightning.gateway.dialects.base import Capture, Plan, refuse_parameter
-from lightning.gateway.dialects.chat import plan_chat, read_chat, strip_reasoning
+from lightning.gateway.dialects.base import Plan, refuse_parameter
+from lightning.gateway.dialects.chat import Chat, strip_reasoning
 from lightning.gateway.http import Body, RefusalError, write_object
 
 
-class Translated:
+class Translated(Chat):
     """Asks for a chat completion and reads ids and logprobs from it."""
-
-    upstream = "/chat/completions"
-
-    def continues(self, body: Body) -> str | None:
-        """See `Dialect`."""
-        return None
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
-        plan = plan_chat(body)
+        plan = super().plan(body)
         if plan.n != 1:
             raise refuse_parameter("n", "must be 1: an answer of this API is one. Send the request again instead.")
         return plan
-
-    def read_reply(self, reply: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        read_chat(reply, capture)
-
-    def read_chunk(self, chunk: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        read_chat(chunk, capture)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`. Of the rest the translation takes over only what the agent asked for."""
@@ -65,6 +52,34 @@ def readable() -> Iterator[None]:
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         message = f"Something in the request is not of the type that this API's reference gives it: {error}."
         raise RefusalError(422, "invalid_request", message) from error
+
+
+def passed_on(asked: Body, without: frozenset[str], renamed: Mapping[str, str], refused: Mapping[str, str]) -> Body:
+    """What of a request goes on as it is, or under the name it has in vLLM. Raises `RefusalError` (422) for what is
+    `refused`."""
+    for name, why in refused.items():
+        if asked.get(name):
+            raise refuse_parameter(name, why)
+    left_out = {*without, *renamed, *refused}
+    said = {name: value for name, value in asked.items() if value is not None and name not in left_out}
+    return said | {other: asked[name] for name, other in renamed.items() if asked.get(name) is not None}
+
+
+def ask_for_stream(chat: Body, asked: Body) -> None:
+    """Ask vLLM for a stream, and for the usage at its end, where the agent did. Raises `RefusalError` (422)."""
+    stream = asked.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
+    if stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def object_field(asked: Body, name: str) -> Body:
+    """An object that a request may have; empty without one. Raises `RefusalError` (422)."""
+    value = asked.get(name) or {}
+    if not isinstance(value, dict):
+        raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
+    return value
 
 
 def text_field(holder: Body, name: str, where: str) -> str:
@@ -185,3 +200,74 @@ class Parts:
         self._open = Part(kind, len(self.all), call_id, name)
         self.all.append(self._open)
         yield Step.OPEN, self._open, ""
+
+
+class Translator(ABC):
+    """One call: what the agent sees of vLLM's answer.
+
+    The invariant: a stream, put together, says what the whole answer would have said; nothing that says the answer is
+    complete is in what `chunk` returns before the chunk with the finish reason.
+    """
+
+    def __init__(self, answer_id: str) -> None:
+        self._id, self._parts = answer_id, Parts()
+        self._model, self._finish = "", ""
+        self._usage: Body | None = None
+
+    def whole(self, reply: Body) -> Body:
+        """The dialect's object for a whole answer."""
+        choice = reply["choices"][0]
+        self._read(reply, choice)
+        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
+            pass
+        return self._answer()
+
+    def chunk(self, chunk: Body) -> bytes:
+        """The dialect's events for one chunk, possibly none."""
+        choices = chunk.get("choices") or []
+        self._read(chunk, choices[0] if choices else None)
+        said = self._beginning(chunk)
+        for choice in choices:
+            for happened in self._parts.feed(choice.get("delta") or {}):
+                said += self._events(happened)
+        return self._written(said)
+
+    def end(self) -> bytes:
+        """The events that end a stream."""
+        said = [body for happened in self._parts.close() for body in self._events(happened)]
+        return self._written([*said, *self._ending()])
+
+    @abstractmethod
+    def broken(self, refusal: RefusalError) -> bytes:
+        """The event that tells that a stream broke off."""
+
+    def conversation(self) -> list[Body] | None:
+        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
+        where none may."""
+        return None
+
+    def _read(self, answer: Body, choice: Body | None) -> None:
+        """Note what an answer or a chunk says besides its content."""
+        self._model = answer.get("model") or self._model
+        self._usage = answer.get("usage") or self._usage
+        if choice is not None:
+            self._finish = choice.get("finish_reason") or self._finish
+
+    @abstractmethod
+    def _answer(self) -> Body:
+        """The object for a whole answer that was read."""
+
+    @abstractmethod
+    def _beginning(self, chunk: Body) -> list[Body]:
+        """What a stream begins with; nothing from its second chunk on."""
+
+    @abstractmethod
+    def _events(self, happened: Event) -> Iterator[Body]:
+        """What is told of one step."""
+
+    @abstractmethod
+    def _ending(self) -> list[Body]:
+        """What a stream ends with when all of its parts have."""
+
+    def _written(self, said: list[Body]) -> bytes:
+        return b"".join(map(event, said))
