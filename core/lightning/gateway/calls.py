@@ -197,7 +197,8 @@ class CallEndpoint:
         )
         try:
             if response.status == 200 and plan.stream:
-                return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
+                tail = await self._tee(call, response, send)
+                return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
             return self._whole(call, response, await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
@@ -262,7 +263,8 @@ class CallEndpoint:
                 return event if translator is None else b"", True
             if error := error_text(chunk):
                 capture.failed = error
-                return event if translator is None else translator.broken(_upstream_error(error)), True
+                refusal = RefusalError(500, "policy_server_error", error)
+                return event if translator is None else translator.broken(refusal), True
             dialect.read(chunk, capture)
             last = capture.finished(plan.choices)
             stripped = dialect.strip(chunk, plan)
@@ -279,7 +281,13 @@ class CallEndpoint:
         if answer.outcome is not None:
             if call.live.unsure:
                 log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-            entry = await self._entry(call) if answer.outcome is CallStatus.OK else None
+            entry: Entry | None = None
+            if (
+                answer.outcome is CallStatus.OK
+                and call.translator
+                and (said := call.translator.conversation()) is not None
+            ):
+                entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
             status = CallStatus.ERROR if call.live.unsure else answer.outcome
             if status is CallStatus.OK and call.plan.media:
                 status = CallStatus.MEDIA
@@ -295,13 +303,6 @@ class CallEndpoint:
         else:
             await send_bytes(send, answer.status, answer.body, answer.headers)
 
-    async def _entry(self, call: Call) -> Entry | None:
-        """What later calls may go on with by the id of this one's answer."""
-        said = None if call.translator is None else call.translator.conversation()
-        if said is None:
-            return None
-        return await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
-
     async def _record(self, call: Call, status: CallStatus, said: Conversation | None = None) -> None:
         try:
             await self._recorder.append(call.ticket, call.plan, call.live, status, said)
@@ -311,7 +312,8 @@ class CallEndpoint:
             raise refuse_unstored(error) from error
         if status is CallStatus.OK and (why := _why_no_ids(call)) and self._is_new(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
-        if call.wants_packed and _are_json(call) and self._is_new(LOGPROBS_ARE_JSON):
+        as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
+        if as_text and call.wants_packed and self._is_new(LOGPROBS_ARE_JSON):
             log.info(LOGPROBS_ARE_JSON)
 
     def _is_new(self, text: str) -> bool:
@@ -380,18 +382,5 @@ def _why_no_ids(call: Call) -> str:
     )
 
 
-def _are_json(call: Call) -> bool:
-    """Whether logprobs came as text."""
-    return any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
-
-
 def _id_header(call: Call) -> Header:
     return (b"x-request-id", call.capture.id.encode())
-
-
-def _stream_outcome(call: Call) -> CallStatus:
-    return CallStatus.ERROR if call.capture.failed else CallStatus.OK
-
-
-def _upstream_error(message: str) -> RefusalError:
-    return RefusalError(500, "policy_server_error", message)

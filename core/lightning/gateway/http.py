@@ -38,17 +38,12 @@ CURE_OF_LENGTH = (
 )
 """Without quotation marks: a client shows it in the text of an exception, which is searched for it."""
 TYPES = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 408, 421, 422), "invalid_request_error"),
     401: "authentication_error",
-    404: "not_found_error",
-    405: "not_found_error",
+    **dict.fromkeys((404, 405), "not_found_error"),
     409: "conflict_error",
-    408: "invalid_request_error",
-    413: "request_too_large",
-    421: "invalid_request_error",
-    422: "invalid_request_error",
+    **dict.fromkeys((413, 431), "request_too_large"),
     429: "rate_limit_error",
-    431: "request_too_large",
     502: "upstream_error",
     503: "unavailable_error",
 }

@@ -87,7 +87,7 @@ class TokenSigner:
         if run:
             claims["run"] = run
         token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
-        self._remember(token, Claims(rollout, attempt, expires_at, run=run))
+        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run))
         return token
 
     def verify(self, token: str) -> Claims:
@@ -102,7 +102,7 @@ class TokenSigner:
         if claims.expires_at <= time.time():
             raise ExpiredTokenError(claims)
         self._verified[token] = claims
-        self._remember(token, claims)  # one that was issued before this process began
+        self._note(trace_id_of(token), claims)  # one that was issued before this process began
         if len(self._verified) > CACHE_SIZE:
             self._verified.popitem(last=False)
         return claims
@@ -119,9 +119,6 @@ class TokenSigner:
         """Another server issued the token of this trace; the claims, unless they have expired."""
         self._note(trace_id, claims)
         return self.of_trace(trace_id)
-
-    def _remember(self, token: str, claims: Claims) -> None:
-        self._note(trace_id_of(token), claims)
 
     def _note(self, trace_id: str, claims: Claims) -> None:
         self._traces[trace_id] = claims
@@ -190,27 +187,8 @@ NO_RETRY: Header = (b"x-should-retry", b"false")
 DEFAULT_CALLER = Caller("agent")
 
 OURS = frozenset(
-    {
-        b"accept",
-        b"accept-encoding",
-        b"api-key",
-        b"authorization",
-        b"connection",
-        b"content-length",
-        b"content-type",
-        b"cookie",
-        b"expect",
-        b"host",
-        b"keep-alive",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"user-agent",
-        b"x-api-key",
-        b"x-request-id",
-    }
+    b"accept accept-encoding api-key authorization connection content-length content-type cookie expect host keep-alive "
+    b"proxy-authorization te trailer transfer-encoding upgrade user-agent x-api-key x-request-id".split()
 )
 """Headers that end at the gateway: credentials, and what belongs to one connection."""
 OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-", b"anthropic-")
@@ -307,13 +285,10 @@ def parse_caller(value: bytes) -> Caller:
         raise ValueError(f"{len(value)} bytes; at most {LONGEST_CALLER} are read")
     said = orjson.loads(value)
     path = tuple(said.get("path") or ())
-    agent, span, parent, framework = (
-        said["agent"],
-        *(said.get(name) or "" for name in ("span_id", "parent_id", "framework")),
-    )
-    if not agent or not all(isinstance(text, str) for text in (agent, span, parent, framework, *path)):
+    agent, rest = said["agent"], [said.get(name) or "" for name in ("span_id", "parent_id", "framework")]
+    if not agent or not all(isinstance(text, str) for text in (agent, *rest, *path)):
         raise ValueError("'agent' must be a non-empty string, 'path' a list of strings, the rest strings")
-    return Caller(agent, path, span, parent, framework)
+    return Caller(agent, path, *rest)
 
 
 def bearer(authorization: bytes) -> str:

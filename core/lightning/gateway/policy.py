@@ -81,13 +81,11 @@ class Gate:
             await self._until(lambda: not self._holds, self.timeout - spent)
         except TimeoutError:
             why = next(iter(self._holds.values()), UPDATING)
-            raise RefusalError(
-                503,
-                "held_too_long",
+            message = (
                 f"{why} and this took longer than {self.timeout:g} s. "
-                "Send the request again; if updates are this slow, raise gateway.hold_timeout.",
-                [(b"retry-after", b"1")],
-            ) from None
+                "Send the request again; if updates are this slow, raise gateway.hold_timeout."
+            )
+            raise RefusalError(503, "held_too_long", message, [(b"retry-after", b"1")]) from None
         finally:
             self.waiting -= 1
         return spent + loop.time() - began
@@ -137,6 +135,10 @@ class LiveCall:
         self.waits_for_bytes, self.heard_at = True, now
         self.runs.clear()
         self.seen.clear()
+
+    def retract(self) -> None:
+        """No server has begun to work on it: it may be sent again."""
+        self.sent = self.waits_for_bytes = False
 
     @property
     def replaced(self) -> bool:
@@ -287,10 +289,6 @@ class ShownTools:
                 log.warning("%s (said once for each policy)", HIDDEN)
 
 
-def _nothing() -> None:
-    """For a policy that nobody else can change."""
-
-
 class Policy:
     """The parts that every call of a run goes through. `hold_timeout` is in seconds.
 
@@ -306,7 +304,7 @@ class Policy:
         *,
         version: int = 0,
         seed: int | None = None,
-        check: Callable[[], None] = _nothing,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout))
         self.gate = Gate(hold_timeout)
@@ -316,11 +314,13 @@ class Policy:
         self.used = 0.0
         self.told = bool(upstreams)
         self._health: asyncio.Task[None] | None = None
-        self.pool.on_other = self._lose_calls
+        self.pool.on_other = self.lose
 
-    def _lose_calls(self) -> None:
-        self.book.lose()
+    def lose(self) -> int:
+        """Nobody knows what sampled the calls in flight. Returns how many they are."""
+        lost = self.book.lose()
         self.gate.stir()
+        return lost
 
     def check_health(self, session: aiohttp.ClientSession) -> None:
         """Look after the servers from now on, until `close`."""

@@ -39,7 +39,13 @@ from lightning.gateway.recorder import Recorder
 from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import Forwarder
 
+PREFIXES = ("/v1", "/r/{token}/v1")
 COUNT_PATH = f"{Messages.path}/count_tokens"
+POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
+LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
+EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
+JSON = "application/json"
+CONTROL = "/api/"
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
 """What asking a policy server raises when it does not answer as itself."""
 
@@ -74,14 +80,6 @@ class CountTokens:
         except (*UNANSWERED, orjson.JSONDecodeError, KeyError, TypeError) as error:
             message = f"The policy server did not count the tokens ({error!r}). Ask again."
             raise RefusalError(502, "upstream_failed", message) from error
-
-
-PREFIXES = ("/v1", "/r/{token}/v1")
-POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
-LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
-EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
-JSON = "application/json"
-CONTROL = "/api/"
 
 
 class Front:

@@ -175,7 +175,9 @@ class TraceEndpoint:
         try:
             owners = await self._book.find(self._looked_up(spans, claims))
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
-            stored = await self._store.append_spans(await asyncio.to_thread(_storable, owned)) if owned else 0
+            # It takes most of the time that spans take, so that only those are given that will be stored.
+            storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in owned]) if owned else []
+            stored = await self._store.append_spans(storable) if storable else 0
         except StoreError as error:
             message = f"The store did not take the spans: {error}. Send them again."
             raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error
@@ -256,11 +258,6 @@ def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
         raise RefusalError(501, "missing_extra", message) from error
     except DataError as error:
         raise RefusalError(400, "invalid_spans", f"The request cannot be read: {error}.") from error
-
-
-def _storable(spans: Sequence[Span]) -> list[Span]:
-    """The spans as they may be stored. It takes most of the time that spans take, so that only those are given that will be."""
-    return [redacted_span(span) for span in spans]
 
 
 async def _refuse(send: Send, content_type: str, refusal: RefusalError) -> None:

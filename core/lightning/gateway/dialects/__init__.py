@@ -9,15 +9,4 @@ from lightning.gateway.dialects.translated import Translator
 
 DIALECTS: tuple[type[Dialect], ...] = (Chat, Completions, Responses, Messages)
 
-__all__ = [
-    "DIALECTS",
-    "Capture",
-    "Chat",
-    "Choice",
-    "Completions",
-    "Dialect",
-    "Messages",
-    "Plan",
-    "Responses",
-    "Translator",
-]
+__all__ = ["DIALECTS", "Capture", "Choice", "Dialect", "Messages", "Plan", "Responses", "Translator"]

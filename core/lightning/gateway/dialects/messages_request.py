@@ -12,7 +12,7 @@ import json
 
 from lightning.gateway.dialects.base import refuse_parameter
 from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
-from lightning.gateway.http import Body, RefusalError
+from lightning.gateway.http import Body
 
 BILLING = "x-anthropic-billing-header"
 """Claude Code's first system block: it differs with every request, and says nothing to the model."""
@@ -49,13 +49,9 @@ def _system(found: list[Body], said: object, where: str) -> None:
 
 def _text(block: Body, where: str) -> str:
     if block.get("type") != "text":
-        raise _unreadable(block, where)
+        why = f"has the type {block.get('type')!r}, which the model cannot read here; send its text instead."
+        raise refuse_parameter(where, why)
     return text_field(block, "text", where)
-
-
-def _unreadable(block: Body, where: str) -> RefusalError:
-    why = f"has the type {block.get('type')!r}, which the model cannot read here; send its text instead."
-    return refuse_parameter(where, why)
 
 
 def _user(found: list[Body], blocks: list[Body], where: str) -> None:

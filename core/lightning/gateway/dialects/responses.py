@@ -68,12 +68,7 @@ class ResponseTranslator(Translator):
     which tools have a namespace; `said` is the conversation so far, without the instructions."""
 
     def __init__(
-        self,
-        response_id: str,
-        asked: Body,
-        chat: Body,
-        names: Mapping[str, tuple[str, str]],
-        said: Sequence[Body],
+        self, response_id: str, asked: Body, chat: Body, names: Mapping[str, tuple[str, str]], said: Sequence[Body]
     ) -> None:
         super().__init__(response_id)
         self._asked, self._chat, self._names, self._said = asked, chat, names, said

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lightning.gateway.dialects.base import refuse_parameter
 from lightning.gateway.dialects.translated import ask_for_stream, items_of, object_field, passed_on, text_field
-from lightning.gateway.http import Body, RefusalError
+from lightning.gateway.http import Body
 
 SEPARATOR = "__"
 """Between a namespace and a tool's name, as vLLM joins them."""
@@ -37,10 +37,8 @@ def goes_on(asked: object) -> bool:
     if not isinstance(asked, list) or not asked:
         return False
     last = asked[-1]
-    return last.get("type", "message") in {"message", "reasoning"} and last.get("status") in {
-        "in_progress",
-        "incomplete",
-    }
+    said = last.get("type", "message") in {"message", "reasoning"}
+    return said and last.get("status") in {"in_progress", "incomplete"}
 
 
 def _add(messages: list[Body], item: Body, where: str) -> None:
@@ -58,16 +56,11 @@ def _add(messages: list[Body], item: Body, where: str) -> None:
         messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
     elif kind == "reasoning":
         _think(messages, item, where)
-    else:
-        raise _unreadable(where, kind)
-
-
-def _unreadable(where: str, kind: object) -> RefusalError:
-    if kind == "item_reference":
-        why = "is an item_reference; send the item itself, or previous_response_id."
+    elif kind == "item_reference":
+        raise refuse_parameter(where, "is an item_reference; send the item itself, or previous_response_id.")
     else:
         why = f"has the type {kind!r}; send messages, function calls and their outputs, and reasoning."
-    return refuse_parameter(where, why)
+        raise refuse_parameter(where, why)
 
 
 def _say(messages: list[Body], name: str, value: str) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 
 import aiohttp
 from starlette.types import Message, Receive
-from yarl import URL
 
 from lightning.gateway.http import (
     Body,
@@ -54,12 +53,9 @@ class Forwarder:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    def look_after(self, policy: Policy) -> None:
-        """Check the health of a policy's servers from now on."""
-        self._session_for(policy)
-
-    def _session_for(self, policy: Policy) -> aiohttp.ClientSession:
-        """The session, made on the running loop when it is first needed."""
+    def look_after(self, policy: Policy) -> aiohttp.ClientSession:
+        """Check the health of a policy's servers from now on. Returns the session, made on the running loop when it is first
+        needed."""
         if self._session is None:
             watching = aiohttp.TraceConfig()
             watching.on_connection_reuseconn.append(_note_reuse)
@@ -88,7 +84,7 @@ class Forwarder:
         Raises `RefusalError` (503) when a hold lasts too long or no server is up.
         """
         loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
-        session = self._session_for(policy)
+        session = self.look_after(policy)
         tried: list[Slot] = []
         renewed, waited = False, 0.0
         headers = [*headers, ("X-Request-Id", live.request_id)]
@@ -114,21 +110,27 @@ class Forwarder:
             live.dispatch(policy.book.current, loop.time())
             live.slot, live.upstream = slot, slot.upstream
             try:
-                response = await _post(session, slot.url(f"/v1{path}"), payload, headers, connection)
+                response = await session.post(
+                    slot.url(f"/v1{path}"),
+                    data=payload if len(payload) < LARGE_BODY else io.BytesIO(payload),
+                    headers=headers,
+                    allow_redirects=False,
+                    trace_request_ctx=connection,
+                )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                live.sent = live.waits_for_bytes = False
+                live.retract()
                 pool.unreachable(slot, error)
                 tried.append(slot)
                 continue
             except (aiohttp.ClientError, OSError) as error:
                 if connection.reused and not renewed and _is_silent_end(error):
-                    live.sent = live.waits_for_bytes = False
+                    live.retract()
                     renewed = True
                     continue
                 raise UpstreamGoneError(f"its connection was lost before it answered ({error!r})") from error
             if not await _is_anothers(response, pool, slot, session):
                 return _at_its_place(response)
-            live.sent = live.waits_for_bytes = False
+            live.retract()
             tried.append(slot)
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
@@ -137,7 +139,7 @@ class Forwarder:
         """Whether the server that a call was sent to is not there any more, or no longer well."""
         if live.slot is None or live.replaced:
             return True
-        return await policy.pool.check(live.slot, self._session_for(policy)) is Found.OUT
+        return await policy.pool.check(live.slot, self.look_after(policy)) is Found.OUT
 
     async def works(self, policy: Policy, live: LiveCall) -> bool:
         """Whether the engine of the server that a call was sent to turns, so that a silent call of it is still being worked on.
@@ -149,7 +151,7 @@ class Forwarder:
         slot = live.slot
         if slot is None or policy.gate.closed:
             return True
-        session = self._session_for(policy)
+        session = self.look_after(policy)
         if live.replaced or await policy.pool.check(slot, session) is Found.OUT:
             return False
         payload = io.BytesIO(write_object({"method": "lightning_attach", "args": []}))
@@ -171,7 +173,7 @@ class Forwarder:
 
     async def models(self, policy: Policy, rollout: str) -> bytes:
         """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
-        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             _at_its_place(response).raise_for_status()
@@ -183,7 +185,7 @@ class Forwarder:
 
     async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
         """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
-        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")
         async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
@@ -203,18 +205,6 @@ class _Connection:
     """What one try was sent over."""
 
     reused: bool = False
-
-
-async def _post(
-    session: aiohttp.ClientSession, url: URL, payload: bytes, headers: list[tuple[str, str]], connection: _Connection
-) -> aiohttp.ClientResponse:
-    return await session.post(
-        url,
-        data=payload if len(payload) < LARGE_BODY else io.BytesIO(payload),
-        headers=headers,
-        allow_redirects=False,
-        trace_request_ctx=connection,
-    )
 
 
 async def _note_reuse(
@@ -274,20 +264,6 @@ class Watch:
     still works.
     """
 
-    __slots__ = (
-        "_asking",
-        "_call",
-        "_error",
-        "_listener",
-        "_loop",
-        "_over",
-        "_patience",
-        "_receive",
-        "_task",
-        "_timer",
-        "_works",
-    )
-
     def __init__(self, receive: Receive, call: LiveCall, patience: float, works: Callable[[], Awaitable[bool]]) -> None:
         self._receive, self._call, self._patience, self._works = receive, call, patience, works
         self._asking: asyncio.Task[None] | None = None
@@ -299,7 +275,7 @@ class Watch:
         assert task is not None
         self._task = task
         self._loop = task.get_loop()
-        self._listener: asyncio.Future[Message] = self._loop.create_task(_message(self._receive))
+        self._listener: asyncio.Future[Message] = asyncio.ensure_future(self._receive())
         self._listener.add_done_callback(self._heard_agent)
         self._timer = self._loop.call_later(self._patience, self._look)
 
@@ -353,7 +329,3 @@ class Watch:
             self._asking.cancel()
         if self._error is not None and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
             raise self._error from error
-
-
-async def _message(receive: Receive) -> Message:
-    return await receive()

@@ -115,11 +115,7 @@ async def _ask(
 ) -> object:
     """The answer's JSON; None when it is no answer of this route."""
     async with session.request(
-        verb,
-        slot.url(path),
-        data=None if body is None else orjson.dumps(body),
-        timeout=TIMEOUT,
-        allow_redirects=False,
+        verb, slot.url(path), data=None if body is None else orjson.dumps(body), timeout=TIMEOUT, allow_redirects=False
     ) as answer:
         if answer.status >= 500:
             answer.raise_for_status()
@@ -185,10 +181,6 @@ class Slot:
         return URL(f"{self.base}{path}", encoded=True)
 
 
-def _nobody() -> None:
-    """For a pool whose calls nobody follows."""
-
-
 class Pool:
     """The slots, with health checks in the background and a way to wait until one is healthy.
 
@@ -199,7 +191,7 @@ class Pool:
         self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
-        self.on_other: Callable[[], None] = _nobody
+        self.on_other: Callable[[], object] = lambda: None
         self._out_since: float | None = None  # from when on no request found a server, once that was said
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
@@ -232,13 +224,11 @@ class Pool:
                     await self._changed.wait()
         except TimeoutError:
             self._say_out()
-            raise RefusalError(
-                503,
-                "no_policy_server",
+            message = (
                 f"No policy server has answered for {self.grace:g} s ({len(self.slots)} known). It, or the trainer that "
-                "owns it, may be restarting: send the request again. If it stays so, see the policy server's log file.",
-                [(b"retry-after", b"2")],
-            ) from None
+                "owns it, may be restarting: send the request again. If it stays so, see the policy server's log file."
+            )
+            raise RefusalError(503, "no_policy_server", message, [(b"retry-after", b"2")]) from None
         return found
 
     def _choose(self, rollout: str, tried: Sequence[Slot]) -> Slot | None:
