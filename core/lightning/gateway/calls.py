@@ -133,12 +133,12 @@ class CallEndpoint:
             await self._record_expired(scope, refusal.claims)
             await self._refuse(None, send, refusal)
         except RefusalError as refusal:
-            if call is not None and refusal.code in NO_SERVER:
-                await self._record_unserved(call)
+            if refusal.code in NO_SERVER:
+                await self._record_failure(call, CallStatus.ERROR, unserved=True)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
             if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
-                await self._record_unserved(call)  # its agent's patience ended first
+                await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
             else:
                 await self._record_failure(call, CallStatus.ABORTED)
         except asyncio.CancelledError:
@@ -295,9 +295,8 @@ class CallEndpoint:
             if entry is not None:
                 self._history.keep(entry)
             if answer.outcome is CallStatus.OK:
-                call.policy.tools.look(
-                    call.plan.body, partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
-                )
+                tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
+                call.policy.tools.look(call.plan.body, tokenize)
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
@@ -322,15 +321,23 @@ class CallEndpoint:
         self._told.add(text)
         return new
 
-    async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
-        """Record a call that was sent but not answered; a store that refuses this too is only logged."""
-        if call is not None and call.live.sent:
-            await self._append_failure(call, status)
+    async def _record_failure(self, call: Call | None, status: CallStatus, *, unserved: bool = False) -> None:
+        """Record a call that was sent but not answered; a store that refuses this too is only logged.
 
-    async def _record_unserved(self, call: Call) -> None:
-        """Record a call that no policy server has seen: its agent's failure is not its own, and the attempt is made again."""
-        call.live.unserved = True
-        await self._append_failure(call, CallStatus.ERROR)
+        `unserved` says that no policy server has seen it: its agent's failure is not its own, and the attempt is made again.
+        """
+        if call is None or not (call.live.sent or unserved):
+            return
+        call.live.unserved |= unserved
+        try:
+            await self._record(call, status)
+        except RefusalError as refusal:
+            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
+            expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
+            level = logging.INFO if expected else logging.WARNING
+            log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+        except Exception:
+            log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _record_expired(self, scope: Scope, claims: Claims) -> None:
         """Record that an agent has outlived its key: what it makes of that is not its own failure, and no success either."""
@@ -341,17 +348,6 @@ class CallEndpoint:
             log.warning("that the key of %s has expired was not recorded: %s", claims.rollout, error)
         except Exception:
             log.exception("the gateway failed to record that the key of %s has expired", claims.rollout)
-
-    async def _append_failure(self, call: Call, status: CallStatus) -> None:
-        try:
-            await self._record(call, status)
-        except RefusalError as refusal:
-            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
-            expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
-            level = logging.INFO if expected else logging.WARNING
-            log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
-        except Exception:
-            log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         if call is not None and call.started:
