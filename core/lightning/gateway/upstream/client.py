@@ -105,17 +105,13 @@ class Forwarder:
             if gate.closed:  # a hold began while this call waited for a server
                 continue
             body["model"] = slot.upstream.model
-            payload = write_object(body)
-            connection = _Connection()
+            payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
+            data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
             live.dispatch(policy.book.current, loop.time())
             live.slot, live.upstream = slot, slot.upstream
             try:
                 response = await session.post(
-                    slot.url(f"/v1{path}"),
-                    data=payload if len(payload) < LARGE_BODY else io.BytesIO(payload),
-                    headers=headers,
-                    allow_redirects=False,
-                    trace_request_ctx=connection,
+                    url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=connection
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 live.retract()
