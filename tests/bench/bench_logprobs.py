@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import orjson
 from fastapi.responses import JSONResponse
-from lightning.gateway.body import write_object
 from lightning.gateway.dialects.base import Capture
 from lightning.gateway.dialects.chat import Chat
+from lightning.gateway.http import write_object
 from lightning.policy_server import packed_logprobs as packed
 from lightning.testing.tiny_models import make_tiny_model
 from transformers import AutoTokenizer
@@ -72,7 +72,7 @@ def read(body: bytes) -> list[float]:
     dialect, capture = Chat(), Capture("x")
     plan = dialect.plan({"messages": [{"role": "user", "content": "x"}]})
     reply = orjson.loads(body)
-    dialect.read_reply(reply, capture)
+    dialect.read(reply, capture)
     dialect.strip(reply, plan)
     write_object(reply)
     return list(capture.choices[0].logprobs)

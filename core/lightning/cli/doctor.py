@@ -24,7 +24,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config
 from lightning.engines.plugin import torch_engine
 from lightning.errors import LightningError, PluginError
-from lightning.gateway.shown_tools import CURE_OF_TEMPLATE
+from lightning.gateway.policy import CURE_OF_TEMPLATE
 from lightning.plugins import OWN, plugins
 
 COLOURS: dict[Status, str] = {"ok": "green", "missing": "yellow", "broken": "red", "low": "yellow"}

@@ -19,7 +19,7 @@ from lightning.client.presence import Presence
 from lightning.client.runs import Runs
 from lightning.client.servers import Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
-from lightning.gateway.auth.api_keys import seconds_left
+from lightning.gateway.identity import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import PageError, TokenRefusedError, TooLongError

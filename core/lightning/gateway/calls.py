@@ -20,29 +20,30 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.auth.api_keys import Claims, ExpiredTokenError
-from lightning.gateway.auth.caller_identity import Identity, forwarded_headers
-from lightning.gateway.body import ClientGoneError, read_body, read_object, write_object
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text
-from lightning.gateway.errors import (
+from lightning.gateway.history import Entry, History
+from lightning.gateway.http import (
     JSON_TYPE,
+    ClientGoneError,
+    EventCutter,
     Header,
     RefusalError,
     UpstreamError,
     UpstreamGoneError,
+    data_of,
+    read_body,
+    read_object,
     send_bytes,
     told_of_length,
+    write_object,
 )
-from lightning.gateway.fleet.versions import LiveCall
-from lightning.gateway.history import Entry, History
+from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
+from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder, Ticket
 from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
-from lightning.gateway.sse import EventCutter, data_of
-from lightning.gateway.upstream.call_watchdog import Watch
-from lightning.gateway.upstream.client import Forwarder
+from lightning.gateway.upstream.client import Forwarder, Watch
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.types import TOO_LONG, CallStatus, Conversation
 
@@ -132,12 +133,12 @@ class CallEndpoint:
             await self._record_expired(scope, refusal.claims)
             await self._refuse(None, send, refusal)
         except RefusalError as refusal:
-            if call is not None and refusal.code in NO_SERVER:
-                await self._record_unserved(call)
+            if refusal.code in NO_SERVER:
+                await self._record_failure(call, CallStatus.ERROR, unserved=True)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
             if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
-                await self._record_unserved(call)  # its agent's patience ended first
+                await self._record_failure(call, CallStatus.ERROR, unserved=True)  # its agent's patience ended first
             else:
                 await self._record_failure(call, CallStatus.ABORTED)
         except asyncio.CancelledError:
@@ -196,7 +197,8 @@ class CallEndpoint:
         )
         try:
             if response.status == 200 and plan.stream:
-                return Answer(200, await self._tee(call, response, send), outcome=_stream_outcome(call))
+                tail = await self._tee(call, response, send)
+                return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
             return self._whole(call, response, await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
@@ -213,7 +215,9 @@ class CallEndpoint:
             return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
         try:
             reply = orjson.loads(payload)
-            call.dialect.read_reply(reply, call.capture)
+            if call.translator is None:
+                call.capture.id = reply.get("id") or call.capture.id
+            call.dialect.read(reply, call.capture)
             stripped = call.dialect.strip(reply, call.plan)
             if call.translator is not None:
                 return Answer(200, write_object(call.translator.whole(reply)), [JSON_TYPE, _id_header(call)])
@@ -259,8 +263,9 @@ class CallEndpoint:
                 return event if translator is None else b"", True
             if error := error_text(chunk):
                 capture.failed = error
-                return event if translator is None else translator.broken(_upstream_error(error)), True
-            dialect.read_chunk(chunk, capture)
+                refusal = RefusalError(500, "policy_server_error", error)
+                return event if translator is None else translator.broken(refusal), True
+            dialect.read(chunk, capture)
             last = capture.finished(plan.choices)
             stripped = dialect.strip(chunk, plan)
             if translator is not None:
@@ -276,7 +281,13 @@ class CallEndpoint:
         if answer.outcome is not None:
             if call.live.unsure:
                 log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-            entry = await self._entry(call) if answer.outcome is CallStatus.OK else None
+            entry: Entry | None = None
+            if (
+                answer.outcome is CallStatus.OK
+                and call.translator
+                and (said := call.translator.conversation()) is not None
+            ):
+                entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
             status = CallStatus.ERROR if call.live.unsure else answer.outcome
             if status is CallStatus.OK and call.plan.media:
                 status = CallStatus.MEDIA
@@ -284,20 +295,12 @@ class CallEndpoint:
             if entry is not None:
                 self._history.keep(entry)
             if answer.outcome is CallStatus.OK:
-                call.policy.tools.look(
-                    call.plan.body, partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
-                )
+                tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
+                call.policy.tools.look(call.plan.body, tokenize)
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
             await send_bytes(send, answer.status, answer.body, answer.headers)
-
-    async def _entry(self, call: Call) -> Entry | None:
-        """What later calls may go on with by the id of this one's answer."""
-        said = None if call.translator is None else call.translator.conversation()
-        if said is None:
-            return None
-        return await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
 
     async def _record(self, call: Call, status: CallStatus, said: Conversation | None = None) -> None:
         try:
@@ -308,7 +311,8 @@ class CallEndpoint:
             raise refuse_unstored(error) from error
         if status is CallStatus.OK and (why := _why_no_ids(call)) and self._is_new(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
-        if call.wants_packed and _are_json(call) and self._is_new(LOGPROBS_ARE_JSON):
+        as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
+        if as_text and call.wants_packed and self._is_new(LOGPROBS_ARE_JSON):
             log.info(LOGPROBS_ARE_JSON)
 
     def _is_new(self, text: str) -> bool:
@@ -317,15 +321,23 @@ class CallEndpoint:
         self._told.add(text)
         return new
 
-    async def _record_failure(self, call: Call | None, status: CallStatus) -> None:
-        """Record a call that was sent but not answered; a store that refuses this too is only logged."""
-        if call is not None and call.live.sent:
-            await self._append_failure(call, status)
+    async def _record_failure(self, call: Call | None, status: CallStatus, *, unserved: bool = False) -> None:
+        """Record a call that was sent but not answered; a store that refuses this too is only logged.
 
-    async def _record_unserved(self, call: Call) -> None:
-        """Record a call that no policy server has seen: its agent's failure is not its own, and the attempt is made again."""
-        call.live.unserved = True
-        await self._append_failure(call, CallStatus.ERROR)
+        `unserved` says that no policy server has seen it: its agent's failure is not its own, and the attempt is made again.
+        """
+        if call is None or not (call.live.sent or unserved):
+            return
+        call.live.unserved |= unserved
+        try:
+            await self._record(call, status)
+        except RefusalError as refusal:
+            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
+            expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
+            level = logging.INFO if expected else logging.WARNING
+            log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
+        except Exception:
+            log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _record_expired(self, scope: Scope, claims: Claims) -> None:
         """Record that an agent has outlived its key: what it makes of that is not its own failure, and no success either."""
@@ -336,17 +348,6 @@ class CallEndpoint:
             log.warning("that the key of %s has expired was not recorded: %s", claims.rollout, error)
         except Exception:
             log.exception("the gateway failed to record that the key of %s has expired", claims.rollout)
-
-    async def _append_failure(self, call: Call, status: CallStatus) -> None:
-        try:
-            await self._record(call, status)
-        except RefusalError as refusal:
-            # Whoever ends an attempt ends its agent's calls: on an interrupt, one for each agent.
-            expected = status is CallStatus.ABORTED and isinstance(refusal.__cause__, StaleAttemptError)
-            level = logging.INFO if expected else logging.WARNING
-            log.log(level, "call %s (%s) was not recorded: %s", call.capture.id, status, refusal)
-        except Exception:
-            log.exception("the gateway failed to record call %s", call.capture.id)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         if call is not None and call.started:
@@ -377,18 +378,5 @@ def _why_no_ids(call: Call) -> str:
     )
 
 
-def _are_json(call: Call) -> bool:
-    """Whether logprobs came as text."""
-    return any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
-
-
 def _id_header(call: Call) -> Header:
     return (b"x-request-id", call.capture.id.encode())
-
-
-def _stream_outcome(call: Call) -> CallStatus:
-    return CallStatus.ERROR if call.capture.failed else CallStatus.OK
-
-
-def _upstream_error(message: str) -> RefusalError:
-    return RefusalError(500, "policy_server_error", message)

@@ -8,23 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from lightning.errors import GatewayError
-from lightning.gateway.auth.api_keys import TokenSigner
-from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.history import History
+from lightning.gateway.identity import Identity, TokenSigner
+from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.policy_state import Policy
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
-from lightning.gateway.tracing.ingest import TraceEndpoint
-from lightning.gateway.tracing.trace_index import TraceBook
-from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.upstream.servers import Allowed, Upstream
 from lightning.types import LLM, Lease
 
 if TYPE_CHECKING:
@@ -133,15 +130,12 @@ class Gateway:
                     await asyncio.sleep(SURE_SECONDS / 100)
         return policy.told and policy.pool.sure and policy.pool.healthy > 0
 
-    def hold(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
         """For the length of the block new requests for its own policy wait; those already at vLLM go on. Blocks may overlap.
 
         Gateways elsewhere that serve the run, too, are held by `lightning.gateway.fleet.coordinator.Owner`.
         """
-        return self._hold()
-
-    @asynccontextmanager
-    async def _hold(self) -> AsyncIterator[None]:
         with self._own.gate.hold():
             self._own.book.freeze()
             yield
@@ -155,8 +149,7 @@ class Gateway:
 
     def policy_lost(self) -> None:
         """Call it inside the hold when an update broke off, so that nobody knows what sampled the calls in flight."""
-        self._own.book.lose()
-        self._own.gate.stir()
+        self._own.lose()
 
     def expect_restart(self) -> None:
         """Its policy server has died and is being started again: call `replace_upstream` when it is there."""

@@ -19,10 +19,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from lightning.errors import StoreError
-from lightning.gateway.body import read_object, write_object
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.http import Body, RefusalError, read_object, write_object
 from lightning.gateway.redaction import storable
-from lightning.gateway.sampling import Body
 from lightning.store.protocol import Store
 from lightning.types import Conversation, Transition
 
@@ -144,7 +142,12 @@ class History:
             raise RefusalError(503, "store_failed", message) from error
         said = put_together(calls, response)
         if said is None:
-            raise _refuse_unknown(response)
+            message = (
+                f"Response {response!r} is not known: it was not made by this attempt, had 'store': false, or its conversation "
+                "has a text that may not be stored, such as a credential, and this server has not made it or keeps it no "
+                "longer. Send the whole conversation as input instead."
+            )
+            raise RefusalError(404, "previous_response_not_found", message, param="previous_response_id")
         self._keep(attempt, response, [write_object(message) for message in said], stored=True)
         return said
 
@@ -197,14 +200,3 @@ def put_together(calls: Sequence[Transition], response: str) -> list[Body] | Non
     for added in reversed(chain):
         messages[added.kept :] = cast("tuple[Body, ...]", added.messages)
     return messages
-
-
-def _refuse_unknown(response: str) -> RefusalError:
-    return RefusalError(
-        404,
-        "previous_response_not_found",
-        f"Response {response!r} is not known: it was not made by this attempt, had 'store': false, or its conversation "
-        "has a text that may not be stored, such as a credential, and this server has not made it or keeps it no longer. Send "
-        "the whole conversation as input instead.",
-        param="previous_response_id",
-    )

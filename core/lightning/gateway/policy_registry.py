@@ -1,7 +1,7 @@
 """Whose policy a call is for: the gateway's own, or that of another run over the same store.
 
-The invariant: a run's calls go to that run's policy servers and to no other's. A run is joined when its first key comes, and
-left when none has come for a while.
+The invariant: a run's calls go to that run's policy servers and to no other's, whatever model they name. A run is joined when
+its first key comes, and left when none has come for a while. How many models' names are remembered is bounded.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import PurePath
 
 from lightning.asyncio_utils import end
-from lightning.gateway.errors import RefusalError
+from lightning.errors import StoreError
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import now
-from lightning.gateway.policy_state import Policy
-from lightning.gateway.requested_models import AskedModels
-from lightning.gateway.upstream.allowlist import Allowed
+from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import ALIAS
+from lightning.gateway.policy import Policy
+from lightning.gateway.upstream.client import MODEL
+from lightning.gateway.upstream.servers import Allowed
 from lightning.store.protocol import Store
 
 log = logging.getLogger(__name__)
@@ -112,3 +115,55 @@ class Policies:
         await asyncio.gather(*self._leaving, return_exceptions=True)
         if self.own is not None:
             await self.own.close()
+
+
+NAMES = 256
+"""Names that are looked at in all; agents choose them."""
+LONGEST_NAME = 100
+"""Characters of a name that are looked at."""
+
+
+class AskedModels:
+    """The models' names that agents ask for. Whatever the name, the run's policy answers: one that is not the policy's may be
+    meant for another model, such as a judge in the reward, and is said in the log, once. A name changes nothing of its
+    call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: set[tuple[str, str]] = set()
+        self._told_of_limit = False
+
+    async def look(self, run: str, policy: Policy, model: object) -> None:
+        """Warn when a call asks for a model that is not called as the run's policy is; once for each run and name."""
+        if not isinstance(model, str) or not model or model == MODEL or model.startswith(ALIAS):
+            return
+        name = model[:LONGEST_NAME]
+        if (run, name) in self._seen:
+            return
+        if len(self._seen) >= NAMES:
+            if not self._told_of_limit:
+                self._told_of_limit = True
+                log.warning(
+                    "agents have asked for %d models' names: from here on none is looked at, nor said here", NAMES
+                )
+            return
+        self._seen.add((run, name))
+        if any(slot.upstream.model == model for slot in policy.pool.slots) or await self._is_trained(run, model):
+            return
+        log.warning(
+            "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
+            "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
+            "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
+            "are the policy's); or name its calls and leave that name out of train_agents (said once for each name)",
+            name,
+            f" in run {run}" if run else "",
+        )
+
+    async def _is_trained(self, run: str, model: str) -> bool:
+        """Whether it is the model that the run was started with, by its whole name or the last part of it."""
+        try:
+            found = await self._store.get_run(run) if run else None
+        except StoreError:
+            return False
+        name = str(found.config.get("model", "")) if found is not None else ""
+        return model in (name, PurePath(name).name)

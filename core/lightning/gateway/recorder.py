@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
-from lightning.gateway.auth.api_keys import Claims
 from lightning.gateway.dialects import Choice, Plan
-from lightning.gateway.fleet.versions import LiveCall
+from lightning.gateway.identity import Claims
+from lightning.gateway.policy import LiveCall
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
 

@@ -26,8 +26,7 @@ _NAMED_SO = (
     r"|(?:access|refresh|auth)[-_]?token|private[-_]?key"
 )
 SECRET_NAME = re.compile(
-    rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$",
-    re.IGNORECASE,
+    rf"(?:^|[._-])(?:authorization|cookie|set-cookie|x-api-key|api[-_]?key|{_NAMED_SO})$", re.IGNORECASE
 )
 """Ends of names under which a value is a credential, whatever it looks like: `http.request.header.authorization`."""
 
@@ -76,10 +75,7 @@ RULES = (
     _Rule(("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-"), re.compile(r"\bxox[abprs]-[\w-]{10,}")),
     _Rule(("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
     _Rule(("aiza",), re.compile(r"\bAIza[\w-]{35}")),
-    _Rule(
-        ("private key-----",),
-        re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL),
-    ),
+    _Rule(("private key-----",), re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)),
     _Rule(("://",), re.compile(r"://[^\s/@:]{0,200}:[^\s/]{1,200}@"), f"://{GONE}@"),  # name:password@ in a URL
 )
 
@@ -148,8 +144,5 @@ def redacted_span(span: Span) -> Span:
     attributes = redacted_json(span.attributes, "span.attributes")
     assert isinstance(attributes, Mapping), "a mapping stays one"
     return replace(
-        span,
-        name=redacted(span.name, "span.name"),
-        error=redacted(span.error, "span.error"),
-        attributes=attributes,
+        span, name=redacted(span.name, "span.name"), error=redacted(span.error, "span.error"), attributes=attributes
     )

@@ -2,6 +2,7 @@
 
 The invariant: every route but `/health` needs a token, and every error has the shape of its route's API (OpenAI's where
 there is no such route) and says what would have worked; only `/v1/traces`, which speaks OTLP, knows traces by their id too.
+Nothing is sampled here, so nothing is recorded.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 
+import aiohttp
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,24 +20,66 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
-from lightning.gateway.auth.caller_identity import Identity
 from lightning.gateway.calls import CallEndpoint
-from lightning.gateway.counting import PATH as COUNT_PATH
-from lightning.gateway.counting import UNANSWERED, CountTokens
 from lightning.gateway.dialects import DIALECTS
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.dialects.messages import Messages, prompt_of
 from lightning.gateway.history import History
+from lightning.gateway.http import (
+    JSON_TYPE,
+    ClientGoneError,
+    RefusalError,
+    UpstreamError,
+    read_body,
+    read_object,
+    send_bytes,
+)
+from lightning.gateway.identity import Identity
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.tracing.ingest import PATH, TraceEndpoint
+from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import Forwarder
 
 PREFIXES = ("/v1", "/r/{token}/v1")
+COUNT_PATH = f"{Messages.path}/count_tokens"
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
 LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
 CONTROL = "/api/"
+UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
+"""What asking a policy server raises when it does not answer as itself."""
+
+
+class CountTokens:
+    """`POST /v1/messages/count_tokens`: the tokens of a prompt, by the policy server's own tokenizer and chat template, over
+    the very chat messages that `/v1/messages` would send."""
+
+    def __init__(self, config: GatewayConfig, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
+        self._config, self._identity, self._policies, self._forwarder = config, identity, policies, forwarder
+        self._dialect = Messages()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Never raises for what is the agent's or vLLM's fault."""
+        try:
+            status, body = await self._count(scope, receive)
+            await send_bytes(send, status, body)
+        except RefusalError as refusal:
+            await send_bytes(send, refusal.status, self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers))
+        except ClientGoneError:
+            return
+
+    async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        claims = self._identity.claims(scope)
+        policy = self._policies.of(claims.run)
+        prompt = prompt_of(read_object(await read_body(scope, receive, self._config.max_body_bytes)))
+        try:
+            status, payload = await self._forwarder.tokenize(policy, claims.rollout, prompt)
+            if status != 200:
+                return status, self._dialect.upstream_refusal(status, payload)
+            return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})
+        except (*UNANSWERED, orjson.JSONDecodeError, KeyError, TypeError) as error:
+            message = f"The policy server did not count the tokens ({error!r}). Ask again."
+            raise RefusalError(502, "upstream_failed", message) from error
 
 
 class Front:

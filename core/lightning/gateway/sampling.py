@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, TypeAlias
 
-from lightning.gateway.auth.api_keys import Claims
-
-Body: TypeAlias = "dict[str, Any]"
-"""A JSON object of a request or an answer."""
+from lightning.gateway.http import Body
+from lightning.gateway.identity import Claims
 
 ALIASES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
-from lightning.gateway.shown_tools import HIDDEN
+from lightning.gateway.policy import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups

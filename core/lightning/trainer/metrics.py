@@ -15,7 +15,7 @@ from lightning.algorithms.protocol import Batch
 from lightning.batch.flaws import is_trained
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
-from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.trainer.summary import NAMED, mean_parts
 from lightning.types import CallStatus, Rollout, Status, Transition

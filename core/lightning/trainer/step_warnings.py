@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group
-from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.trainer.collect import caller_name, is_trainable
 from lightning.trainer.metrics import media_calls, trained_calls

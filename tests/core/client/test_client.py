@@ -15,8 +15,8 @@ from lightning.client import runs as finding
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
-from lightning.gateway.auth.api_keys import seconds_left
 from lightning.gateway.fleet.coordinator import Owner
+from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
 from lightning.server.auth import issue_token

@@ -16,11 +16,11 @@ from typing import Any
 
 from lightning.errors import PolicyServerError, StoreError
 from lightning.gateway.dialects import Capture
-from lightning.gateway.errors import RefusalError
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import UNKNOWN
-from lightning.gateway.fleet.versions import LiveCall
+from lightning.gateway.http import RefusalError
+from lightning.gateway.policy import LiveCall
 from lightning.gateway.upstream.client import Forwarder
 from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import ConfigError, UnavailableError
-from lightning.gateway.auth.api_keys import TokenSigner, is_canonical
-from lightning.gateway.auth.caller_identity import parse_caller
-from lightning.gateway.body import read_object, write_object
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.http import RefusalError, read_object, write_object
+from lightning.gateway.identity import TokenSigner, is_canonical, parse_caller
 from lightning.gateway.sampling import is_constrained
 from lightning.types import EXPIRED, Caller, CallStatus, Outcome
 

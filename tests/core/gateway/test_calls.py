@@ -10,7 +10,7 @@ from array import array
 import httpx
 import openai
 import pytest
-from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.runner.attempt_completion import judge
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Outcome, VersionRun

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from lightning.gateway.dialects import Messages, Responses
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
 
 OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 from lightning.errors import StaleAttemptError
-from lightning.gateway.auth import caller_identity
-from lightning.gateway.auth.api_keys import Claims, TokenSigner
-from lightning.gateway.errors import RefusalError
+from lightning.gateway import identity
+from lightning.gateway.http import RefusalError
+from lightning.gateway.identity import Claims, TokenSigner
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import Reply
 from lightning.types import CallStatus
@@ -110,8 +110,8 @@ async def test_a_key_that_was_refused_once_reaches_no_policy_server_again(house,
 
 
 async def test_of_refused_keys_the_last_ones_are_kept(monkeypatch):
-    monkeypatch.setattr(caller_identity, "STALE", 2)
-    known = caller_identity.Identity(TokenSigner(b"s" * 32))
+    monkeypatch.setattr(identity, "STALE", 2)
+    known = identity.Identity(TokenSigner(b"s" * 32))
     first, second, third = (Claims(f"rollout-{number}", 1, 100.0) for number in range(3))
     for claims in (first, second):
         known.over(claims, "it has ended")

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StoreError
 from lightning.gateway import Gateway, Upstream, history
-from lightning.gateway.body import write_object
-from lightning.gateway.errors import RefusalError
 from lightning.gateway.history import Entry, History, Known, put_together
+from lightning.gateway.http import RefusalError, write_object
 from lightning.gateway.redaction import storable
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore

@@ -13,7 +13,7 @@ from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects.base import Capture
 from lightning.gateway.dialects.chat import Chat
 from lightning.gateway.dialects.completions import Completions
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.http import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.store.memory import MemoryStore
@@ -376,7 +376,7 @@ async def test_packed_logprobs_are_vllms_own(real, vllm, path, stream):
         answer = await http.post(f"{vllm.url}/v1/{path}", json=asked, headers=headers)
         dialect, capture = Chat() if path != "completions" else Completions(), Capture("x")
         for chunk in contents(answer):
-            dialect.read_chunk(chunk, capture)
+            dialect.read(chunk, capture)
         found.append(capture.choices)
     packed, plain = found
     assert len(packed) == 2

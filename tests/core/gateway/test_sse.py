@@ -6,7 +6,7 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.http import EventCutter, data_of
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=20)
 END = st.sampled_from([b"\n", b"\r\n", b"\r"])

@@ -13,11 +13,10 @@ from contextlib import asynccontextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.gateway import Upstream, sse
+from lightning.gateway import Upstream, http
 from lightning.gateway.calls import SHAPE_ERRORS
 from lightning.gateway.dialects import DIALECTS, Capture
-from lightning.gateway.errors import UpstreamError
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.http import EventCutter, UpstreamError, data_of
 from lightning.types import CallStatus
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -61,7 +60,7 @@ def test_bytes_that_come_one_by_one_take_time_that_grows_with_their_number_alone
 
 
 def test_an_event_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(sse, "LONGEST_EVENT", 1000)
+    monkeypatch.setattr(http, "LONGEST_EVENT", 1000)
     cutter = EventCutter()
     assert len(cutter.feed(b"data: " + b"x" * 990)) == 0
     with pytest.raises(UpstreamError, match="an event of more than 1000 bytes"):
@@ -104,7 +103,7 @@ def test_answers_of_any_shape_are_read_or_called_misshapen(dialect, answers, str
     plan = None
     for answer in answers:
         try:
-            (dialect.read_chunk if stream else dialect.read_reply)(answer, capture)
+            dialect.read(answer, capture)
             plan = plan or dialect.plan({**HI, "prompt": "hi"})
             if stream:
                 dialect.exists_only_for_us(answer, plan)

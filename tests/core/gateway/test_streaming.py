@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from lightning.errors import StaleAttemptError, StoreError
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.http import EventCutter, data_of
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import Reply, ToolCall
 from lightning.types import CallStatus

@@ -11,8 +11,9 @@ import zlib
 import httpx
 import pytest
 from lightning.errors import StoreError
-from lightning.gateway.auth.api_keys import TokenSigner
-from lightning.gateway.tracing import ingest
+from lightning.gateway import identity
+from lightning.gateway import traces as span_endpoint
+from lightning.gateway.identity import TokenSigner
 from lightning.spans.trace import root_span_id, trace_id_of
 from lightning.store.memory import MemoryStore
 from lightning.types import LLM, Fault, Outcome
@@ -185,11 +186,11 @@ async def test_without_a_token_the_store_is_asked_for_few_traces(house, post, mo
 
 
 async def test_who_sends_no_token_can_bring_little(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingest, "ANONYMOUS_SPANS", 2000)
+    monkeypatch.setattr(span_endpoint, "ANONYMOUS_SPANS", 2000)
     llm = await house.llm()
     key = {"authorization": f"Bearer {llm.api_key}"}
     long = request(*(span("a" * 32, number, name="x" * 1000) for number in range(1, 1200)))
-    many = request(*[{}] * (ingest.ANONYMOUS_SPANS + 1))
+    many = request(*[{}] * (span_endpoint.ANONYMOUS_SPANS + 1))
     for body, status in ((long, 413), (many, 400)):
         for sent, headers in ((body, {}), (gzip.compress(body), {"content_encoding": "gzip"})):
             reply = await post(sent, **headers)
@@ -201,8 +202,8 @@ async def test_who_sends_no_token_can_bring_little(house, post, monkeypatch: pyt
 async def test_what_is_kept_of_nobody_is_not_looked_at(house, post, monkeypatch: pytest.MonkeyPatch) -> None:
     """To take credentials out of texts is most of the work."""
     llm, looked = await house.llm(), []
-    redacted = ingest.redacted_span
-    monkeypatch.setattr(ingest, "redacted_span", lambda one: looked.append(one.name) or redacted(one))
+    redacted = span_endpoint.redacted_span
+    monkeypatch.setattr(span_endpoint, "redacted_span", lambda one: looked.append(one.name) or redacted(one))
     body = request(*(span("c" * 32, number, name="nobody's") for number in range(1, 50)))
     assert (await post(body)).json()["partialSuccess"]["rejectedSpans"] == "49"
     secret = "Bearer " + "s" * 40
@@ -216,16 +217,16 @@ async def test_few_requests_without_a_token_are_read_at_a_time(house, post, monk
     import asyncio
 
     llm, go, reading = await house.llm(), threading.Event(), threading.Semaphore(0)
-    read = ingest._read
+    read = span_endpoint._read
 
     def slowly(*arguments):
         reading.release()
         assert go.wait(20)
         return read(*arguments)
 
-    monkeypatch.setattr(ingest, "_read", slowly)
+    monkeypatch.setattr(span_endpoint, "_read", slowly)
     known = request(span(trace_id_of(llm.api_key)))
-    held = [asyncio.create_task(post(known)) for _ in range(ingest.ANONYMOUS_AT_ONCE)]
+    held = [asyncio.create_task(post(known)) for _ in range(span_endpoint.ANONYMOUS_AT_ONCE)]
     for _ in held:
         await house.until(lambda: reading.acquire(blocking=False))
     refused = await post(known)
@@ -360,9 +361,8 @@ def test_traces_are_known_while_their_token_is_valid() -> None:
 
 
 def test_no_more_traces_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning.gateway.auth import api_keys
 
-    monkeypatch.setattr(api_keys, "TRACES", 2)
+    monkeypatch.setattr(identity, "TRACES", 2)
     signer = TokenSigner(b"s" * 32)
     traces = [trace_id_of(signer.issue(f"r{number}", 1, ttl=100)) for number in range(3)]
     assert [signer.of_trace(trace) is not None for trace in traces] == [False, True, True]
@@ -372,10 +372,9 @@ def test_no_more_traces_are_remembered_than_there_is_room_for(monkeypatch: pytes
 def test_the_trace_of_an_agent_that_is_heard_of_outlasts_newer_ones(
     monkeypatch: pytest.MonkeyPatch, sign_of_life: str
 ) -> None:
-    from lightning.gateway.auth import api_keys
 
-    monkeypatch.setattr(api_keys, "TRACES", 3)
-    monkeypatch.setattr(api_keys, "CACHE_SIZE", 1)
+    monkeypatch.setattr(identity, "TRACES", 3)
+    monkeypatch.setattr(identity, "CACHE_SIZE", 1)
     signer = TokenSigner(b"s" * 32)
     slow = signer.issue("slow", 1, ttl=100)
     for number in range(10):

@@ -7,10 +7,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.gateway.dialects.messages.reply import MessageTranslator
-from lightning.gateway.dialects.responses.reply import ResponseTranslator
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.sse import EventCutter, data_of
+from lightning.gateway.dialects.messages import MessageTranslator
+from lightning.gateway.dialects.responses import ResponseTranslator
+from lightning.gateway.http import EventCutter, RefusalError, data_of
 
 TEXTS = st.text(max_size=12)
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.none() | st.integers() | st.text(max_size=6), max_size=3)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.gateway.dialects import Capture
-from lightning.gateway.fleet.versions import LiveCall, VersionBook
+from lightning.gateway.policy import LiveCall, VersionBook
 from lightning.policy_server.control import client_key
 from lightning.policy_server.protocol import Update
 from lightning.testing.fake_vllm import Reply

@@ -195,7 +195,7 @@ async def slow(monkeypatch: pytest.MonkeyPatch, *hanging: str) -> AsyncIterator[
     """A pool with one attached server, some routes of which never answer; whoever asks waits a tenth of a second."""
     patience = aiohttp.ClientTimeout(total=0.1)
     monkeypatch.setattr("lightning.gateway.upstream.servers.TIMEOUT", patience)
-    monkeypatch.setattr("lightning.gateway.upstream.server_identity.TIMEOUT", patience)
+    monkeypatch.setattr("lightning.gateway.upstream.servers.TIMEOUT", patience)
 
     async def answer(request: web.Request) -> web.Response:
         if request.path in hanging:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lightning.gateway.fleet.records import Notice, Stance, alive_key, notice_key, seat_key
-from lightning.gateway.tracing.trace_index import PLACE
+from lightning.gateway.traces import PLACE
 from lightning.maintenance import keeper_of
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout, Run, Task

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from lightning.gateway.fleet.records import alive_key, notice_key, seat_key
-from lightning.gateway.tracing.trace_index import PLACE
+from lightning.gateway.traces import PLACE
 from lightning.maintenance import keeper_of
 from lightning.plugins import plugins
 from lightning.store.protocol import Store

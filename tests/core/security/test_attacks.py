@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import jwt
 import pytest
-from lightning.gateway.auth.api_keys import TokenSigner
+from lightning.gateway.identity import TokenSigner
 from lightning.server import auth
 from lightning.server.api.app import ROUTES
 from lightning.server.auth import digest_of

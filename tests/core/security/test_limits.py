@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import client_timeouts
-from lightning.gateway.auth import access_control
-from lightning.gateway.auth.access_control import Guard
-from lightning.gateway.errors import send_bytes
+from lightning.gateway import access_control, serving
+from lightning.gateway.access_control import Guard
+from lightning.gateway.http import send_bytes
 from lightning.gateway.serving import Serving, bind
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -41,13 +40,13 @@ async def port(limits: LimitsConfig, app: ASGIApp = echo, *, pure: bool = False)
     """A port of this machine with these limits."""
     with pytest.MonkeyPatch.context() as patch:
         if pure:
-            patch.setattr(client_timeouts, "_fastest", lambda: client_timeouts._PatientH11)
-        serving = Serving(app, bind("127.0.0.1", 0), limits)
-    await serving.start()
+            patch.setattr(serving, "_fastest", lambda: serving._PatientH11)
+        running = Serving(app, bind("127.0.0.1", 0), limits)
+    await running.start()
     try:
-        yield int(serving.url.rpartition(":")[2])
+        yield int(running.url.rpartition(":")[2])
     finally:
-        await serving.stop()
+        await running.stop()
 
 
 async def talk(number: int, *parts: bytes, pause: float = 0.0) -> tuple[bytes, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lightning.errors import DataError, StoreError
-from lightning.gateway.auth.api_keys import TokenSigner
+from lightning.gateway.identity import TokenSigner
 from lightning.server import auth
 from lightning.server.auth import Authenticator, Principal, digest_of, issue_token
 from lightning.server.errors import ApiError

@@ -12,7 +12,7 @@ from lightning.algorithms.intake import Intake
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
-from lightning.gateway.errors import CURE_OF_LENGTH
+from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import step_metrics

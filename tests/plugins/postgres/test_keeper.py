@@ -14,7 +14,7 @@ import pytest
 from lightning.cli import db, resources, runs
 from lightning.cli.locate import with_store
 from lightning.errors import DataError, SchemaError, StoreError
-from lightning.gateway.tracing.trace_index import PLACE
+from lightning.gateway.traces import PLACE
 from lightning.maintenance import Weight, check_schema, keeper_of, queries
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store import sql

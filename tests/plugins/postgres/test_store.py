@@ -19,11 +19,11 @@ from typing import Any
 import asyncpg
 import pytest
 from lightning.errors import ConflictError, DataError, SchemaError, StoreError, UnavailableError
-from lightning.gateway.auth.api_keys import TokenSigner
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Seat, seat_key
-from lightning.gateway.tracing.trace_index import TraceBook
+from lightning.gateway.identity import TokenSigner
+from lightning.gateway.traces import TraceBook
 from lightning.store import rollout_state
 from lightning.store.relational import rollouts, tokens, transitions
 from lightning.store.relational.notify import Bell

@@ -1,22 +1,12 @@
 """The API shapes the gateway speaks. A new one is a module here and a line in `DIALECTS`."""
 
-from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan, Translator
+from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan
 from lightning.gateway.dialects.chat import Chat
 from lightning.gateway.dialects.completions import Completions
 from lightning.gateway.dialects.messages import Messages
 from lightning.gateway.dialects.responses import Responses
+from lightning.gateway.dialects.translated import Translator
 
-DIALECTS: tuple[type[Chat | Completions | Responses | Messages], ...] = (Chat, Completions, Responses, Messages)
+DIALECTS: tuple[type[Dialect], ...] = (Chat, Completions, Responses, Messages)
 
-__all__ = [
-    "DIALECTS",
-    "Capture",
-    "Chat",
-    "Choice",
-    "Completions",
-    "Dialect",
-    "Messages",
-    "Plan",
-    "Responses",
-    "Translator",
-]
+__all__ = ["DIALECTS", "Capture", "Choice", "Dialect", "Messages", "Plan", "Responses", "Translator"]

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import struct
 import sys
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from lightning.gateway.errors import RefusalError, UpstreamError
-from lightning.gateway.sampling import Body
+from lightning.gateway.http import Body, RefusalError, UpstreamError
+from lightning.policy_server.packed_logprobs import FIELD, unpack
 from lightning.types import LogProbs, TokenIds, logprobs, token_ids
+
+if TYPE_CHECKING:
+    from lightning.gateway.dialects.translated import Translator
 
 MOST_CHOICES = 16_384
 """vLLM's own limit on `n` (`VLLM_MAX_N_SEQUENCES`); numbers are reserved for every choice before vLLM is asked."""
@@ -79,6 +83,16 @@ class Choice:
         else:
             self.logprobs.extend(values)  # type: ignore[arg-type]  # no None among them
 
+    def read(self, said: Body, plain: Callable[[Body, int], list[float | None] | None]) -> None:
+        """Take the ids, the logprobs and the finish reason of one choice of an answer or a chunk. `plain` finds the logprobs
+        of the last so many tokens where they came as text."""
+        if ids := said.get("token_ids"):
+            holder = said.get("logprobs") or {}
+            packed = holder.get(FIELD)
+            self.add(ids, plain(holder, len(ids)) if packed is None else unpack(packed))
+        if reason := said.get("finish_reason"):
+            self.finish_reason = reason
+
 
 @dataclass(slots=True)
 class Capture:
@@ -101,32 +115,11 @@ class Capture:
         return len(self.choices) >= expected and all(choice.finish_reason for choice in self.choices.values())
 
 
-class Translator(Protocol):
-    """One call of a dialect that is asked of vLLM as a chat completion: what the agent sees of vLLM's answer.
+class Dialect(ABC):
+    """One API shape. `path` is its route below `/v1`, `upstream` vLLM's; `id_prefix` begins the ids of its answers.
 
-    The invariant: a stream, put together, says what the whole answer would have said; nothing that says the answer is
-    complete is in what `chunk` returns before the chunk with the finish reason.
+    What is here is true of those that vLLM speaks itself: nothing is translated.
     """
-
-    def whole(self, reply: Body) -> Body:
-        """The dialect's object for a whole answer."""
-
-    def chunk(self, chunk: Body) -> bytes:
-        """The dialect's events for one chunk, possibly none."""
-
-    def end(self) -> bytes:
-        """The events that end a stream."""
-
-    def broken(self, refusal: RefusalError) -> bytes:
-        """The event that tells that a stream broke off."""
-
-    def conversation(self) -> list[Body] | None:
-        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
-        where none may."""
-
-
-class Dialect(Protocol):
-    """One API shape. `path` is its route below `/v1`, `upstream` vLLM's; `id_prefix` begins the ids of its answers."""
 
     path: str
     upstream: str
@@ -134,50 +127,35 @@ class Dialect(Protocol):
 
     def continues(self, body: Body) -> str | None:
         """The id of the response whose conversation a request goes on with, if it names one."""
+        return None
 
     def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
         """The request as `upstream` takes it, after the messages `before` it. Raises `RefusalError` for what cannot be said
         there."""
+        return body, None
 
+    @abstractmethod
     def plan(self, body: Body) -> Plan:
         """Check a translated request and ask vLLM for ids and logprobs (in place). Raises `RefusalError` (422)."""
 
-    def read_reply(self, reply: Body, capture: Capture) -> None:
-        """Collect ids and logprobs from a whole answer."""
+    @abstractmethod
+    def read(self, answer: Body, capture: Capture) -> None:
+        """Collect ids and logprobs from a whole answer, or from one chunk of a stream."""
 
-    def read_chunk(self, chunk: Body, capture: Capture) -> None:
-        """Collect ids and logprobs from one chunk of a streamed answer."""
-
+    @abstractmethod
     def strip(self, answer: Body, plan: Plan) -> bool:
         """Take out of an answer or a chunk what the agent did not ask for; return whether anything was."""
 
     def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
         """Whether vLLM would not have sent this chunk, had we not asked for ids."""
+        return False
 
     def refusal(self, refusal: RefusalError) -> bytes:
         """A refusal of the gateway as this API's error object."""
-
-    def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """vLLM's own refusal as this API's error object."""
-
-
-class Native:
-    """What the dialects have in common that vLLM speaks itself: nothing is translated."""
-
-    def continues(self, body: Body) -> str | None:
-        """See `Dialect`."""
-        return None
-
-    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
-        """See `Dialect`."""
-        return body, None
-
-    def refusal(self, refusal: RefusalError) -> bytes:
-        """See `Dialect`."""
         return refusal.body
 
     def upstream_refusal(self, status: int, payload: bytes) -> bytes:
-        """See `Dialect`."""
+        """vLLM's own refusal as this API's error object."""
         return payload
 
 

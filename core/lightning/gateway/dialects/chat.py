@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from lightning.gateway.dialects.base import (
     Capture,
-    Choice,
-    Native,
+    Dialect,
     Plan,
     check_common,
     choices_of,
@@ -18,14 +17,14 @@ from lightning.gateway.dialects.base import (
     refuse_parameter,
     take_out,
 )
-from lightning.gateway.sampling import Body, has_grammar
-from lightning.policy_server.packed_logprobs import FIELD, unpack
+from lightning.gateway.http import Body
+from lightning.gateway.sampling import has_grammar
 
 REASONING = ("reasoning", "reasoning_content")
 """What a message or a delta calls the model's reasoning."""
 
 
-class Chat(Native):
+class Chat(Dialect):
     """OpenAI chat completions."""
 
     path = upstream = "/chat/completions"
@@ -33,16 +32,33 @@ class Chat(Native):
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
-        return plan_chat(body)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
+        stream, n = check_common(body)
+        hides = _hides_reasoning(body)
+        plan = Plan(
+            body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body), hides_reasoning=hides
+        )
+        if hides:
+            body["include_reasoning"] = True
+        body["return_token_ids"] = True
+        if not plan.keep_logprobs and not body.get("top_logprobs"):
+            body["logprobs"], body["top_logprobs"] = True, 0
+        return plan
 
-    def read_reply(self, reply: Body, capture: Capture) -> None:
+    def read(self, answer: Body, capture: Capture) -> None:
         """See `Dialect`."""
-        capture.id = reply.get("id") or capture.id
-        read_chat(reply, capture)
-
-    def read_chunk(self, chunk: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        read_chat(chunk, capture)
+        if (prompt := answer.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
+            capture.prompt_ids = packed_ids(prompt)
+        for said in choices_of(answer):
+            choice = capture.choice(said.get("index", 0))
+            choice.read(said, _logprobs)
+            message = said.get("delta") or said.get("message")
+            if message and (calls := message.get("tool_calls")):
+                choice.tool_calls += [
+                    name for call in calls if (name := call.get("id")) and name not in choice.tool_calls
+                ]
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`."""
@@ -60,30 +76,6 @@ class Chat(Native):
             return False
         choices = choices_of(chunk)
         return bool(choices) and all(_says_nothing(said, plan) for said in choices)
-
-
-def plan_chat(body: Body) -> Plan:
-    """Check a chat request and ask for ids and logprobs (in place). Raises `RefusalError` (422)."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
-    stream, n = check_common(body)
-    hides = _hides_reasoning(body)
-    plan = Plan(body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body), hides_reasoning=hides)
-    if hides:
-        body["include_reasoning"] = True
-    body["return_token_ids"] = True
-    if not plan.keep_logprobs and not body.get("top_logprobs"):
-        body["logprobs"], body["top_logprobs"] = True, 0
-    return plan
-
-
-def read_chat(answer: Body, capture: Capture) -> None:
-    """Collect ids and logprobs from a whole chat answer or from a chunk."""
-    if (prompt := answer.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
-        capture.prompt_ids = packed_ids(prompt)
-    for said in choices_of(answer):
-        _read_choice(said, capture.choice(said.get("index", 0)))
 
 
 def strip_reasoning(answer: Body, plan: Plan) -> bool:
@@ -123,17 +115,6 @@ def _wants_logprobs(body: Body) -> bool:
     return wanted and (body.get("top_logprobs", 0) is not None or bool(body.get("logprob_token_ids")))
 
 
-def _read_choice(said: Body, choice: Choice) -> None:
-    ids = said.get("token_ids")
-    if ids:
-        holder = said.get("logprobs") or {}
-        content = holder.get("content")
-        if (packed := holder.get(FIELD)) is not None:
-            choice.add(ids, unpack(packed))
-        else:
-            choice.add(ids, None if content is None else [token["logprob"] for token in content])
-    if reason := said.get("finish_reason"):
-        choice.finish_reason = reason
-    message = said.get("delta") or said.get("message")
-    if message and (calls := message.get("tool_calls")):
-        choice.tool_calls += [name for call in calls if (name := call.get("id")) and name not in choice.tool_calls]
+def _logprobs(holder: Body, count: int) -> list[float | None] | None:
+    content = holder.get("content")
+    return None if content is None else [token["logprob"] for token in content]

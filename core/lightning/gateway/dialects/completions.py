@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from lightning.gateway.dialects.base import (
     Capture,
-    Choice,
-    Native,
+    Dialect,
     Plan,
     check_common,
     choices_of,
@@ -21,11 +20,10 @@ from lightning.gateway.dialects.base import (
     refuse_parameter,
     take_out,
 )
-from lightning.gateway.sampling import Body
-from lightning.policy_server.packed_logprobs import FIELD, unpack
+from lightning.gateway.http import Body
 
 
-class Completions(Native):
+class Completions(Dialect):
     """OpenAI completions (the older, raw text API)."""
 
     path = upstream = "/completions"
@@ -51,18 +49,13 @@ class Completions(Native):
             body["logprobs"] = 0
         return plan
 
-    def read_reply(self, reply: Body, capture: Capture) -> None:
+    def read(self, answer: Body, capture: Capture) -> None:
         """See `Dialect`."""
-        capture.id = reply.get("id") or capture.id
-        self.read_chunk(reply, capture)
-
-    def read_chunk(self, chunk: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        for said in choices_of(chunk):
+        for said in choices_of(answer):
             choice = capture.choice(said.get("index", 0))
             if (prompt := said.get("prompt_token_ids")) is not None and choice.prompt_ids is None:
                 choice.prompt_ids = packed_ids(prompt)
-            _read_choice(said, choice)
+            choice.read(said, _logprobs)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`."""
@@ -80,10 +73,6 @@ class Completions(Native):
                 changed |= take_out(choice, "prompt_logprobs")
         return changed
 
-    def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
-        """See `Dialect`. vLLM's text chunks do not depend on what else was asked for."""
-        return False
-
 
 def _is_text(prompt: str | list[object]) -> bool:
     return isinstance(prompt, str) or all(isinstance(item, str) for item in prompt)
@@ -100,14 +89,7 @@ def _echo(said: Body, plan: Plan) -> bool:
     return True
 
 
-def _read_choice(said: Body, choice: Choice) -> None:
-    ids = said.get("token_ids")
-    if ids:
-        holder = said.get("logprobs") or {}
-        values = holder.get("token_logprobs")
-        if (packed := holder.get(FIELD)) is not None:
-            choice.add(ids, unpack(packed))
-        else:  # with echo the prompt's logprobs come first
-            choice.add(ids, None if values is None else values[-len(ids) :])
-    if reason := said.get("finish_reason"):
-        choice.finish_reason = reason
+def _logprobs(holder: Body, count: int) -> list[float | None] | None:
+    """With echo the prompt's come first."""
+    values: list[float | None] | None = holder.get("token_logprobs")
+    return None if values is None else values[-count:]

@@ -1,44 +1,33 @@
 """What the dialects have in common that are asked of vLLM as chat completions.
 
 The invariant: vLLM's own endpoints for these APIs return no token ids, so the call goes where they are returned; the
-transition's id is the one the agent sees.
+transition's id is the one the agent sees. A chat answer is cut into reasoning, text and tool calls, one after another: a whole
+answer, read as one delta, and a stream of the same content give the same parts, however the stream was cut; a part that was
+closed is never opened again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from lightning.gateway.body import write_object
-from lightning.gateway.dialects.base import Capture, Plan, refuse_parameter
-from lightning.gateway.dialects.chat import plan_chat, read_chat, strip_reasoning
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.sampling import Body
+from lightning.gateway.dialects.base import Plan, refuse_parameter
+from lightning.gateway.dialects.chat import Chat, strip_reasoning
+from lightning.gateway.http import Body, RefusalError, write_object
 
 
-class Translated:
+class Translated(Chat):
     """Asks for a chat completion and reads ids and logprobs from it."""
-
-    upstream = "/chat/completions"
-
-    def continues(self, body: Body) -> str | None:
-        """See `Dialect`."""
-        return None
 
     def plan(self, body: Body) -> Plan:
         """See `Dialect`."""
-        plan = plan_chat(body)
+        plan = super().plan(body)
         if plan.n != 1:
             raise refuse_parameter("n", "must be 1: an answer of this API is one. Send the request again instead.")
         return plan
-
-    def read_reply(self, reply: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        read_chat(reply, capture)
-
-    def read_chunk(self, chunk: Body, capture: Capture) -> None:
-        """See `Dialect`."""
-        read_chat(chunk, capture)
 
     def strip(self, answer: Body, plan: Plan) -> bool:
         """See `Dialect`. Of the rest the translation takes over only what the agent asked for."""
@@ -65,6 +54,34 @@ def readable() -> Iterator[None]:
         raise RefusalError(422, "invalid_request", message) from error
 
 
+def passed_on(asked: Body, without: frozenset[str], renamed: Mapping[str, str], refused: Mapping[str, str]) -> Body:
+    """What of a request goes on as it is, or under the name it has in vLLM. Raises `RefusalError` (422) for what is
+    `refused`."""
+    for name, why in refused.items():
+        if asked.get(name):
+            raise refuse_parameter(name, why)
+    left_out = {*without, *renamed, *refused}
+    said = {name: value for name, value in asked.items() if value is not None and name not in left_out}
+    return said | {other: asked[name] for name, other in renamed.items() if asked.get(name) is not None}
+
+
+def ask_for_stream(chat: Body, asked: Body) -> None:
+    """Ask vLLM for a stream, and for the usage at its end, where the agent did. Raises `RefusalError` (422)."""
+    stream = asked.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise refuse_parameter("stream", f"must be true or false, not {stream!r}.")
+    if stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def object_field(asked: Body, name: str) -> Body:
+    """An object that a request may have; empty without one. Raises `RefusalError` (422)."""
+    value = asked.get(name) or {}
+    if not isinstance(value, dict):
+        raise refuse_parameter(name, f"must be an object, not {type(value).__name__}.")
+    return value
+
+
 def text_field(holder: Body, name: str, where: str) -> str:
     """A string an item must have. Raises `RefusalError` (422)."""
     value = holder.get(name)
@@ -78,3 +95,179 @@ def items_of(value: object, where: str) -> list[Body]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise refuse_parameter(where, "must be a list of objects.")
     return value
+
+
+class Kind(Enum):
+    """What a part is."""
+
+    REASONING = auto()
+    TEXT = auto()
+    TOOL = auto()
+
+
+class Step(Enum):
+    """What happens to a part."""
+
+    OPEN = auto()
+    ADD = auto()
+    CLOSE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """`index` is its place in the answer; `call_id` and `name` are a tool call's, whose text is its arguments."""
+
+    kind: Kind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+Event = tuple[Step, Part, str]
+"""A step, the part it concerns, and for `ADD` the piece that was added."""
+
+
+class Parts:
+    """The parts of one answer. Feed it the message of a whole answer, or each delta; then `close`."""
+
+    def __init__(self) -> None:
+        self.all: list[Part] = []
+        self._open: Part | None = None
+        self._call: object = None
+        self._calls: set[object] = set()
+        self._blank = ""
+
+    def feed(self, said: Body) -> Iterator[Event]:
+        """The steps one delta makes. Raises `ValueError` when it goes on with a tool call that another has followed."""
+        if reasoning := said.get("reasoning") or said.get("reasoning_content"):
+            yield from self._add(Kind.REASONING, reasoning)
+        if text := said.get("content"):
+            yield from self._text(text)
+        for position, call in enumerate(said.get("tool_calls") or ()):
+            yield from self._tool(call.get("index", position), call)
+
+    def close(self, *, at_least_one: bool = True) -> Iterator[Event]:
+        """End the part that is open; an answer without any has an empty text, and one without tool calls its white space."""
+        if at_least_one and self._blank and not self._calls:
+            yield from self._add(Kind.TEXT, self._blank)
+        elif at_least_one and not self.all:
+            yield from self._enter(Kind.TEXT)
+        if self._open is not None:
+            yield Step.CLOSE, self._open, ""
+            self._open = None
+
+    def _text(self, piece: str) -> Iterator[Event]:
+        """White space waits for text to begin with it: before and between tool calls streams have it, whole answers not.
+
+        Between two calls it would, as a part of its own, make two messages of one answer when the agent sends it back.
+        """
+        if self._open is None or self._open.kind is not Kind.TEXT:
+            piece, self._blank = self._blank + piece, ""
+            if not piece.strip():
+                self._blank = piece
+                return
+        yield from self._add(Kind.TEXT, piece)
+
+    def _add(self, kind: Kind, piece: str) -> Iterator[Event]:
+        part = self._open
+        if part is None or part.kind is not kind:
+            yield from self._enter(kind)
+            part = self.all[-1]
+        part.pieces.append(piece)
+        yield Step.ADD, part, piece
+
+    def _tool(self, number: object, call: Body) -> Iterator[Event]:
+        part, function = self._open, call.get("function") or {}
+        if part is None or part.kind is not Kind.TOOL or number != self._call:
+            if number in self._calls:
+                raise ValueError(f"tool call {number} went on after it had ended")
+            self._calls.add(number)
+            self._call, self._blank = number, ""
+            yield from self._enter(Kind.TOOL, call.get("id") or "", function.get("name") or "")
+            part = self.all[-1]
+        if piece := function.get("arguments"):
+            part.pieces.append(piece)
+            yield Step.ADD, part, piece
+
+    def _enter(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Event]:
+        yield from self.close(at_least_one=False)
+        self._open = Part(kind, len(self.all), call_id, name)
+        self.all.append(self._open)
+        yield Step.OPEN, self._open, ""
+
+
+class Translator(ABC):
+    """One call: what the agent sees of vLLM's answer.
+
+    The invariant: a stream, put together, says what the whole answer would have said; nothing that says the answer is
+    complete is in what `chunk` returns before the chunk with the finish reason.
+    """
+
+    def __init__(self, answer_id: str) -> None:
+        self._id, self._parts = answer_id, Parts()
+        self._model, self._finish = "", ""
+        self._usage: Body | None = None
+
+    def whole(self, reply: Body) -> Body:
+        """The dialect's object for a whole answer."""
+        choice = reply["choices"][0]
+        self._read(reply, choice)
+        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
+            pass
+        return self._answer()
+
+    def chunk(self, chunk: Body) -> bytes:
+        """The dialect's events for one chunk, possibly none."""
+        choices = chunk.get("choices") or []
+        self._read(chunk, choices[0] if choices else None)
+        said = self._beginning(chunk)
+        for choice in choices:
+            for happened in self._parts.feed(choice.get("delta") or {}):
+                said += self._events(happened)
+        return self._written(said)
+
+    def end(self) -> bytes:
+        """The events that end a stream."""
+        said = [body for happened in self._parts.close() for body in self._events(happened)]
+        return self._written([*said, *self._ending()])
+
+    @abstractmethod
+    def broken(self, refusal: RefusalError) -> bytes:
+        """The event that tells that a stream broke off."""
+
+    def conversation(self) -> list[Body] | None:
+        """The chat messages up to the end of an answer that is complete, which later requests may go on with by its id; None
+        where none may."""
+        return None
+
+    def _read(self, answer: Body, choice: Body | None) -> None:
+        """Note what an answer or a chunk says besides its content."""
+        self._model = answer.get("model") or self._model
+        self._usage = answer.get("usage") or self._usage
+        if choice is not None:
+            self._finish = choice.get("finish_reason") or self._finish
+
+    @abstractmethod
+    def _answer(self) -> Body:
+        """The object for a whole answer that was read."""
+
+    @abstractmethod
+    def _beginning(self, chunk: Body) -> list[Body]:
+        """What a stream begins with; nothing from its second chunk on."""
+
+    @abstractmethod
+    def _events(self, happened: Event) -> Iterator[Body]:
+        """What is told of one step."""
+
+    @abstractmethod
+    def _ending(self) -> list[Body]:
+        """What a stream ends with when all of its parts have."""
+
+    def _written(self, said: list[Body]) -> bytes:
+        return b"".join(map(event, said))

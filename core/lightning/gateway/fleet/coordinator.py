@@ -192,9 +192,7 @@ class Owner:
         """Say that the owner lives, from one second of holding on."""
         for number in count():
             await asyncio.sleep(BEAT)
-            with suppress(
-                StoreError
-            ):  # gateways that hear nothing stop waiting; whatever fails here fails the hold, too
+            with suppress(StoreError):  # gateways that hear nothing stop waiting; what fails here fails the hold, too
                 await self._store.put_state("", alive_key(self._run), [self._notice.epoch, number], once=None)
 
     # the seats --------------------------------------------------------------------------------------------------

@@ -26,10 +26,8 @@ from lightning.gateway.fleet.records import (
     now,
     seat_key,
 )
-from lightning.gateway.policy_state import Policy
-from lightning.gateway.update_gate import UPDATING
-from lightning.gateway.upstream.allowlist import Allowed
-from lightning.gateway.upstream.servers import Upstream
+from lightning.gateway.policy import UPDATING, Policy
+from lightning.gateway.upstream.servers import Allowed, Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id
@@ -115,7 +113,7 @@ class Member:
         if self._timer is not None:
             self._timer.cancel()
         self.policy.gate.close(self, OUT_OF_TOUCH)
-        lost = self._lose()
+        lost = self.policy.lose()
         if why:
             log.warning(
                 "this gateway no longer serves run %s, since %s; %d calls are not trained on", self._run, why, lost
@@ -217,7 +215,7 @@ class Member:
             return False
         if notice.owner != self._owner:
             if self._owner:
-                self._lose()  # whatever the new owner did, it did not ask about these
+                self.policy.lose()  # whatever the new owner did, it did not ask about these
             self._owner, self._since, self._updated = notice.owner, notice.epoch, notice.updated
             self._orphaned, self._heard = False, (None, 0.0)
             book.current = notice.version
@@ -227,7 +225,7 @@ class Member:
         elif notice.updated > self._updated:
             self._updated = notice.updated
             if notice.version == UNKNOWN:
-                self._lose()
+                self.policy.lose()
             book.update(Update(notice.version, notice.counts))
         self.policy.seed = notice.seed
         return True
@@ -258,11 +256,6 @@ class Member:
                 self.policy.gate.close(self, UPDATING)
         elif began - since > GONE and not self._orphaned:
             self._orphaned = True
-            lost = self._lose() if notice.stance is Stance.HELD else 0
+            lost = self.policy.lose() if notice.stance is Stance.HELD else 0
             log.warning("the trainer of run %s fell silent while it held calls; %d are not trained on", self._run, lost)
             self._serve(None)
-
-    def _lose(self) -> int:
-        lost = self.policy.book.lose()
-        self.policy.gate.stir()
-        return lost

@@ -26,9 +26,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import cast
+from typing import Any, cast
 
 from lightning.gateway.upstream.servers import Upstream
 from lightning.store.protocol import Store
@@ -84,17 +84,14 @@ class Notice:
 
     def to_json(self) -> Json:
         """For the store."""
+        said = {item.name: getattr(self, item.name) for item in fields(self)}
+        servers = [[server.url, server.model, server.claim] for server in self.servers]
         return {
-            "owner": self.owner,
-            "epoch": self.epoch,
+            **said,
             "stance": self.stance.value,
-            "version": self.version,
-            "updated": self.updated,
-            "servers": [[server.url, server.model, server.claim] for server in self.servers],
-            "counts": dict(self.counts),
-            "taken": list(self.taken),
-            "first": self.first,
-            "seed": self.seed,
+            "servers": servers,
+            "counts": {**self.counts},
+            "taken": [*self.taken],
         }
 
     @classmethod
@@ -102,19 +99,9 @@ class Notice:
         """What `to_json` wrote; None when nothing was kept."""
         if kept is None:
             return None
-        said = cast("dict[str, object]", kept)
-        return cls(
-            owner=cast("str", said["owner"]),
-            epoch=cast("int", said["epoch"]),
-            stance=Stance(cast("str", said["stance"])),
-            version=cast("int", said["version"]),
-            updated=cast("int", said["updated"]),
-            servers=tuple(Upstream(*server) for server in cast("list[list[str]]", said["servers"])),
-            counts=cast("dict[str, int]", said["counts"]),
-            taken=tuple(cast("list[int]", said["taken"])),
-            first=cast("int", said["first"]),
-            seed=cast("int | None", said["seed"]),
-        )
+        said = _fields_of(cls, kept)
+        servers = tuple(Upstream(*server) for server in said["servers"])
+        return cls(**{**said, "stance": Stance(said["stance"]), "servers": servers, "taken": tuple(said["taken"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +124,14 @@ class Seat:
         """What `to_json` wrote; None when nothing was kept."""
         if kept is None:
             return None
-        said = cast("dict[str, object]", kept)
-        return cls(
-            id=cast("str", said["id"]),
-            beat=cast("int", said["beat"]),
-            ack=cast("int", said["ack"]),
-            keys=tuple(cast("list[str]", said["keys"])),
-            left=cast("bool", said["left"]),
-        )
+        said = _fields_of(cls, kept)
+        return cls(**{**said, "keys": tuple(said["keys"])})
+
+
+def _fields_of(kind: type[Notice | Seat], kept: Json) -> dict[str, Any]:
+    """What was kept of each field; others, of a newer version, are left aside."""
+    said = cast("dict[str, Any]", kept)
+    return {item.name: said[item.name] for item in fields(kind)}
 
 
 def notice_key(run: str) -> str:

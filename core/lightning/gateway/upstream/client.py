@@ -1,4 +1,5 @@
-"""Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered.
+"""Sends a call to a policy server: waits out holds, picks the server, fails over while nothing was answered, and ends a call
+that is not worth waiting for any longer.
 
 The invariant: a call is sent with the version that is current at that moment noted on it, to the server that has this version
 and not to another in its place, never during a hold, and never again once a server has begun to work on it. A kept connection
@@ -10,19 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import aiohttp
-from yarl import URL
+from starlette.types import Message, Receive
 
-from lightning.gateway.body import read_object, write_object
-from lightning.gateway.errors import RefusalError, UpstreamError, UpstreamGoneError
-from lightning.gateway.fleet.versions import LiveCall
-from lightning.gateway.policy_state import Policy
-from lightning.gateway.sampling import Body
+from lightning.gateway.http import (
+    Body,
+    ClientGoneError,
+    RefusalError,
+    UpstreamError,
+    UpstreamGoneError,
+    read_object,
+    write_object,
+)
+from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.upstream.servers import Found, Pool, Slot
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 """Reading has none here: `Watch` looks after servers that fall silent."""
@@ -43,12 +53,9 @@ class Forwarder:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    def look_after(self, policy: Policy) -> None:
-        """Check the health of a policy's servers from now on."""
-        self._session_for(policy)
-
-    def _session_for(self, policy: Policy) -> aiohttp.ClientSession:
-        """The session, made on the running loop when it is first needed."""
+    def look_after(self, policy: Policy) -> aiohttp.ClientSession:
+        """Check the health of a policy's servers from now on. Returns the session, made on the running loop when it is first
+        needed."""
         if self._session is None:
             watching = aiohttp.TraceConfig()
             watching.on_connection_reuseconn.append(_note_reuse)
@@ -77,7 +84,7 @@ class Forwarder:
         Raises `RefusalError` (503) when a hold lasts too long or no server is up.
         """
         loop, gate, pool = asyncio.get_running_loop(), policy.gate, policy.pool
-        session = self._session_for(policy)
+        session = self.look_after(policy)
         tried: list[Slot] = []
         renewed, waited = False, 0.0
         headers = [*headers, ("X-Request-Id", live.request_id)]
@@ -98,26 +105,28 @@ class Forwarder:
             if gate.closed:  # a hold began while this call waited for a server
                 continue
             body["model"] = slot.upstream.model
-            payload = write_object(body)
-            connection = _Connection()
+            payload, url, connection = write_object(body), slot.url(f"/v1{path}"), _Connection()
+            data = payload if len(payload) < LARGE_BODY else io.BytesIO(payload)
             live.dispatch(policy.book.current, loop.time())
             live.slot, live.upstream = slot, slot.upstream
             try:
-                response = await _post(session, slot.url(f"/v1{path}"), payload, headers, connection)
+                response = await session.post(
+                    url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=connection
+                )
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                live.sent = live.waits_for_bytes = False
+                live.retract()
                 pool.unreachable(slot, error)
                 tried.append(slot)
                 continue
             except (aiohttp.ClientError, OSError) as error:
                 if connection.reused and not renewed and _is_silent_end(error):
-                    live.sent = live.waits_for_bytes = False
+                    live.retract()
                     renewed = True
                     continue
                 raise UpstreamGoneError(f"its connection was lost before it answered ({error!r})") from error
             if not await _is_anothers(response, pool, slot, session):
                 return _at_its_place(response)
-            live.sent = live.waits_for_bytes = False
+            live.retract()
             tried.append(slot)
         message = f"Connecting to a policy server failed {len(tried)} times in a row; see the policy server's log file."
         raise RefusalError(502, "upstream_unreachable", message)
@@ -126,7 +135,7 @@ class Forwarder:
         """Whether the server that a call was sent to is not there any more, or no longer well."""
         if live.slot is None or live.replaced:
             return True
-        return await policy.pool.check(live.slot, self._session_for(policy)) is Found.OUT
+        return await policy.pool.check(live.slot, self.look_after(policy)) is Found.OUT
 
     async def works(self, policy: Policy, live: LiveCall) -> bool:
         """Whether the engine of the server that a call was sent to turns, so that a silent call of it is still being worked on.
@@ -138,7 +147,7 @@ class Forwarder:
         slot = live.slot
         if slot is None or policy.gate.closed:
             return True
-        session = self._session_for(policy)
+        session = self.look_after(policy)
         if live.replaced or await policy.pool.check(slot, session) is Found.OUT:
             return False
         payload = io.BytesIO(write_object({"method": "lightning_attach", "args": []}))
@@ -160,7 +169,7 @@ class Forwarder:
 
     async def models(self, policy: Policy, rollout: str) -> bytes:
         """The model list of the rollout's server. Raises what aiohttp raises, or `RefusalError` (503)."""
-        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         url = slot.url("/v1/models")
         async with session.get(url, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
             _at_its_place(response).raise_for_status()
@@ -172,7 +181,7 @@ class Forwarder:
 
     async def tokenize(self, policy: Policy, rollout: str, body: Body) -> tuple[int, bytes]:
         """What vLLM's `/tokenize` says to a prompt: status and body. Raises as `models` does."""
-        session, slot = self._session_for(policy), await policy.pool.pick(rollout)
+        session, slot = self.look_after(policy), await policy.pool.pick(rollout)
         payload = io.BytesIO(write_object({**body, "model": slot.upstream.model}))
         url = slot.url("/tokenize")
         async with session.post(url, data=payload, timeout=MODELS_TIMEOUT, allow_redirects=False) as response:
@@ -192,18 +201,6 @@ class _Connection:
     """What one try was sent over."""
 
     reused: bool = False
-
-
-async def _post(
-    session: aiohttp.ClientSession, url: URL, payload: bytes, headers: list[tuple[str, str]], connection: _Connection
-) -> aiohttp.ClientResponse:
-    return await session.post(
-        url,
-        data=payload if len(payload) < LARGE_BODY else io.BytesIO(payload),
-        headers=headers,
-        allow_redirects=False,
-        trace_request_ctx=connection,
-    )
 
 
 async def _note_reuse(
@@ -241,3 +238,90 @@ def _is_silent_end(error: Exception) -> bool:
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return isinstance(error.message, str)  # else: the beginning of an answer
     return isinstance(error, aiohttp.ClientOSError)
+
+
+class Watch:
+    """Ends a call when the agent hung up, or vLLM fell silent and its engine does not answer.
+
+    `with Watch(receive, call, patience, works): ...` around everything between the request and the end of vLLM's answer.
+
+    Works like `asyncio.timeout`: it cancels the task from outside and turns that cancellation into its own error. When vLLM
+    was silent for `patience` seconds, by `LiveCall.heard_at`, `works` has as long again to say that it works on; then it may
+    be silent for another `patience` seconds. There is one timer for a call, which looks
+    again when it fires: aiohttp's own read timeout sets a new one for every packet, 5 % of a call's CPU.
+
+    Within the block either of the two cancels what is being awaited at once and ends the block with `ClientGoneError` or
+    `UpstreamError`; after the block nothing is cancelled any more.
+
+    Silence alone proves nothing: vLLM sends no byte of an answer that is not streamed before its last token, nor of any call
+    that still waits for its turn. Asking for a stream and putting it together would not tell the agent the same: vLLM reads
+    tool calls and reasoning by one parser in a stream and by another in a whole answer, and what the model wrote badly comes
+    out as arguments of one and as text of the other. So a server that was silent for too long is asked whether its engine
+    still works.
+    """
+
+    def __init__(self, receive: Receive, call: LiveCall, patience: float, works: Callable[[], Awaitable[bool]]) -> None:
+        self._receive, self._call, self._patience, self._works = receive, call, patience, works
+        self._asking: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self._over = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = task.get_loop()
+        self._listener: asyncio.Future[Message] = asyncio.ensure_future(self._receive())
+        self._listener.add_done_callback(self._heard_agent)
+        self._timer = self._loop.call_later(self._patience, self._look)
+
+    def _heard_agent(self, listener: asyncio.Future[Message]) -> None:
+        if self._over or listener.cancelled():
+            return
+        if listener.exception() is not None or listener.result()["type"] == "http.disconnect":
+            self._end(ClientGoneError())
+
+    def _look(self) -> None:
+        silent = self._loop.time() - self._call.heard_at if self._call.waits_for_bytes else 0.0
+        if silent >= self._patience:
+            self._asking = self._loop.create_task(self._ask())
+        else:
+            self._timer = self._loop.call_later(self._patience - silent, self._look)
+
+    async def _ask(self) -> None:
+        """Let the silent server show that it works on, or end the call."""
+        heard_at, works = self._call.heard_at, False
+        failed = "did not answer when it was asked"
+        try:
+            async with asyncio.timeout(self._patience):
+                works = await self._works()
+        except TimeoutError:
+            pass
+        except Exception as error:  # nobody would look again, and the call would wait for ever
+            log.exception("whether the engine of a silent call works could not be asked")
+            failed = f"could not be asked ({type(error).__name__})"
+        if self._over:
+            return
+        if works:
+            self._call.heard_at = self._loop.time()
+        if works or self._call.heard_at != heard_at or not self._call.waits_for_bytes:
+            self._look()
+            return
+        silent = f"no byte came for {self._patience:g} s (gateway.upstream_timeout)"
+        self._end(UpstreamError(f"{silent}, and its engine {failed}"))
+
+    def _end(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        self._listener.cancel()
+        self._timer.cancel()
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._error is not None and self._task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
+            raise self._error from error

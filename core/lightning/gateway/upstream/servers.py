@@ -1,15 +1,26 @@
-"""The policy servers behind the gateway: which one serves a rollout, which are alive.
+"""The policy servers behind the gateway: which one serves a rollout, which are alive, and which may be used at all.
 
 The invariant: a rollout stays with one server while that server is alive (its prefix cache is there), a server that cannot be
 reached, or in whose place another one answers, gets no requests until it answers again, and a request waits a while before it
 is told that none is.
+
+An address that is not allowed is never connected to. Names are compared as they are written and never looked up, so that
+whoever answers for a name in the DNS cannot change what it means here; redirects are followed nowhere.
+
+A server that does not show that it is the one that a trainer has named is taken for another. A trainer that is killed takes its
+vLLM along, and then the port is anybody's: another run's vLLM may answer there under the same name, with weights of its own. A
+vLLM that its trainer has started serves its model under a name that no other start has (`PolicyServer.alias`), so that any
+other vLLM refuses each call by itself. In a vLLM that somebody else runs the trainer leaves a word (`PolicyServer.claim`). It
+is gone when that vLLM starts again, and is another one as soon as another trainer attaches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import hashlib
+import ipaddress
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +28,110 @@ from dataclasses import dataclass
 from enum import Enum
 
 import aiohttp
+import orjson
 from yarl import URL
 
-from lightning.errors import GatewayError
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.upstream.server_identity import TIMEOUT, strangeness
+from lightning.errors import ConfigError, GatewayError
+from lightning.gateway.http import RefusalError
+
+LOOPBACK, PRIVATE = "loopback", "private"
+ALLOWED = (LOOPBACK, PRIVATE)
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+PRIVATE_NETWORKS: tuple[Network, ...] = tuple(
+    ipaddress.ip_network(text)
+    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+)
+"""Where machines of one owner are; not link-local addresses, at which clouds tell a machine's credentials."""
+
+
+class Allowed:
+    """What `gateway.allowed_upstreams` says. Raises `ConfigError` for what is neither a word, a network nor a name."""
+
+    def __init__(self, patterns: Sequence[str] = ALLOWED) -> None:
+        self._patterns = tuple(patterns)
+        self._loopback = LOOPBACK in patterns
+        self._networks: list[Network] = [*PRIVATE_NETWORKS] if PRIVATE in patterns else []
+        self._names: list[str] = []
+        for pattern in patterns:
+            if pattern in ALLOWED:
+                continue
+            half = "*" in pattern and not pattern.strip("*.:0123456789")  # such as 10.*, which no name is like
+            try:
+                self._networks.append(ipaddress.ip_network(pattern, strict=False))
+            except ValueError:
+                if not pattern.strip() or half or ":" in pattern or "/" in pattern:
+                    raise ConfigError(
+                        f"gateway.allowed_upstreams has {pattern!r}: write loopback, private, a network such as "
+                        "203.0.113.0/24, or a host's name, in which * stands for any letters (gpu-*.example.org)"
+                    ) from None
+                self._names.append(pattern.lower().rstrip("."))
+
+    def check(self, url: str) -> None:
+        """Return when calls may go there. Raises `GatewayError`."""
+        host = (URL(url).host or "").lower().rstrip(".")
+        if not self._allows(host):
+            raise GatewayError(
+                f"the policy server {url!r} is not among those that this gateway may use ({', '.join(self._patterns)}); if it "
+                "is yours, add its host to gateway.allowed_upstreams"
+            )
+
+    def _allows(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            if host == "localhost":
+                return self._loopback
+            return bool(host) and any(fnmatch.fnmatchcase(host, name) for name in self._names)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        if address.is_loopback:
+            return self._loopback
+        return any(address in network for network in self._networks if network.version == address.version)
+
+
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+SHOWN = 3
+"""Models of another server that are named."""
+
+
+async def strangeness(slot: Slot, session: aiohttp.ClientSession) -> str:
+    """What shows that another server answers; empty for the one that was named.
+
+    Raises what aiohttp raises, also for an answer of 500 and above, which tells nothing.
+    """
+    listed = await _ask(session, "GET", slot, "/v1/models")
+    served = [str(card.get("id")) for card in _objects(listed, "data")]
+    if slot.upstream.model not in served:
+        return f"it serves {', '.join(served[:SHOWN]) or 'no model'} and not {slot.upstream.model}"
+    if not slot.upstream.claim:
+        return ""
+    told = await _ask(session, "POST", slot, "/collective_rpc", {"method": "lightning_attach", "args": []})
+    claims = {answer.get("claim") for answer in _objects(told, "results")}
+    return "" if claims == {slot.upstream.claim} else "it was started again, or another trainer has attached to it"
+
+
+async def _ask(
+    session: aiohttp.ClientSession, verb: str, slot: Slot, path: str, body: dict[str, object] | None = None
+) -> object:
+    """The answer's JSON; None when it is no answer of this route."""
+    async with session.request(
+        verb, slot.url(path), data=None if body is None else orjson.dumps(body), timeout=TIMEOUT, allow_redirects=False
+    ) as answer:
+        if answer.status >= 500:
+            answer.raise_for_status()
+        if answer.status != 200:
+            return None
+        try:
+            return orjson.loads(await answer.read())
+        except orjson.JSONDecodeError:
+            return None
+
+
+def _objects(answer: object, key: str) -> list[dict[str, object]]:
+    """The list of objects under a key; empty where there is none."""
+    found = answer.get(key) if isinstance(answer, dict) else None
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +147,6 @@ class Upstream:
     """A policy server: its root URL without `/v1`, and the model name that calls carry.
 
     `claim` is the word by which a server is known that others serve under the same name, too; empty where the name is enough.
-    `lightning.gateway.upstream.server_identity` says how.
     """
 
     url: str
@@ -72,10 +181,6 @@ class Slot:
         return URL(f"{self.base}{path}", encoded=True)
 
 
-def _nobody() -> None:
-    """For a pool whose calls nobody follows."""
-
-
 class Pool:
     """The slots, with health checks in the background and a way to wait until one is healthy.
 
@@ -86,7 +191,7 @@ class Pool:
         self.slots = [Slot(number, item, base_url(item)) for number, item in enumerate(upstreams)]
         self.grace, self.check_every = grace, check_every
         self._changed, self._assigned = asyncio.Event(), asyncio.Event()
-        self.on_other: Callable[[], None] = _nobody
+        self.on_other: Callable[[], object] = lambda: None
         self._out_since: float | None = None  # from when on no request found a server, once that was said
 
     def assign(self, upstreams: Sequence[Upstream]) -> None:
@@ -119,13 +224,11 @@ class Pool:
                     await self._changed.wait()
         except TimeoutError:
             self._say_out()
-            raise RefusalError(
-                503,
-                "no_policy_server",
+            message = (
                 f"No policy server has answered for {self.grace:g} s ({len(self.slots)} known). It, or the trainer that "
-                "owns it, may be restarting: send the request again. If it stays so, see the policy server's log file.",
-                [(b"retry-after", b"2")],
-            ) from None
+                "owns it, may be restarting: send the request again. If it stays so, see the policy server's log file."
+            )
+            raise RefusalError(503, "no_policy_server", message, [(b"retry-after", b"2")]) from None
         return found
 
     def _choose(self, rollout: str, tried: Sequence[Slot]) -> Slot | None:

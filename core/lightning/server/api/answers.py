@@ -21,7 +21,7 @@ from lightning.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning.gateway.errors import RefusalError
+from lightning.gateway.http import RefusalError
 from lightning.server.errors import ApiError
 from lightning.store import json_codec
 from lightning.store.messages import Failure, Problem

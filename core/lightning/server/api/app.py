@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes
 from starlette.types import Receive, Scope, Send
 
 from lightning.errors import DataError
-from lightning.gateway.body import ClientGoneError, read_body
+from lightning.gateway.http import ClientGoneError, read_body
 from lightning.server.api import meta, records, resources, rollouts
 from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning.server.api.change_waiters import Watchers

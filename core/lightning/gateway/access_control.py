@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
-from lightning.gateway.auth.caller_identity import ROLLOUT_HEADER, bearer
-from lightning.gateway.errors import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
+from lightning.gateway.identity import ROLLOUT_HEADER, bearer
 
 CLIENTS = 16_384
 """Tokens and addresses that are remembered at most."""

@@ -3,6 +3,9 @@
 The invariant: a span is stored under the attempt that its trace id, or else the token of the request, belongs to, and under no
 other; what belongs to none is counted and said in the answer, and costs no more than being read. Who sends no token can
 bring little at a time. Answers have OTLP's shape, errors included: a `Status` in the encoding of the request.
+
+A trace id is found by the server that issued or saw the key, and, where servers share a store, by every other one once the
+store has it; an id alone gives nothing but the right to add spans to that attempt.
 """
 
 from __future__ import annotations
@@ -11,26 +14,90 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, MissingExtraError, StoreError
-from lightning.gateway.auth.api_keys import Claims
-from lightning.gateway.auth.caller_identity import Identity
-from lightning.gateway.body import RAISE_THE_LIMIT, ClientGoneError, read_body, too_large
-from lightning.gateway.errors import Header, RefusalError, send_bytes
+from lightning.gateway.http import (
+    RAISE_THE_LIMIT,
+    ClientGoneError,
+    Header,
+    RefusalError,
+    read_body,
+    send_bytes,
+    too_large,
+)
+from lightning.gateway.identity import Claims, Identity, TokenSigner
 from lightning.gateway.redaction import redacted_span
-from lightning.gateway.tracing.trace_index import TraceBook
 from lightning.spans import otlp
+from lightning.spans.trace import trace_id_of
 from lightning.store.protocol import MAX_SPANS, Store
-from lightning.types import Span
+from lightning.types import Json, Span
 
 log = logging.getLogger(__name__)
+
+PLACE = "gateway/traces"
+"""The name under which the store's state has them; no run has it, since a run's id is a folder's name. Pruning a database
+removes those that have expired (`lightning.maintenance.queries`)."""
+UNKNOWN_SECONDS = 10.0
+"""How long an id that the store did not know is not asked for again."""
+UNKNOWN_IDS = 10_000
+
+
+class TraceBook:
+    """Trace ids of attempts. With `shared` they are kept in the store, too."""
+
+    def __init__(self, store: Store, signer: TokenSigner, *, shared: bool) -> None:
+        self._store, self._signer, self._shared = store, signer, shared
+        self._unknown: OrderedDict[str, float] = OrderedDict()
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def issued(self, token: str) -> None:
+        """A key was issued here. Does not wait for the store: a server that is asked too early asks it again later."""
+        if self._shared and (claims := self._signer.of_trace(trace_id := trace_id_of(token))) is not None:
+            task = asyncio.create_task(self._keep(trace_id, claims))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _keep(self, trace_id: str, claims: Claims) -> None:
+        kept: Json = [claims.rollout, claims.attempt, claims.expires_at]
+        try:
+            await self._store.put_state(PLACE, trace_id, kept, once=None)  # whoever writes it, it is the same
+        except StoreError as error:
+            log.warning("other servers will not know the trace of %s: %s", claims.rollout, error)
+
+    async def find(self, trace_ids: Iterable[str]) -> dict[str, Claims]:
+        """The attempts of those ids that belong to one whose key has not expired. Raises `StoreError`."""
+        found: dict[str, Claims] = {}
+        for trace_id in set(trace_ids):
+            claims = self._signer.of_trace(trace_id) or await self._ask(trace_id)
+            if claims is not None:
+                found[trace_id] = claims
+        return found
+
+    async def _ask(self, trace_id: str) -> Claims | None:
+        if not self._shared or self._unknown.get(trace_id, 0.0) > time.monotonic():
+            return None
+        kept = await self._store.get_state(PLACE, trace_id)
+        if kept is None:
+            self._unknown[trace_id] = time.monotonic() + UNKNOWN_SECONDS
+            if len(self._unknown) > UNKNOWN_IDS:
+                self._unknown.popitem(last=False)
+            return None
+        rollout, attempt, expires_at = cast("tuple[str, int, float]", kept)
+        return self._signer.learn(trace_id, Claims(rollout, attempt, expires_at))
+
+    async def close(self) -> None:
+        """Wait for what is being written."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
+
 
 PATH: Final = "/traces"
 READERS: Final = {otlp.PROTOBUF: otlp.read_protobuf, otlp.JSON: otlp.read_json}
@@ -108,7 +175,9 @@ class TraceEndpoint:
         try:
             owners = await self._book.find(self._looked_up(spans, claims))
             owned = [span for span in (_owned(span, owners, claims) for span in spans) if span is not None]
-            stored = await self._store.append_spans(await asyncio.to_thread(_storable, owned)) if owned else 0
+            # It takes most of the time that spans take, so that only those are given that will be stored.
+            storable = await asyncio.to_thread(lambda: [redacted_span(span) for span in owned]) if owned else []
+            stored = await self._store.append_spans(storable) if storable else 0
         except StoreError as error:
             message = f"The store did not take the spans: {error}. Send them again."
             raise RefusalError(503, "store_failed", message, [(b"retry-after", b"1")]) from error
@@ -189,11 +258,6 @@ def _read(content_type: str, payload: bytes, bounds: Bounds) -> Sequence[Span]:
         raise RefusalError(501, "missing_extra", message) from error
     except DataError as error:
         raise RefusalError(400, "invalid_spans", f"The request cannot be read: {error}.") from error
-
-
-def _storable(spans: Sequence[Span]) -> list[Span]:
-    """The spans as they may be stored. It takes most of the time that spans take, so that only those are given that will be."""
-    return [redacted_span(span) for span in spans]
 
 
 async def _refuse(send: Send, content_type: str, refusal: RefusalError) -> None:

@@ -1,6 +1,7 @@
-"""vLLM's chat answer as a Response, whole or event by event.
+"""`/v1/responses`: OpenAI's Responses API, asked of vLLM as a chat completion.
 
-The invariant: the object in the last event of a stream is the one the whole answer would have been.
+The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The object in the
+last event of a stream is the one the whole answer would have been.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightning.gateway.dialects.parts import Event, Kind, Part, Parts, Step
-from lightning.gateway.dialects.responses.items import messages_of
-from lightning.gateway.dialects.translated import event
-from lightning.gateway.errors import RefusalError
-from lightning.gateway.sampling import Body
+from lightning.gateway.dialects.base import refuse_parameter
+from lightning.gateway.dialects.responses_request import chat_request, messages_of, namespaces
+from lightning.gateway.dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
+from lightning.gateway.http import Body, RefusalError
 
 ECHOED: Mapping[str, object] = {
     "instructions": None,
@@ -37,51 +37,72 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.TOOL: "fc"}
 
 
-class ResponseTranslator:
-    """One call. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says which tools have a
-    namespace; `said` is the conversation so far, without the instructions."""
+class Responses(Translated):
+    """OpenAI's Responses API."""
+
+    path = "/responses"
+    id_prefix = "resp_"
+
+    def continues(self, body: Body) -> str | None:
+        """See `Dialect`."""
+        previous = body.get("previous_response_id")
+        return None if previous is None else str(previous)
+
+    def translate(self, body: Body, before: Sequence[Body], response_id: str) -> tuple[Body, Translator | None]:
+        """See `Dialect`."""
+        if not body.get("input"):
+            raise refuse_parameter("input", "is missing or empty; send a text or a list of items.")
+        instructions = body.get("instructions")
+        if instructions is not None and not isinstance(instructions, str):
+            raise refuse_parameter("instructions", f"must be a string, not {type(instructions).__name__}.")
+        with readable():
+            said = messages_of(body["input"], before)
+            # Instructions hold for one response; the rest of the conversation is carried on.
+            system = [{"role": "system", "content": instructions}] if instructions else []
+            chat, names = chat_request(body, [*system, *said]), namespaces(body)
+        return chat, ResponseTranslator(response_id, body, chat, names, said)
+
+
+class ResponseTranslator(Translator):
+    """What the agent sees as a Response. `chat` is the request as it goes to vLLM, `asked` as the agent sent it; `names` says
+    which tools have a namespace; `said` is the conversation so far, without the instructions."""
 
     def __init__(
-        self,
-        response_id: str,
-        asked: Body,
-        chat: Body,
-        names: Mapping[str, tuple[str, str]],
-        said: Sequence[Body],
+        self, response_id: str, asked: Body, chat: Body, names: Mapping[str, tuple[str, str]], said: Sequence[Body]
     ) -> None:
-        self._id, self._asked, self._chat, self._names, self._said = response_id, asked, chat, names, said
-        self._parts = Parts()
+        super().__init__(response_id)
+        self._asked, self._chat, self._names, self._said = asked, chat, names, said
         self._created, self._sequence = int(time.time()), 0
-        self._model, self._finish = "", ""
-        self._usage: Body | None = None
         self._keep_logprobs = bool(chat.get("logprobs"))
         self._logprobs: list[Body] = []
         self._piece_logprobs: list[Body] = []
 
-    # the whole answer -------------------------------------------------------------------------------------------
-    def whole(self, reply: Body) -> Body:
+    def end(self) -> bytes:
         """See `Translator`."""
-        choice = reply["choices"][0]
-        self._read(reply, choice)
-        for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
-            pass
-        return self._response()
+        self._piece_logprobs = []
+        return super().end()
+
+    def broken(self, refusal: RefusalError) -> bytes:
+        """See `Translator`. With the `error` object the OpenAI clients raise, without it they would go on in silence."""
+        error = refusal.error
+        return self._written([{**error, "type": "error", "error": error}])
+
+    def conversation(self) -> list[Body] | None:
+        """See `Translator`."""
+        return None if self._asked.get("store") is False else messages_of(self._output(), self._said)
 
     def _read(self, answer: Body, choice: Body | None) -> None:
-        self._model = answer.get("model") or self._model
+        super()._read(answer, choice)
         self._created = answer.get("created") or self._created
-        self._usage = answer.get("usage") or self._usage
         self._piece_logprobs = []
-        if choice is None:
-            return
-        self._finish = choice.get("finish_reason") or self._finish
-        if self._keep_logprobs and (holder := choice.get("logprobs")):
+        if self._keep_logprobs and choice is not None and (holder := choice.get("logprobs")):
             self._piece_logprobs = holder.get("content") or []
             self._logprobs += self._piece_logprobs
 
-    def _response(self, status: str = "") -> Body:
-        cut = self._finish == "length"
-        status = status or ("incomplete" if cut else "completed")
+    def _answer(self) -> Body:
+        return self._response("incomplete" if self._finish == "length" else "completed")
+
+    def _response(self, status: str) -> Body:
         asked, chat = self._asked, self._chat
         return {
             "id": self._id,
@@ -101,11 +122,12 @@ class ResponseTranslator:
         }
 
     def _output(self) -> list[Body]:
-        last = len(self._parts.all) - 1
-        cut = self._finish == "length"
-        return [
-            self._item(part, "incomplete" if cut and part.index == last else "completed") for part in self._parts.all
-        ]
+        return [self._item(part, self._ended(part)) for part in self._parts.all]
+
+    def _ended(self, part: Part) -> str:
+        """How a part has ended: the last of an answer that was cut is incomplete."""
+        cut = self._finish == "length" and part is self._parts.all[-1]
+        return "incomplete" if cut else "completed"
 
     def _item(self, part: Part, status: str) -> Body:
         frame: Body = {"id": self._item_id(part), "status": status}
@@ -129,43 +151,20 @@ class ResponseTranslator:
         said = [logprob_of(entry) for entry in self._logprobs] if texts[-1] is part else []
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": said}
 
-    # a stream ---------------------------------------------------------------------------------------------------
-    def chunk(self, chunk: Body) -> bytes:
-        """See `Translator`."""
-        choices = chunk.get("choices") or []
-        self._read(chunk, choices[0] if choices else None)
-        said: list[Body] = []
-        if not self._sequence:
-            begun = self._response("in_progress")
-            said += [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
-        for choice in choices:
-            for happened in self._parts.feed(choice.get("delta") or {}):
-                said += self._events(happened)
-        return self._numbered(said)
+    def _beginning(self, chunk: Body) -> list[Body]:
+        if self._sequence:
+            return []
+        begun = self._response("in_progress")
+        return [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
 
-    def end(self) -> bytes:
-        """See `Translator`."""
-        self._piece_logprobs = []
-        said = [body for happened in self._parts.close() for body in self._events(happened)]
-        response = self._response()
-        said.append({"type": f"response.{response['status']}", "response": response})
-        return self._numbered(said)
+    def _ending(self) -> list[Body]:
+        response = self._answer()
+        return [{"type": f"response.{response['status']}", "response": response}]
 
-    def broken(self, refusal: RefusalError) -> bytes:
-        """See `Translator`. With the `error` object the OpenAI clients raise, without it they would go on in silence."""
-        error = refusal.error
-        return self._numbered([{**error, "type": "error", "error": error}])
-
-    def conversation(self) -> list[Body] | None:
-        """See `Translator`."""
-        return None if self._asked.get("store") is False else messages_of(self._output(), self._said)
-
-    def _numbered(self, said: list[Body]) -> bytes:
-        out = bytearray()
-        for body in said:
-            out += event({**body, "sequence_number": self._sequence})
-            self._sequence += 1
-        return bytes(out)
+    def _written(self, said: list[Body]) -> bytes:
+        """The events, numbered over the whole stream."""
+        first, self._sequence = self._sequence, self._sequence + len(said)
+        return b"".join(event({**body, "sequence_number": first + number}) for number, body in enumerate(said))
 
     def _events(self, happened: Event) -> Iterator[Body]:
         step, part, piece = happened
@@ -178,9 +177,7 @@ class ResponseTranslator:
         else:
             yield from self._text_events(step, part, piece, {**where, "content_index": 0})
         if step is Step.CLOSE:
-            cut = self._finish == "length" and part is self._parts.all[-1]
-            item = self._item(part, "incomplete" if cut else "completed")
-            yield {"type": "response.output_item.done", **place, "item": item}
+            yield {"type": "response.output_item.done", **place, "item": self._item(part, self._ended(part))}
 
     def _tool_events(self, step: Step, part: Part, piece: str, where: Body) -> Iterator[Body]:
         if step is Step.ADD:

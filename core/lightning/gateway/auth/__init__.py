@@ -1,1 +1,0 @@
-"""Who is asking: the agents' keys, whose call it is, and what an address may do."""

@@ -1,0 +1,244 @@
+"""What requests and answers are made of: JSON bodies, errors, and server-sent events.
+
+The invariant: what the agent wrote is what goes on. Whole numbers keep every digit, and lone surrogates are accepted, since
+agents send both and vLLM takes them; orjson, which rounds the one and refuses the other, is only the fast road. What JSON has
+no number for (NaN, infinity) is refused: it could only be passed on as something else.
+
+Whatever goes wrong, the agent's client gets the error object of its API with a status its retry logic understands and a message
+that names the cure; never a bare stack trace, never a silent close. Errors have OpenAI's shape here; other dialects make their
+own from it.
+
+Events are cut out of a byte stream, whatever the chunk boundaries are: the pieces, joined, are exactly the bytes that came in,
+it takes time that grows with the bytes alone, and holds one unfinished event of bounded length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from lightning.types import TOO_LONG
+
+Body: TypeAlias = "dict[str, Any]"
+"""A JSON object of a request or an answer."""
+Header = tuple[bytes, bytes]
+JSON_TYPE: Header = (b"content-type", b"application/json")
+
+OF_LENGTH = ("maximum context length", "cannot be greater than max_model_len")
+"""How vLLM says that prompt and answer are too long, or that the answer alone would be."""
+CURE_OF_LENGTH = (
+    "Prompt and answer together have policy_server.max_model_len tokens, or as many as the model was made for: raise the "
+    "former, let the agent shorten its conversation, or have it ask for fewer tokens (max_tokens)."
+)
+"""Without quotation marks: a client shows it in the text of an exception, which is searched for it."""
+TYPES = {
+    **dict.fromkeys((400, 408, 421, 422), "invalid_request_error"),
+    401: "authentication_error",
+    **dict.fromkeys((404, 405), "not_found_error"),
+    409: "conflict_error",
+    **dict.fromkeys((413, 431), "request_too_large"),
+    429: "rate_limit_error",
+    502: "upstream_error",
+    503: "unavailable_error",
+}
+
+
+class RefusalError(Exception):
+    """A request that is answered with an error. Raised anywhere below the route, sent once at the route."""
+
+    def __init__(
+        self, status: int, code: str, message: str, headers: Sequence[Header] = (), *, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.headers, self.param = status, code, tuple(headers), param
+
+    @property
+    def error(self) -> dict[str, str | None]:
+        """What OpenAI's error object says."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"message": str(self), "type": kind, "code": self.code, "param": self.param}
+
+    @property
+    def body(self) -> bytes:
+        """The OpenAI error object."""
+        return orjson.dumps({"error": self.error})
+
+    @property
+    def event(self) -> bytes:
+        """The same as a server-sent event, for answers whose headers have left already."""
+        return b"data: " + self.body + b"\n\n"
+
+
+def told_of_length(payload: bytes) -> bytes | None:
+    """vLLM's refusal of a call whose prompt and answer do not fit, with OpenAI's code for that, which clients know, and the
+    cure. None for any other refusal.
+
+    The numbers are vLLM's: the length, what was asked for, and what the prompt has.
+    """
+    try:
+        said = orjson.loads(payload)
+        message = said["error"]["message"]
+        if not any(words in message for words in OF_LENGTH):
+            return None
+        said["error"] |= {"message": f"{message} {CURE_OF_LENGTH}", "code": TOO_LONG}
+    except (ValueError, KeyError, TypeError):
+        return None
+    return orjson.dumps(said)
+
+
+class UpstreamError(Exception):
+    """vLLM broke off in the middle of a call, or answered in a shape that is not vLLM's."""
+
+
+class UpstreamGoneError(UpstreamError):
+    """The connection to vLLM was lost, as it is when vLLM dies."""
+
+
+async def send_bytes(send: Send, status: int, body: bytes, headers: Sequence[Header] = (JSON_TYPE,)) -> None:
+    """Send a whole answer at once."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+LONGEST_LENGTH = 18
+"""Digits of a length that is read as one."""
+RAISE_THE_LIMIT = "raise gateway.max_body_bytes"
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+LONG_NUMBER = b"0" * 19
+"""Digits, all made zeros, from which on a whole number may need more than 64 bits, so that orjson would round it. To look for
+them so takes a sixtieth of the time that a regular expression takes."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, cure: str = RAISE_THE_LIMIT) -> bytes:
+    """The whole request body. Raises `RefusalError` (413, which names the `cure`) above `limit` bytes, `ClientGoneError` when
+    it is cut off."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > LONGEST_LENGTH:
+                raise RefusalError(400, "bad_length", "The header content-length is no number of bytes; send one.")
+            if int(value) > limit:
+                raise too_large(int(value), limit, cure)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise too_large(size, limit, cure)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class ClientGoneError(Exception):
+    """The agent's connection closed before its answer was complete."""
+
+
+def too_large(size: int, limit: int, cure: str = RAISE_THE_LIMIT) -> RefusalError:
+    """The refusal for a body above the limit."""
+    message = f"The request's body has {size} bytes or more, the limit is {limit}; {cure}."
+    return RefusalError(413, "body_too_large", message)
+
+
+def read_object(payload: bytes) -> Body:
+    """Parse a request. Raises `RefusalError` (422) when it is not a JSON object."""
+    try:
+        body = _read_slowly(payload) if _has_long_number(payload) else orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        body = _read_slowly(payload)
+    if not isinstance(body, dict):
+        raise RefusalError(422, "invalid_json", f"The request's body must be a JSON object, not {type(body).__name__}.")
+    return body
+
+
+def _has_long_number(payload: bytes) -> bool:
+    """Whether there are so many digits in a row. Of these every sixth byte has three in a row, which texts seldom have."""
+    return b"000" in payload[::6].translate(ZEROS) and LONG_NUMBER in payload.translate(ZEROS)
+
+
+def _read_slowly(payload: bytes) -> object:
+    try:
+        return json.loads(payload, parse_constant=_finite, parse_float=_finite)
+    except ValueError as error:
+        raise RefusalError(422, "invalid_json", f"The request's body is not JSON: {error}") from None
+    except RecursionError:
+        raise too_deep() from None
+
+
+def _finite(text: str) -> float:
+    """The number that a text stands for. Raises `ValueError` for NaN and infinity, under whatever name."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no number of JSON; send a finite one, or null.")
+    return number
+
+
+def write_object(body: Body) -> bytes:
+    """Serialize a request or an answer. Raises `RefusalError` (422) for one that is nested too deep."""
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        try:
+            return json.dumps(body).encode()
+        except RecursionError:
+            raise too_deep() from None
+
+
+def too_deep() -> RefusalError:
+    """The refusal for lists and objects inside one another without end."""
+    return RefusalError(422, "invalid_json", "The request's body is nested too deep to be read; send a flatter one.")
+
+
+BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+LINE = re.compile(rb"\r\n|\n|\r")
+LONGEST_BLANK = 4
+LONGEST_EVENT = 64 << 20
+"""Bytes; the longest there is has the ids of a whole prompt, at most eight bytes each."""
+
+
+class EventCutter:
+    """Feed it bytes, get back whole events, each with the blank line that ends it."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that `data` completed, in order. Raises `UpstreamError` for one without an end."""
+        buffer = self._buffer
+        search_from = max(0, len(buffer) - LONGEST_BLANK + 1)
+        buffer += data
+        events: list[bytes] = []
+        start = 0
+        for match in BLANK_LINE.finditer(buffer, search_from):
+            events.append(bytes(buffer[start : match.end()]))
+            start = match.end()
+        if start:
+            del buffer[:start]
+        if len(buffer) > LONGEST_EVENT:
+            raise UpstreamError(f"it sent an event of more than {LONGEST_EVENT} bytes")
+        return events
+
+    def rest(self) -> bytes:
+        """What came after the last blank line: an event that was cut off, or nothing."""
+        return bytes(self._buffer)
+
+
+def data_of(event: bytes) -> bytes | None:
+    """The payload of an event (its `data:` lines joined by newlines), or None for comments and other fields."""
+    body = event.rstrip(b"\r\n")
+    if body.startswith(b"data: ") and b"\n" not in body and b"\r" not in body:
+        return body[6:]
+    lines = [line[5:].removeprefix(b" ") for line in LINE.split(event) if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None

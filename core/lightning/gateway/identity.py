@@ -1,0 +1,306 @@
+"""Whose call is this, and which agent makes it: the agent's API key, and the header that names a caller.
+
+The invariant (law 6): the key is a signed, expiring token that names one attempt of one rollout. One that verifies gives the
+right to call the model for that attempt, and no other right. It has one spelling: whoever counts by the token's text counts
+each attempt once. It is looked for in the order header, URL path, API key; the caller's name is only a label, so nonsense in
+it costs the label and never the call. That an attempt is over is the store's to say, when it is given a call of it: a token
+that it has once refused is refused here from then on, before anything is sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import jwt
+import orjson
+from jwt.utils import base64url_decode, base64url_encode
+from starlette.types import Scope
+
+from lightning.errors import ConfigError
+from lightning.gateway.http import Header, RefusalError
+from lightning.spans.trace import trace_id_of
+from lightning.types import Caller
+
+ALGORITHM = "HS256"
+AUDIENCE = "lightning-gateway"
+CURE = "The agent must pass llm.api_key (or use llm.url_with_token) exactly as it was given for this rollout."
+LONGEST_TOKEN = 4096
+CACHE_SIZE = 4096
+TRACES = 16_384
+"""Trace ids that are remembered at most, some 400 bytes each; first goes the one whose agent was silent for longest."""
+SHORTEST_SECRET = 16
+AS_ASKED: Mapping[str, float | int] = MappingProxyType({})
+"""The sampling of a token that overrides nothing; one for all of them, since thousands are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a token says. `sampling` overrides the agent's parameters for this attempt; `expires_at` is Unix time.
+
+    `run` says whose policy is called; empty: that of the gateway itself.
+    """
+
+    rollout: str
+    attempt: int
+    expires_at: float
+    sampling: Mapping[str, float | int] = field(default_factory=lambda: AS_ASKED)
+    run: str = ""
+
+
+class ExpiredTokenError(RefusalError):
+    """The refusal (401) of a token whose time is over; `claims` are what it said, and its signature has verified."""
+
+    def __init__(self, claims: Claims) -> None:
+        message = f"The API key of this rollout has expired; raise gateway.token_ttl if rollouts take this long. {CURE}"
+        super().__init__(401, "expired_token", message)
+        self.claims = claims
+
+
+class TokenSigner:
+    """Issues and verifies tokens. Verified ones are remembered, since an agent sends the same one with every call."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < SHORTEST_SECRET:
+            raise ConfigError(
+                f"The gateway's signing secret has {len(secret)} bytes; use at least {SHORTEST_SECRET}: "
+                "secrets.token_bytes(32)"
+            )
+        self._key = hashlib.blake2b(secret, digest_size=32, person=b"lightning.gw").digest()
+        self._verified: OrderedDict[str, Claims] = OrderedDict()
+        self._traces: OrderedDict[str, Claims] = OrderedDict()
+
+    def issue(
+        self, rollout: str, attempt: int, ttl: float, sampling: Mapping[str, float | int] | None = None, run: str = ""
+    ) -> str:
+        """Sign a token that is valid for `ttl` seconds; it contains only letters, digits, `-`, `_` and dots."""
+        expires_at = time.time() + ttl
+        claims: dict[str, object] = {"aud": AUDIENCE, "sub": rollout, "att": attempt, "exp": expires_at}
+        if sampling:
+            claims["smp"] = dict(sampling)
+        if run:
+            claims["run"] = run
+        token = jwt.encode(claims, self._key, algorithm=ALGORITHM)
+        self._note(trace_id_of(token), Claims(rollout, attempt, expires_at, run=run))
+        return token
+
+    def verify(self, token: str) -> Claims:
+        """The token's claims. Raises `RefusalError` (401) when it is missing or forged, `ExpiredTokenError` when expired."""
+        known = self._verified.get(token)
+        if known is not None:
+            if known.expires_at > time.time():
+                return known
+            del self._verified[token]
+            raise ExpiredTokenError(known)
+        claims = self._decode(token)
+        if claims.expires_at <= time.time():
+            raise ExpiredTokenError(claims)
+        self._verified[token] = claims
+        self._note(trace_id_of(token), claims)  # one that was issued before this process began
+        if len(self._verified) > CACHE_SIZE:
+            self._verified.popitem(last=False)
+        return claims
+
+    def of_trace(self, trace_id: str) -> Claims | None:
+        """Whose trace an id is; None unless this process has issued or seen a token of it that is still valid."""
+        claims = self._traces.get(trace_id)
+        if claims is None or claims.expires_at <= time.time():
+            return None
+        self._traces.move_to_end(trace_id)
+        return claims
+
+    def learn(self, trace_id: str, claims: Claims) -> Claims | None:
+        """Another server issued the token of this trace; the claims, unless they have expired."""
+        self._note(trace_id, claims)
+        return self.of_trace(trace_id)
+
+    def _note(self, trace_id: str, claims: Claims) -> None:
+        self._traces[trace_id] = claims
+        self._traces.move_to_end(trace_id)
+        now = time.time()
+        while len(self._traces) > TRACES or next(iter(self._traces.values())).expires_at <= now:
+            self._traces.popitem(last=False)
+            if not self._traces:
+                return
+
+    def _decode(self, token: str) -> Claims:
+        if not token:
+            raise RefusalError(401, "missing_token", f"No API key was sent. {CURE}")
+        if len(token) > LONGEST_TOKEN:
+            raise RefusalError(401, "invalid_token", f"The API key is not one of this gateway. {CURE}")
+        try:
+            said = jwt.decode(
+                token,
+                self._key,
+                algorithms=[ALGORITHM],
+                audience=AUDIENCE,
+                options={
+                    "require": ["exp", "sub", "att"],
+                    "verify_exp": False,
+                },  # `verify` looks, and says whose it was
+            )
+            if not is_canonical(token):
+                raise jwt.InvalidTokenError("it is not spelt as it was issued")
+            return Claims(
+                said["sub"], int(said["att"]), float(said["exp"]), said.get("smp") or AS_ASKED, str(said.get("run", ""))
+            )
+        except (jwt.InvalidTokenError, ValueError, TypeError) as error:
+            message = f"The API key is not one of this gateway ({error}). {CURE}"
+            raise RefusalError(401, "invalid_token", message) from None
+
+
+def is_canonical(token: str) -> bool:
+    """Whether the signature of a token that verified is spelt as base64url has it.
+
+    PyJWT reads over padding, and its older releases over the last two bits and over characters that are none of base64's, so
+    that one signature has many spellings. The rest of a token has one: the signature is of its text.
+    """
+    signature = token.rpartition(".")[2]
+    return base64url_encode(base64url_decode(signature)).decode() == signature
+
+
+def seconds_left(token: str) -> float:
+    """How long a token will still be good by this machine's clock, its signature unread; infinite for what does not say so."""
+    try:
+        said = jwt.decode(token, options={"verify_signature": False})
+        return float(said["exp"]) - time.time()
+    except (jwt.InvalidTokenError, KeyError, ValueError, TypeError):
+        return math.inf
+
+
+log = logging.getLogger(__name__)
+
+ROLLOUT_HEADER = b"x-lightning-rollout"
+CALLER_HEADER = b"x-lightning-caller"
+ALIAS = "policy:"
+LONGEST_CALLER = 8192
+STALE = 4096
+"""Tokens of attempts that are over which are remembered at most."""
+NO_RETRY: Header = (b"x-should-retry", b"false")
+"""OpenAI's and Anthropic's clients send a 409 again unless they are told not to, and each time vLLM would sample for nobody."""
+DEFAULT_CALLER = Caller("agent")
+
+OURS = frozenset(
+    b"accept accept-encoding api-key authorization connection content-length content-type cookie expect host keep-alive "
+    b"proxy-authorization te trailer transfer-encoding upgrade user-agent x-api-key x-request-id".split()
+)
+"""Headers that end at the gateway: credentials, and what belongs to one connection."""
+OURS_PREFIXES = (b"x-lightning-", b"x-stainless-", b"x-forwarded-", b"openai-", b"anthropic-")
+
+
+class Identity:
+    """Reads tokens and callers from requests."""
+
+    def __init__(self, signer: TokenSigner) -> None:
+        self._signer = signer
+        self._complained = False
+        self._stale: OrderedDict[tuple[str, int, float], str] = OrderedDict()
+
+    def claims(self, scope: Scope) -> Claims:
+        """The attempt this request belongs to. Raises `RefusalError` (401)."""
+        authorization = key = b""
+        for name, value in scope["headers"]:
+            if name == ROLLOUT_HEADER:
+                return self._signer.verify(value.decode("latin-1"))
+            if name == b"authorization":
+                authorization = value
+            elif name == b"x-api-key":
+                key = value
+        token = scope.get("path_params", {}).get("token")
+        if token is None:
+            token = bearer(authorization) or key.decode("latin-1")
+        return self._signer.verify(token)
+
+    def over(self, claims: Claims, why: object) -> RefusalError:
+        """The refusal (409) of a call whose attempt the store says to be over; `check_over` raises it from now on.
+
+        The token is remembered and not the attempt: one that the store has lost (a failover) begins again with a new token.
+        """
+        key = _key(claims)
+        self._stale[key] = str(why)
+        self._stale.move_to_end(key)
+        if len(self._stale) > STALE:
+            self._stale.popitem(last=False)
+        return refuse_stale(why)
+
+    def check_over(self, claims: Claims) -> None:
+        """Raise `RefusalError` (409) for a token that `over` was told of."""
+        why = self._stale.get(_key(claims))
+        if why is not None:
+            self._stale.move_to_end(_key(claims))
+            raise refuse_stale(why)
+
+    def knows(self, trace_id: str) -> bool:
+        """Whether this process knows whose trace that is, without asking the store."""
+        return self._signer.of_trace(trace_id) is not None
+
+    def caller(self, scope: Scope, model: object) -> Caller:
+        """Who is calling: the adapter's header, else the model's alias (`policy:writer`), else `agent`."""
+        unnamed = DEFAULT_CALLER
+        for name, value in scope["headers"]:
+            if name == CALLER_HEADER and (found := self._parse(value)) is not None:
+                if found.path or found.agent != DEFAULT_CALLER.agent:
+                    return found
+                unnamed = found  # from an adapter that failed: it says so in `framework`, and no name
+        if isinstance(model, str) and model.startswith(ALIAS) and len(model) > len(ALIAS):
+            return replace(unnamed, agent=model[len(ALIAS) :])
+        return unnamed
+
+    def _parse(self, value: bytes) -> Caller | None:
+        try:
+            return parse_caller(value)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not self._complained:
+                self._complained = True
+                log.warning("ignoring a bad %s header (said once): %s", CALLER_HEADER.decode(), error)
+            return None
+
+
+def refuse_stale(why: object) -> RefusalError:
+    """The refusal (409) of a call of an attempt that is over."""
+    message = (
+        f"This attempt of the rollout is over, its calls are no longer taken: {why}. Stop the agent; if a client is kept "
+        "between rollouts, give it the new llm.api_key."
+    )
+    return RefusalError(409, "stale_attempt", message, [NO_RETRY])
+
+
+def _key(claims: Claims) -> tuple[str, int, float]:
+    """What tells tokens apart."""
+    return claims.rollout, claims.attempt, claims.expires_at
+
+
+def parse_caller(value: bytes) -> Caller:
+    """The caller in a header: JSON with `agent` and, if known, `path`, `span_id`, `parent_id`, `framework`.
+
+    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` for anything else.
+    """
+    if len(value) > LONGEST_CALLER:
+        raise ValueError(f"{len(value)} bytes; at most {LONGEST_CALLER} are read")
+    said = orjson.loads(value)
+    path = tuple(said.get("path") or ())
+    agent, rest = said["agent"], [said.get(name) or "" for name in ("span_id", "parent_id", "framework")]
+    if not agent or not all(isinstance(text, str) for text in (agent, *rest, *path)):
+        raise ValueError("'agent' must be a non-empty string, 'path' a list of strings, the rest strings")
+    return Caller(agent, path, *rest)
+
+
+def bearer(authorization: bytes) -> str:
+    """The token of an `Authorization: Bearer` header, or an empty string."""
+    scheme, _, token = authorization.decode("latin-1").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def forwarded_headers(scope: Scope) -> list[tuple[str, str]]:
+    """The agent's headers that go on to vLLM (trace context and the like); never ours, never credentials."""
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in scope["headers"]
+        if name not in OURS and not name.startswith(OURS_PREFIXES)
+    ]

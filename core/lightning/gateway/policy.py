@@ -1,0 +1,335 @@
+"""One run's policy as a gateway sees it: its policy servers, whether they may be asked now, and which version they have.
+
+The invariant: what is dispatched goes to the run's own servers, while the gate is open, with the version they have then. While
+a hold is active nothing new is sent, and no call that ends meanwhile is recorded before its tokens' versions are known; when
+the last hold ends everything that waited goes on, in the order it came.
+
+A token belongs to the version that was loaded when vLLM sampled it. A call starts with the version current when it was sent;
+each update splits it at the number of tokens the old weights had sampled when vLLM froze. A call of which that cannot be said
+is never trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import orjson
+
+from lightning.asyncio_utils import end
+from lightning.gateway.dialects import Capture
+from lightning.gateway.http import Body, RefusalError, UpstreamError
+from lightning.gateway.upstream.servers import GRACE, Pool, Slot, Upstream
+from lightning.policy_server.protocol import Update
+from lightning.types import VersionRun
+
+UPDATING = "The policy's weights are being updated"
+
+
+class Gate:
+    """Open unless at least one hold is active. `timeout` is how many seconds a call may wait in all; `waiting` counts calls."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._holds: dict[object, str] = {}
+        self._news = asyncio.Event()
+        self.waiting = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether a hold is active."""
+        return bool(self._holds)
+
+    def close(self, holder: object, why: str = UPDATING) -> None:
+        """Close the gate until `holder` opens it again; `why` begins the message of those who wait too long."""
+        self._holds[holder] = why
+
+    def open(self, holder: object) -> None:
+        """End the hold of `holder`, if it has one."""
+        if self._holds.pop(holder, None) is not None and not self._holds:
+            self._news.set()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Close the gate for the length of the block. Holds may overlap."""
+        holder = object()
+        self.close(holder)
+        try:
+            yield
+        finally:
+            self.open(holder)
+
+    def stir(self) -> None:
+        """What calls wait for in `settle` may have come true."""
+        self._news.set()
+
+    async def wait(self, spent: float = 0.0) -> float:
+        """Return at once when open, else when the hold ends; the answer is how many seconds a call has waited now.
+
+        `spent` are those it had waited before. Raises `RefusalError` (503) when it has waited too long in all.
+        """
+        if not self._holds:
+            return spent
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self.waiting += 1
+        try:
+            await self._until(lambda: not self._holds, self.timeout - spent)
+        except TimeoutError:
+            why = next(iter(self._holds.values()), UPDATING)
+            message = (
+                f"{why} and this took longer than {self.timeout:g} s. "
+                "Send the request again; if updates are this slow, raise gateway.hold_timeout."
+            )
+            raise RefusalError(503, "held_too_long", message, [(b"retry-after", b"1")]) from None
+        finally:
+            self.waiting -= 1
+        return spent + loop.time() - began
+
+    async def settle(self, settled: Callable[[], bool]) -> bool:
+        """Wait for the same, or until `settled`, but no longer than the timeout; return whether either came true."""
+        if self._holds and not settled():
+            with contextlib.suppress(TimeoutError):
+                await self._until(lambda: not self._holds or settled(), self.timeout)
+        return not self._holds or settled()
+
+    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            while not done():  # another hold may have begun before this one woke up
+                self._news.clear()
+                await self._news.wait()
+
+
+@dataclass(slots=True, eq=False)
+class LiveCall:
+    """A call that vLLM may still be sampling.
+
+    `request_id` is what was sent as `X-Request-Id`, `choices` how many completions it makes (`n` for each prompt), `sent`
+    says that it reached a server (`upstream`, which was in `slot` then), `seen` how many tokens of each choice had come before
+    the last hold. `unsure` calls may have tokens of versions that nobody here has heard of; `unserved` ones failed because no
+    server was there, or theirs went away. While `waits_for_bytes`, the last sign of life was at `heard_at` (the loop's clock).
+    """
+
+    request_id: str
+    choices: int
+    n: int
+    base: int
+    capture: Capture
+    runs: dict[int, list[VersionRun]] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
+    sent: bool = False
+    unsure: bool = False
+    unserved: bool = False
+    slot: Slot | None = None
+    upstream: Upstream | None = None
+    waits_for_bytes: bool = False
+    heard_at: float = 0.0
+
+    def dispatch(self, version: int, now: float) -> None:
+        """It is being sent to a server that has this version."""
+        self.base, self.sent, self.unsure = version, True, False
+        self.waits_for_bytes, self.heard_at = True, now
+        self.runs.clear()
+        self.seen.clear()
+
+    def retract(self) -> None:
+        """No server has begun to work on it: it may be sent again."""
+        self.sent = self.waits_for_bytes = False
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another server, maybe at the same address, is now in the place of the one that it was sent to."""
+        return self.slot is not None and self.slot.upstream is not self.upstream
+
+    def versions(self, choice: int, length: int) -> tuple[VersionRun, ...]:
+        """The runs of a choice, clipped to its `length` response tokens."""
+        runs = self.runs.get(choice)
+        if runs is None:
+            return (VersionRun(0, self.base),)
+        return (runs[0], *(run for run in runs[1:] if run.start < length))
+
+    def key(self, index: int) -> str:
+        """How `Update.in_flight` names a choice (the inverse of `policy_server.control.client_key`)."""
+        prompt, choice = divmod(index, self.n)
+        if self.n == 1:
+            return self.request_id if prompt == 0 else f"{prompt}_{self.request_id}"
+        return f"{choice}_{self.request_id}" + (f"-{prompt}" if prompt else "")
+
+    def split(self, choice: int, tokens: int, version: int) -> None:
+        """From response token `tokens` on, `choice` is sampled by `version`."""
+        runs = self.runs.setdefault(choice, [VersionRun(0, self.base)])
+        while runs and runs[-1].start >= tokens:
+            runs.pop()
+        runs.append(VersionRun(tokens if runs else 0, version))
+
+
+class VersionBook:
+    """The current version, and every call that could be touched by the next update."""
+
+    def __init__(self, version: int) -> None:
+        self.current = version
+        self._live: set[LiveCall] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no such call."""
+        return not self._live
+
+    def follow(self, call: LiveCall) -> None:
+        """From now on updates concern this call."""
+        self._live.add(call)
+
+    def forget(self, call: LiveCall) -> None:
+        """The call's answer has been read, and no update is under way."""
+        self._live.discard(call)
+
+    def freeze(self) -> None:
+        """Note how far every call has come, before an update begins."""
+        for call in self._live:
+            call.seen = {index: len(choice.response_ids) for index, choice in call.capture.choices.items()}
+
+    def keys(self) -> list[str]:
+        """How `Update.in_flight` names every choice that a server may be sampling."""
+        return [call.key(index) for call in self._live if call.sent for index in range(call.choices)]
+
+    def lose(self) -> int:
+        """Weights may have changed unheard of: whatever a server may be sampling is unsure. Return how many calls that are."""
+        lost = [call for call in self._live if call.sent and not call.unsure]
+        for call in lost:
+            call.unsure = True
+        return len(lost)
+
+    def update(self, update: Update) -> None:
+        """Split the calls in flight at the tokens the old weights had sampled.
+
+        A choice that is missing from `in_flight` was never scheduled before the update and is wholly the new version's;
+        unless tokens of it had been seen by then, which a server that does not report finished requests leaves out.
+        """
+        self.current = update.version
+        for call in self._live:
+            if not call.sent:
+                continue
+            for index in range(call.choices):
+                tokens = update.in_flight.get(call.key(index))
+                if tokens is not None or not call.seen.get(index):
+                    call.split(index, tokens or 0, update.version)
+
+
+log = logging.getLogger(__name__)
+
+Tokenize = Callable[[Body], Awaitable[tuple[int, bytes]]]
+"""Status and body of `/tokenize` for a chat prompt."""
+IN_THE_PROMPT = ("messages", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+UNKNOWN = (aiohttp.ClientError, OSError, UpstreamError, RefusalError, ValueError, KeyError, TypeError)
+"""What asking raises when there is no answer, or one that is no vLLM's."""
+TRIES = 3
+"""Calls whose prompts are compared at most, where the policy server does not say."""
+CURE_OF_TEMPLATE = (
+    "give vLLM a template that shows tools (policy_server.args: --chat-template FILE), take a model whose template knows them, "
+    "or describe the tools in the agent's own prompt"
+)
+HIDDEN = (
+    "the model's chat template does not show the tools that an agent sent as `tools=`: the model has never heard of them; "
+    f"{CURE_OF_TEMPLATE}"
+)
+
+
+class ShownTools:
+    """Whether the policy's chat template shows the model the tools that agents send. `calls` is how many had tools that the
+    model could have used.
+
+    What is found out changes no call, since an agent may describe its tools in its own words as well. A template that knows no
+    tools (plain ChatML, as many small models have) drops `tools` without a word, and the agent then waits for tool calls of a
+    model that has never heard of its tools. The policy server's own tokenizer is asked, with the messages of a call that was
+    answered: a prompt that is the same with and without the tools hides them.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._shown: bool | None = None
+        self._tries = 0
+        self._looking: asyncio.Task[None] | None = None
+
+    def look(self, body: Body, tokenize: Tokenize) -> None:
+        """A call with this chat request was answered; the first that has tools is looked at, without waiting."""
+        if not body.get("tools") or body.get("tool_choice") == "none":
+            return
+        self.calls += 1
+        if self._shown is None and self._tries < TRIES and (self._looking is None or self._looking.done()):
+            self._tries += 1
+            self._looking = asyncio.create_task(self._compare(body, tokenize), name="lightning-gateway-tools")
+
+    async def hidden(self) -> int:
+        """How many calls had tools that the model was not shown, as far as it is known when what is under way has ended."""
+        if self._looking is not None:
+            await asyncio.wait({self._looking})
+        return self.calls if self._shown is False else 0
+
+    async def close(self) -> None:
+        """Find out nothing any more."""
+        if self._looking is not None:
+            await end(self._looking)
+
+    async def _compare(self, body: Body, tokenize: Tokenize) -> None:
+        prompt = {name: body[name] for name in IN_THE_PROMPT if name in body}
+        try:
+            with_tools = await tokenize({**prompt, "tools": body["tools"]})
+            without = await tokenize(prompt)
+            found = [orjson.loads(payload)["tokens"] for status, payload in (with_tools, without) if status == 200]
+        except UNKNOWN as error:
+            log.debug("whether the chat template shows tools is not known: %r", error)
+            return
+        if len(found) == 2:
+            self._shown = found[0] != found[1]
+            if not self._shown:
+                log.warning("%s (said once for each policy)", HIDDEN)
+
+
+class Policy:
+    """The parts that every call of a run goes through. `hold_timeout` is in seconds.
+
+    `check` is called before anything is taken for known: the member of a fleet looks at its clock there. With a `seed`
+    calls that have none are given one. `used` is when the last call came (the loop's clock);
+    `told` whether it has been heard which servers there are.
+    """
+
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        hold_timeout: float,
+        *,
+        version: int = 0,
+        seed: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.pool = Pool(upstreams, grace=min(GRACE, hold_timeout))
+        self.gate = Gate(hold_timeout)
+        self.book = VersionBook(version)
+        self.seed, self.check = seed, check
+        self.tools = ShownTools()
+        self.used = 0.0
+        self.told = bool(upstreams)
+        self._health: asyncio.Task[None] | None = None
+        self.pool.on_other = self.lose
+
+    def lose(self) -> int:
+        """Nobody knows what sampled the calls in flight. Returns how many they are."""
+        lost = self.book.lose()
+        self.gate.stir()
+        return lost
+
+    def check_health(self, session: aiohttp.ClientSession) -> None:
+        """Look after the servers from now on, until `close`."""
+        if self._health is None:
+            self._health = asyncio.create_task(self.pool.watch(session), name="lightning-gateway-health")
+
+    async def close(self) -> None:
+        """Look no longer."""
+        await self.tools.close()
+        if self._health is not None:
+            await end(self._health)
+            self._health = None

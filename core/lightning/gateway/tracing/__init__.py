@@ -1,1 +1,0 @@
-"""OpenTelemetry spans that arrive at the gateway, and which rollout they belong to."""
