@@ -117,7 +117,7 @@ def steps(model: Path, shape: Shape) -> dict[str, float]:
     merged = build_samples(trajectories, advantages(trajectories))
     single = one_row_per_call(merged)
     loss = ClippedPolicyGradient(correction=NO_CORRECTION)
-    engines = [TorchEngine(device="cpu") for _ in range(2)]
+    engines = [TorchEngine(device="cpu", step="linear") for _ in range(2)]  # the tree would merge what was cut
     for engine in engines:
         engine.open(model, OptimizerConfig(lr=1e-6), seed=0)
     first: list[StepResult] = [

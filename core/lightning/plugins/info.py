@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint
 from typing import Literal, TypeAlias
 
 from lightning._version import __version__
@@ -64,9 +64,10 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
     disabled = {name for part in os.environ.get(DISABLE, "").split(",") if (name := part.strip())}
     entries: dict[str, EntryPoint] = {}
     infos: dict[str, PluginInfo] = {}
+    origins: dict[Distribution | None, tuple[str, str]] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         name, _, module = entry.name.partition(".")
-        origin, version = (entry.dist.name, entry.dist.version) if entry.dist else ("unknown", "")
+        origin, version = origins[entry.dist] = origins.get(entry.dist) or _origin(entry.dist)
         info = PluginInfo(name, entry.value, origin, version, "waiting", module)
         if name in infos:
             first = infos[name]
@@ -75,7 +76,7 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
                 infos[f"{name}@{origin}"] = info.broken(error)
         elif name in disabled:
             infos[name] = replace(info, state="disabled", error=f"{DISABLE} lists it")
-        elif unmet := _unmet(entry):
+        elif origin != OWN and (unmet := _unmet(entry)):
             infos[name] = info.broken(f"it requires {unmet}, and this is lightning {__version__}")
         else:
             entries[name], infos[name] = entry, info
@@ -84,11 +85,17 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
     return entries, infos
 
 
+def _origin(distribution: Distribution | None) -> tuple[str, str]:
+    """Name and version. Each reading of them parses all of the distribution's metadata, which takes milliseconds."""
+    if distribution is None:
+        return "unknown", ""
+    said = distribution.metadata
+    return said["Name"], said["Version"]
+
+
 def _unmet(entry: EntryPoint) -> str:
     """What a stranger's distribution requires of lightning and this release is not; empty when there is nothing."""
-    if entry.dist is None or entry.dist.name == OWN:
-        return ""
-    for text in entry.dist.requires or ():
+    for text in (entry.dist.requires if entry.dist else None) or ():
         if re.match(rf"{OWN}(?![\w.-])", text, re.IGNORECASE):
             from packaging.requirements import Requirement  # only where a stranger's plugin is installed
 
