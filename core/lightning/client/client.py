@@ -19,9 +19,8 @@ from pathlib import Path
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
 from lightning.client.delivery import AttemptCounts, ServerDelivery
-from lightning.client.presence import Presence
 from lightning.client.runs import Runs
-from lightning.client.servers import Servers
+from lightning.client.servers import Presence, Servers
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins

@@ -15,9 +15,8 @@ import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from lightning.client.presence import Presence
 from lightning.client.runs import Runs
-from lightning.client.servers import Servers
+from lightning.client.servers import Presence, Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.gateway.identity import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments

@@ -1,4 +1,4 @@
-"""Which process of a server answers: what tells that the one an agent used is gone.
+"""Whether servers answer, and which process of them: what tells that the one an agent used is gone.
 
 The invariant: the server of an agent that failed is taken to be gone only if its process was known and answers no more, however
 many others answer at the same URL.
@@ -8,9 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import aiohttp
 import orjson
+
+from lightning.errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+ONE_FAILURE = 30.0
+"""Seconds between two kinds of questions going unanswered, below which they do for one reason."""
+
+
+class Presence:
+    """Hears of every question of one client whether a server has answered it."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def away(self, question: str, error: UnavailableError) -> None:
+        """No server answered this kind of question."""
+        now = time.monotonic()
+        known = question in self._since or any(now - since < ONE_FAILURE for since in self._since.values())
+        self._since.setdefault(question, now)
+        if not known:
+            logger.warning("%s. Agents that run go on; this client asks again", error)
+
+    def back(self, question: str) -> None:
+        """A server answered this kind of question."""
+        since = self._since.pop(question, None)
+        if since is not None and not self._since:
+            logger.warning("a server answers again after %.0f s", time.monotonic() - since)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,49 @@
 """How a project's names lie in the store: resources and workers have no project of their own, so their names say it.
 
 The invariant: two projects can use one name and never mean the same thing; what goes in comes out as it was. The default
-project's resources keep their bare names, because runs that know nothing of projects made them.
+project's resources keep their bare names, because runs that know nothing of projects made them. Which ids of runs and
+rollouts are a project's is remembered for a minute, so that it need not be looked up each time.
 """
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lightning.errors import DataError
 from lightning.store.protocol import Alias
 from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout
+
+REMEMBERED = 16_384
+"""Ids; beyond, the oldest are looked up again."""
+FORGET_AFTER = 60.0
+"""Seconds until all are looked up again."""
+
+
+class KnownIds:
+    """Ids known to be of one project; each kind of them is a name space."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._since = time.monotonic()
+
+    def has(self, kind: str, identity: str) -> bool:
+        """Whether this id is known."""
+        now = time.monotonic()
+        if now - self._since > FORGET_AFTER:
+            self._ids.clear()
+            self._since = now
+        return (kind, identity) in self._ids
+
+    def add(self, kind: str, identities: Iterable[str]) -> None:
+        """These are of the project."""
+        for identity in identities:
+            self._ids[kind, identity] = None
+            if len(self._ids) > REMEMBERED:
+                self._ids.popitem(last=False)
+
 
 LONGEST_ID = 512
 RESERVED = "project::"

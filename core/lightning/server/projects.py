@@ -13,8 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from lightning.errors import ConflictError, DataError, StoreError
-from lightning.server.id_cache import KnownIds
-from lightning.server.names import Names, check_id, check_run_id, is_of_servers
+from lightning.server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
 from lightning.store.protocol import (
     LATEST,
     Alias,

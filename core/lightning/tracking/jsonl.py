@@ -7,13 +7,30 @@ when the run goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
+from lightning.hooks import hookimpl
 from lightning.types import Json
+
+if TYPE_CHECKING:
+    from lightning.config import Config
+    from lightning.tracking.protocol import Tracker
+
+
+@hookimpl
+def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
+    """`trackers=["jsonl"]`."""
+    register("jsonl", json_lines)
+
+
+def json_lines(_: Config) -> Tracker:
+    """The tracker as plugins register it."""
+    return JsonLines()
+
 
 FILE = "metrics.jsonl"
 

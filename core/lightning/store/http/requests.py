@@ -1,4 +1,5 @@
-"""Asking servers: what every method of `HttpStore` does with its path, its body and the answer.
+"""Asking servers: what every method of `HttpStore` does with its path, its body and the answer. Leases whose answer was
+lost are asked for again.
 
 The invariant: an answer is read as the type that was expected, or it is an error that names the request.
 """
@@ -17,7 +18,35 @@ from lightning.errors import ConfigError, DataError, StoreError
 from lightning.store import json_codec, messages
 from lightning.store.http.address import split_urls, token_or_complain
 from lightning.store.http.transport import NotFoundError, Request, Transport
-from lightning.store.http.unconfirmed_leases import Unheard
+from lightning.store.messages import LeaseRequest
+
+
+class Unheard:
+    """The requests of one store, with the ids that they were sent under; they may be of any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[tuple[LeaseRequest, str]] = []
+
+    def take(self, run: str, worker: str, limit: int) -> tuple[LeaseRequest, str] | None:
+        """A request of this worker for no more than `limit` rollouts, to be sent again now; None when there is none."""
+        with self._lock:
+            for place, (asked, _) in enumerate(self._kept):
+                if (asked.run, asked.worker) == (run, worker) and asked.limit <= limit:
+                    return self._kept.pop(place)
+        return None
+
+    def keep(self, asked: LeaseRequest, once: str) -> None:
+        """Remember a request that was not answered."""
+        if asked.limit:
+            with self._lock:
+                self._kept.append((asked, once))
+
+    def forget(self, worker: str) -> None:
+        """The worker has given back whatever it was given."""
+        with self._lock:
+            self._kept = [kept for kept in self._kept if kept[0].worker != worker]
+
 
 PATIENCE: Final = 120.0
 PAGE: Final = 1000

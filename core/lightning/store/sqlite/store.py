@@ -1,4 +1,4 @@
-"""`SqliteStore`: the `Store` protocol over one writer thread and a few readers beside it.
+"""`SqliteStore`: the `Store` protocol over one writer thread and a few readers beside it, and its watch of changes.
 
 The invariant: methods may be awaited from any event loop and any thread of the process that opened the store; a write that was
 awaited is committed, and every later read sees it.
@@ -7,12 +7,13 @@ awaited is committed, and every later read sees it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -20,11 +21,53 @@ from lightning.errors import ConfigError, StoreError
 from lightning.store.protocol import RunWatch
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
-from lightning.store.relational.transaction import Again, Operation
-from lightning.store.sqlite.change_poll import revision, watching
+from lightning.store.relational.transaction import Again, Operation, Transaction
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
 from lightning.store.sqlite.writer import Writer, closed_error
 from lightning.store.url import StoreURL, parse
+
+SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
+POLL: Final = 0.05
+"""Seconds between looks for what another process changed; a look is one indexed read."""
+
+
+async def revision(transaction: Transaction, run: str) -> int:
+    """How often the run has changed."""
+    row = await transaction.one(SELECT_REVISION, (run,))
+    return int(row[0]) if row else 0
+
+
+class RevisionWatch:
+    """A `RunWatch` that compares how often a run has changed with what it knew."""
+
+    def __init__(self, revision: Callable[[], Awaitable[int]], event: asyncio.Event, known: int) -> None:
+        self._revision, self._event, self._known = revision, event, known
+
+    async def wait(self, timeout: float) -> bool:
+        """See `Watch.wait`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while True:
+            self._event.clear()
+            revision = await self._revision()
+            if revision != self._known:
+                self._known = revision
+                return True
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(POLL, left)):
+                    await self._event.wait()
+
+
+@asynccontextmanager
+async def watching(bell: Bell, run: str, revision: Callable[[], Awaitable[int]]) -> AsyncIterator[RevisionWatch]:
+    """A watch from now on."""
+    event = asyncio.Event()
+    with bell.listening(run, event):
+        yield RevisionWatch(revision, event, await revision())
+
 
 T = TypeVar("T")
 READERS: Final = 8
