@@ -1,15 +1,59 @@
-"""The plugin that brings the tracker `jsonl`."""
+"""The plugin that brings the tracker `jsonl`: one line of JSON for each call, appended to `metrics.jsonl` in the run's
+folder.
+
+The invariant: every complete line is valid JSON (not-a-number becomes null); a line that a crash cut short is taken away
+when the run goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import orjson
 
 from lightning.hooks import hookimpl
+from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.tracking.protocol import Tracker
+
+
+FILE = "metrics.jsonl"
+
+
+class JsonLines:
+    """Appends `{"step": ..., "at": <Unix time>, ...values}` lines."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Open the file for appending."""
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / FILE).open("ab+")
+        file.truncate(_complete(file))
+        self._file = file
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line, visible to readers at once."""
+        if self._file is not None:
+            self._file.write(orjson.dumps({"step": step, "at": time.time(), **values}) + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _complete(file: BinaryIO) -> int:
+    """How many bytes of the file are complete lines."""
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1
 
 
 @hookimpl
@@ -19,7 +63,5 @@ def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], Non
 
 
 def json_lines(_: Config) -> Tracker:
-    """See `lightning.tracking.jsonl`."""
-    from lightning.tracking.jsonl import JsonLines
-
+    """The tracker, not yet started."""
     return JsonLines()

@@ -16,7 +16,7 @@ from lightning.errors import PluginError
 from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
 from lightning.tracking import trackers
-from lightning.tracking.jsonl import JsonLines
+from lightning.tracking.plugin import JsonLines
 from lightning.tracking.protocol import AttemptRecord
 from lightning.tracking.trackers import Trackers
 from lightning.types import Rollout, Run, Task
