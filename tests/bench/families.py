@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lightning.config import Config, with_settings
 from lightning.errors import LightningError
-from lightning.testing.tiny_families import FAMILIES, Family, make_tiny_family
+from lightning.testing.tiny_models import FAMILIES, Family, make_tiny_family
 from lightning.trainer import Trainer
 from lightning.types import LLM, Task
 

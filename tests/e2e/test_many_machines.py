@@ -20,7 +20,7 @@ from lightning.config import Config
 from lightning.gateway import Upstream
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.plugins import plugins
-from lightning.runner.remote import RemoteRunner
+from lightning.runner.plugin import RemoteRunner
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.agents import Agents

@@ -1,7 +1,7 @@
 """What of a step's groups can be trained on, and the count of what cannot: the same for every algorithm.
 
 The invariant: nothing is left out silently. A rollout that cannot be trained on is dropped and counted, and the first of each
-kind is named in the log; a group that teaches nothing is skipped and counted (`lightning.trainer.step_warnings` says why).
+kind is named in the log; a group that teaches nothing is skipped and counted (`lightning.trainer.metrics` says why).
 """
 
 from __future__ import annotations

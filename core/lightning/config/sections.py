@@ -4,14 +4,176 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from lightning.config.limits import LimitsConfig
-from lightning.config.optimizer_model import OptimizerModelConfig
-from lightning.config.runners import KubernetesConfig, RayConfig
-from lightning.config.section import Section
-from lightning.config.verl import VerlConfig
+from lightning.errors import ConfigError
 from lightning.types import DEFAULT_PROJECT
+
+
+class Section(BaseModel):
+    """What every section is: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RayConfig(Section):
+    """Agents in actors of a Ray cluster."""
+
+    address: str = ""
+    """Ray cluster: `auto`, `HOST:6379` of its head, or `ray://HOST:10001`; empty starts one on this machine."""
+    agents_per_actor: int = Field(default=1, ge=1)
+    """Number of agents that run at once in one actor. They share its imports and resources; each has its own process."""
+    num_cpus: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for an actor."""
+    num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs that Ray reserves for an actor."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory that Ray reserves for an actor; 0 reserves none."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources that an actor needs, by name. They select the nodes."""
+    scheduling: Literal["DEFAULT", "SPREAD"] = "DEFAULT"
+    """Ray's placement: `DEFAULT` fills a node first, `SPREAD` uses all of them evenly."""
+    runtime_env: dict[str, JsonValue] = Field(default_factory=dict)
+    """Ray's runtime environment of the actors (`working_dir`, `pip`, `env_vars`, ...), passed unchanged. It is stored
+    with the run: put no secret in it."""
+    start_timeout: float = Field(default=300.0, gt=0)
+    """Time limit in seconds until Ray has placed an actor and the actor has loaded the agent."""
+
+
+class KubernetesConfig(Section):
+    """Agents in pods of a Kubernetes cluster, each of which runs `lightning runner`."""
+
+    mode: Literal["pool", "job"] = "pool"
+    """`pool` keeps `pods` pods, which run one rollout after another; `job` makes a Job for each rollout."""
+    pods: int = Field(default=1, ge=1)
+    """Number of pods in the pool; each runs its share of `runner.concurrency`. In `job` mode at most
+    `runner.concurrency` Jobs run at once."""
+    image: str = ""
+    """Image with this release of lightning and the agent; empty takes the image in `template`."""
+    agent: str = ""
+    """The agent as `module:name` in that image; empty takes the name that it has in the trainer's process."""
+    namespace: str = ""
+    """Namespace of the pods; empty takes that of the trainer's pod, or that of the kubeconfig's context."""
+    kubeconfig: str = ""
+    """Path of a kubeconfig. Empty uses the service account inside a cluster, and `KUBECONFIG` or `~/.kube/config`
+    elsewhere."""
+    context: str = ""
+    """The kubeconfig's context; empty takes its current one."""
+    template: str = ""
+    """Path of a YAML file with a Pod (or its `metadata` and `spec`), into which lightning's Pod is merged. Use it for
+    volumes, tolerations and everything that has no setting here. The container called `runner`, or the only one, becomes
+    the client."""
+    service_account: str = ""
+    """Service account of the pods. Its token is not mounted unless the template mounts it."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the agents. They are stored with the run: give secrets by `template` (`valueFrom`)."""
+    requests: dict[str, str] = Field(default_factory=dict)
+    """Resource requests of a pod: `cpu = "2"`, `memory = "4Gi"`."""
+    limits: dict[str, str] = Field(default_factory=dict)
+    """Resource limits of a pod, in the same form."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets with the registry's credentials."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Time limit in seconds until the first pod runs, including the image pull and the start of new nodes."""
+
+
+class VerlConfig(Section):
+    """The verl engine: training on many GPUs, by verl's workers on Ray. What the `engine` section says holds for it too."""
+
+    world_size: int = Field(default=1, ge=0)
+    """Number of worker processes, one per GPU; on a machine without a GPU they run on its CPU. 0 trains in the trainer's
+    process, without Ray."""
+    nodes: int = Field(default=1, ge=1)
+    """Number of machines, with the same number of workers on each. All must have access to the same files: the model and
+    the run's folder."""
+    address: str = ""
+    """Ray cluster: `auto`, or `HOST:6379` of its head; empty starts one on this machine."""
+    restarts: int = Field(default=3, ge=0)
+    """How often, within one step, workers that died are restarted from the last checkpoint. The step is then repeated."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Time limit in seconds until all workers are placed in the cluster and have loaded the model."""
+    strategy: Literal["fsdp2", "megatron"] = "fsdp2"
+    """How the model is sharded: `fsdp2` gives each worker a shard of every weight; `megatron` (the extra
+    `verl-megatron`) uses tensor, pipeline, context and expert parallelism, set in the table `megatron`. Megatron trains
+    all weights, without LoRA or a critic; it has been run on CPUs, not yet on a GPU."""
+    model: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `HFModelConfig`, passed unchanged."""
+    sharding: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `FSDPEngineConfig`, passed unchanged: `param_offload`, `ulysses_sequence_parallel_size`,
+    ..."""
+    megatron: dict[str, JsonValue] = Field(default_factory=dict)
+    """With the strategy `megatron`, instead of `sharding`: further options of verl's `McoreEngineConfig`, passed unchanged:
+    `tensor_model_parallel_size`, `pipeline_model_parallel_size`, `expert_model_parallel_size`, `optimizer_offload`, ..."""
+    optimizer: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further options of verl's `FSDPOptimizerConfig`, or `McoreOptimizerConfig` with Megatron, passed unchanged."""
+
+
+class OptimizerModelConfig(Section):
+    """The model that criticises and edits prompts (APO), at an OpenAI-compatible endpoint. Without one, the policy does
+    both."""
+
+    model: str = ""
+    """The model's name at the endpoint."""
+    base_url: str = ""
+    """The endpoint without `/chat/completions`: `https://api.openai.com/v1`. It receives tasks and transcripts."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key; never the key itself. Empty sends none."""
+    temperature: float | None = Field(default=1.0, ge=0)
+    """Sampling temperature; null sends none, for endpoints that reject one."""
+    timeout: float = Field(default=120.0, gt=0)
+    """Seconds to wait for an answer."""
+    attempts: int = Field(default=4, ge=1)
+    """Attempts per request after temporary failures, with growing pauses."""
+    concurrency: int = Field(default=8, ge=1)
+    """Maximum of concurrent requests."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for an endpoint that cannot be meant, without a word of what may be a key."""
+        if self == OptimizerModelConfig():
+            return
+        if not self.model or not self.base_url:
+            raise ConfigError("the section optimizer_model needs both: a model, and the base_url of where it is")
+        check_endpoint(self.base_url, self.api_key_env)
+
+
+def check_endpoint(base_url: str, api_key_env: str) -> None:
+    """Raise `ConfigError` for a URL or a variable's name that may hold a password or a key: settings are kept with the run."""
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"base_url={base_url!r} of the optimiser model is no URL: write https://.../v1")
+    if "@" in base_url.split("/", 3)[2] or "?" in base_url:
+        raise ConfigError(
+            "base_url of the optimiser model has a user, a password or a query in it, and settings are kept with the run: "
+            "write https://.../v1 alone, with the key in the environment variable that api_key_env names"
+        )
+    if api_key_env and not api_key_env.isidentifier():
+        raise ConfigError(
+            "api_key_env of the optimiser model cannot name an environment variable: give the name of the variable that "
+            "holds the key, not the key"
+        )
+
+
+class LimitsConfig(Section):
+    """What one client may take of a port. Who asks too often is told to wait (429), who is too slow is cut off (408)."""
+
+    hosts: tuple[str, ...] = ()
+    """Accepted host names of requests, in addition to loopback: for example the name of a proxy in front. A port that is
+    bound beyond loopback checks names only when some are given here."""
+    header_timeout: float = Field(default=20.0, gt=0)
+    """Time limit in seconds from the start of a connection (or request) until the request's headers are complete."""
+    body_timeout: float = Field(default=60.0, gt=0)
+    """Time limit in seconds from the headers until the request's body is complete."""
+    write_timeout: float = Field(default=120.0, gt=0)
+    """Seconds that a client may leave sent data unread; then its connection is closed."""
+    requests_per_second: float = Field(default=2000.0, ge=0)
+    """Average rate of requests per token; bursts may be twice as large. 0 sets no limit."""
+    concurrent_requests: int = Field(default=2048, ge=0)
+    """Maximum of concurrent requests per token, long polls included. 0 sets no limit."""
+    failures_per_minute: float = Field(default=120.0, ge=0)
+    """Requests with wrong tokens per address and minute. Above the limit, only tokens that were accepted before are accepted. 0
+    sets no limit."""
+
 
 TaskOrder = Literal["shuffled", "given"]
 

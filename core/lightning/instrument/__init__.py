@@ -5,8 +5,7 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 
 from __future__ import annotations
 
-from lightning.instrument.caller_lookup import ask, current_caller
-from lightning.instrument.components import component, component_path, tool
+from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.versions import check_supported

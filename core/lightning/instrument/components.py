@@ -1,7 +1,9 @@
-"""Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools.
+"""Names for the parts of an agent: `component("writer")` around its calls, `@tool` on its tools; and who is calling now.
 
 The invariant: a wrapped function behaves as before (same result, same exceptions, sync stays sync, streams stay streams)
-and a name never leaks to code outside the block or decorated function, not even between the items of a generator.
+and a name never leaks to code outside the block or decorated function, not even between the items of a generator. Who is
+calling is asked first of what a user's own code registered, then of the adapters: nobody who is asked can cost the agent
+its call, and whoever raises is left out of this answer and named once.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
-from lightning.instrument.caller_lookup import current_caller
-from lightning.instrument.context import calling_session, current_session
+from lightning.instrument.context import calling_session, current_session, log_once
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent
 
@@ -324,3 +325,30 @@ def _arguments(signature: inspect.Signature | None, args: tuple[object, ...], kw
             logger.debug("a tool was called with arguments that do not fit %s", signature)
     named.pop("self", None)
     return arguments_of(named)
+
+
+_asked: tuple[Callable[[], Caller | None], ...] = ()
+
+
+def ask(identify: Callable[[], Caller | None]) -> None:
+    """Ask `identify` before every adapter, as `lightning_identify` is asked; again: does nothing.
+
+    For a handler that users register with their framework by hand, which has to work where its adapter is not installed or
+    is disabled. It stays for the life of the process, so it answers None unless such a handler sees the running call.
+    """
+    global _asked
+    if identify not in _asked:
+        _asked = (*_asked, identify)
+
+
+def current_caller() -> Caller | None:
+    """Who makes the call that this thread or task is about to send; None when nobody knows."""
+    for identify in _asked:
+        try:
+            if (caller := identify()) is not None:
+                return caller
+        except Exception as error:  # noqa: BLE001 — isolates what a user registered
+            log_once(f"asked {identify!r}", "%r was asked who is calling and failed: %r (said once)", identify, error)
+    from lightning.plugins import plugins
+
+    return plugins().identify()

@@ -1,9 +1,10 @@
-"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is reported
-after a reply knows which call it follows.
+"""The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is
+reported after a reply knows which call it follows.
 
-The invariant: only requests to the gateway of an active rollout are touched, and those that are to be rerouted to it; a tap
-can never make a request fail, and after the last undo the libraries are exactly as they were. Neither library is imported
-here; one that is imported later is tapped when it is.
+The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
+(`runner.reroute`); a tap can never make a request fail, and after the last undo the libraries are exactly as they were.
+Neither library is imported here; one that is imported later is tapped when it is. A call to a well-known provider that
+stays what it is gets a line in the log, because what it says is neither recorded nor trained.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from types import ModuleType
 from typing import Protocol, TypeAlias, cast
+from urllib.parse import urlsplit
 
 from lightning.instrument.address import Url
-from lightning.instrument.caller_lookup import current_caller
+from lightning.instrument.components import current_caller
 from lightning.instrument.context import (
     Session,
+    active,
     calling_session,
     certain_session,
+    current_session,
     is_gateway,
     log_once,
     session_of,
 )
-from lightning.instrument.reroute import HttpxRequest, host_of, reroute
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
@@ -203,3 +206,66 @@ def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
             _tap.release(hosts)
 
     return undo
+
+
+PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
+"""Hosts of the model APIs that the gateway speaks; other providers' are recognized only when they are listed."""
+VERSION = "/v1/"
+
+
+class HttpxRequest(Protocol):
+    """What httpx's and httpx2's requests have in common."""
+
+    url: Url
+
+    @property
+    def headers(self) -> MutableMapping[str, str]:
+        """Case-insensitive."""
+
+
+def host_of(name: str) -> str:
+    """A host as `runner.reroute` lists it, `api.openai.com`, from that or from a URL of it."""
+    return urlsplit(name if "//" in name else f"//{name}").hostname or name
+
+
+def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
+    """Send a request for one of `hosts` to the rollout's gateway, with its key; return whether it was one."""
+    url = str(request.url)
+    host = urlsplit(url).hostname or ""
+    listed = host in hosts
+    if not listed and host not in PROVIDERS:
+        return False
+    session = current_session()
+    if session is None:
+        if listed and active():
+            log_once(
+                f"whose {host}",
+                "a call to %s is not brought to the policy: it comes from a thread that may belong to any of several rollouts. "
+                "Run the thread's work in contextvars.copy_context()",
+                host,
+            )
+        return False
+    if not listed:
+        log_once(
+            f"elsewhere {host}",
+            "an agent calls %s itself: what is said there is not recorded, and nothing is learned from it. Give its client "
+            "llm.base_url and llm.api_key, or set runner.reroute to ['%s'] to have such calls brought to the policy",
+            host,
+            host,
+        )
+        return False
+    _, version, rest = url.partition(VERSION)
+    if not version:
+        log_once(f"no route {host}", "a call to %s is not brought to the policy: its path has no %s", url, VERSION)
+        return False
+    _redirect(request, session, rest)
+    return True
+
+
+def _redirect(request: HttpxRequest, session: Session, rest: str) -> None:
+    target = f"{session.llm.base_url.rstrip('/')}/{rest}"
+    request.url = type(request.url)(target)
+    request.headers["host"] = request.url.netloc.decode()
+    if "x-api-key" in request.headers:
+        request.headers["x-api-key"] = session.llm.api_key
+    request.headers["authorization"] = f"Bearer {session.llm.api_key}"

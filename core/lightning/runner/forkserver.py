@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from typing import Any
 
 from lightning.errors import RunnerError
 from lightning.runner import socket_framing
-from lightning.runner.parent_death import how_it_ended, kill_group
-from lightning.runner.proxy_env import without_proxy
+from lightning.runner.forkserver_child import kill_group
 from lightning.runner.sandbox import PARENT
+from lightning.runner.worker import without_proxy
 
 GRACE = 5.0
 """Seconds for a process that has been told to go, or for news of one that is gone."""
@@ -77,7 +78,7 @@ class Worker:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        ended = how_it_ended(self.exited.result()) if self.exited.done() else "closed its connection to the runner"
+        ended = _how_it_ended(self.exited.result()) if self.exited.done() else "closed its connection to the runner"
         raise WorkerDiedError(f"the agent's process (pid {self.pid}) {ended} in the middle of the rollout")
 
     def hang_up(self) -> None:
@@ -155,7 +156,7 @@ class ForkServer:
         if answer is None:
             status = await asyncio.to_thread(self._process.wait)
             raise RunnerError(
-                f"the process that prepares agents {how_it_ended(status)} while it imported the agent's modules; "
+                f"the process that prepares agents {_how_it_ended(status)} while it imported the agent's modules; "
                 "its own output, above, has the reason"
             )
         if answer.get("error"):
@@ -328,3 +329,15 @@ class _Incoming:
             self._buffer += data
         parsed: dict[str, int | str] = json.loads(message)
         return parsed
+
+
+def _how_it_ended(status: int | None) -> str:
+    """An exit status as `Popen.returncode` says it, in words."""
+    if status is None:
+        return "disappeared together with its fork server"
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"exited with code {status}"

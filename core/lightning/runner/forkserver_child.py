@@ -1,12 +1,13 @@
 """The fork server: a small process that imports what agents need once, then forks worker processes on request.
 
-The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every
-worker's process group and leaves.
+The invariant: it runs no agent and no threads of its own; when the parent dies or closes the socket it kills every worker's
+process group and leaves. A process that called `die_with_parent` is gone soon after its parent is, however it died.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -14,6 +15,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ from lightning.instrument import emit
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
-from lightning.runner.parent_death import die_with_parent, kill_group
+
+_PR_SET_PDEATHSIG = 1
 
 MOST_NAMES = 8
 """Threads that are named in a message."""
@@ -222,3 +225,22 @@ class _Template:
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
+
+
+def die_with_parent(parent: int, how: signal.Signals) -> None:
+    """Ask the kernel for the signal `how` when the parent dies; exit at once if `parent` is dead already.
+
+    Linux only; elsewhere the closed socket is the only sign. The kernel watches the *thread* that forked this process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group of a worker, also when the worker itself has just died."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM for a group of zombies
+        return

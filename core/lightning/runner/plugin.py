@@ -1,4 +1,8 @@
-"""The runners that come with lightning, as a plugin."""
+"""The runners that come with lightning, as a plugin, and the one that runs no agents: `remote`.
+
+The invariant: with `remote` nothing is leased in this process; whoever has the server's URL and a token of the scope
+`runner` may lease.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,32 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightning.errors import RunnerError
 from lightning.hooks import hookimpl
+from lightning.types import LLM, Lease, Outcome
 
 if TYPE_CHECKING:
     from lightning.config import Config
     from lightning.runner.protocol import Agent, Runner
+
+
+class RemoteRunner:
+    """Agents run wherever `lightning runner` (or a program that speaks the control API) is started."""
+
+    concurrency = 0
+
+    async def start(self) -> None:
+        """Nothing is started here."""
+
+    async def run(self, lease: Lease, llm: LLM) -> Outcome:
+        """Raises `RunnerError`: agents run elsewhere."""
+        raise RunnerError(
+            "runner='remote' runs no agents in this process: start `lightning runner` where they are to run"
+        )
+
+    async def close(self) -> None:
+        """Clients go on: they wait for the next trainer, or for a server."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +55,8 @@ def inline_runner(agent: Agent, config: Config) -> Runner:
 
 
 def remote_runner(agent: Agent, config: Config) -> Runner:
-    """Clients of the run's server, started by whoever has its URL and a token; see `lightning.runner.remote`."""
-    from lightning.runner.remote import RemoteRunner
+    """Clients of the run's server, started by whoever has its URL and a token."""
+    from lightning.runner.plugin import RemoteRunner
 
     if config.runner.sandbox != "none":
         logger.warning(

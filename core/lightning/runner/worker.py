@@ -1,7 +1,8 @@
 """A worker process: runs one rollout at a time, for as long as its socket is open.
 
-The invariant: between rollouts a worker keeps only what the agent's own modules keep (and one event loop, so that the
-async clients which frameworks cache stay usable); the rollout's context and environment end with the rollout.
+The invariant: between rollouts a worker keeps only what the agent's own modules keep (and one event loop, so that the async
+clients which frameworks cache stay usable); the rollout's context and environment end with the rollout. What the user has
+said of proxies stays, and a host with a public name is reached as they said.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import ipaddress
 import os
 import random
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from urllib.parse import urlsplit
 
+from lightning.addresses import leads_to_itself
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
-from lightning.runner.proxy_env import without_proxy
 from lightning.types import LLM, Outcome, Task
 
 
@@ -113,3 +116,33 @@ def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the agent may have closed it, or nobody reads it any more
             stream.flush()
+
+
+def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
+    """`NO_PROXY` and `no_proxy` with the host of `url` after what the user has there; nothing where there is no proxy.
+
+    A proxy cannot reach a gateway on loopback or in a private network, and none is to see the keys of rollouts. One that has a
+    public name may be reached through the proxy alone, and stays as it is.
+    """
+    # Either variable would also hide the proxy of macOS's settings.
+    if not any(
+        value and name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name, value in environment.items()
+    ):
+        return {}
+    host = urlsplit(url).hostname or ""
+    if not (host and (leads_to_itself(url) or _is_private(host))):
+        return {}
+    both = {}
+    for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):  # clients that know both prefer either
+        theirs = environment.get(name) or environment.get(other) or ""
+        listed = [each.strip() for each in theirs.split(",") if each.strip()]
+        # urllib knows "*" only when it stands alone
+        both[name] = theirs if "*" in listed else ",".join(dict.fromkeys((*listed, host)))
+    return both
+
+
+def _is_private(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return False

@@ -13,10 +13,9 @@ from lightning.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from lightning.testing.adapter_contract import AdapterContract
-    from lightning.testing.bifurcation import bifurcation_tasks
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
-    from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
+    from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
     from lightning.testing.public_imports import check_imports
@@ -52,7 +51,7 @@ _HOME = {
     "ActionOutcome": "decisions",
     "Reply": "fake_vllm",
     "ToolCall": "fake_vllm",
-    "bifurcation_tasks": "bifurcation",
+    "bifurcation_tasks": "decisions",
     "check_imports": "public_imports",
     "hold_network": "network",
     "score_credit": "credit_score",

@@ -25,8 +25,7 @@ from lightning.testing.contract_harness import (
     traces,
     unbroken,
 )
-from lightning.testing.contract_house import Ran
-from lightning.testing.contract_policy import BAD
+from lightning.testing.contract_house import BAD, Ran
 from lightning.testing.public_imports import FOR_ADAPTERS, check_imports
 
 __all__ = ["CAPABILITIES", "AdapterContract"]

@@ -14,8 +14,7 @@ import pytest
 from lightning.instrument import activate
 from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_harness import ContractHarness, calculator, check, solved, unbroken
-from lightning.testing.contract_house import Ran
-from lightning.testing.contract_policy import BAD, HANG, REFUSE
+from lightning.testing.contract_house import BAD, HANG, REFUSE, Ran
 from lightning.testing.vllm_replies import Reply
 from lightning.types import CallStatus, ToolEvent
 

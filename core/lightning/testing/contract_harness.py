@@ -24,8 +24,7 @@ from lightning.errors import DataError, LightningError
 from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.plugins.adapters import failed_adapter
-from lightning.testing.contract_house import LIMIT, House, Ran
-from lightning.testing.contract_policy import ANSWER
+from lightning.testing.contract_house import ANSWER, LIMIT, House, Ran
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, ToolEvent
 

@@ -16,11 +16,7 @@ from lightning.gateway.policy import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups
-from lightning.trainer.metrics import count_truncated
-from lightning.trainer.plan import TRAIN, train_rollouts
-from lightning.trainer.sampling import with_cure
-from lightning.trainer.stack import Stack
-from lightning.trainer.step_warnings import (
+from lightning.trainer.metrics import (
     CURE_OF_CUT_OFF,
     CURE_OF_GREEDY,
     MANY_CUT_OFF,
@@ -28,11 +24,15 @@ from lightning.trainer.step_warnings import (
     are_media,
     are_too_long,
     count_greedy,
+    count_truncated,
     is_greedy,
     no_call_of,
     nothing_trained,
     unmatched,
 )
+from lightning.trainer.plan import TRAIN, train_rollouts
+from lightning.trainer.sampling import with_cure
+from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
 

@@ -1,24 +1,30 @@
-"""The numbers of a step, besides its times: what was sampled and trained, and what its requests needed of the policy server.
+"""The numbers of a step, besides its times: what was sampled and trained, and what its requests needed of the policy
+server; and what a person should hear of a step in words, with the cure (`Remarks`).
 
-The invariant: a server that does not count, or was started again meanwhile, gives no wrong number: the metrics are then absent,
-or of what came since.
+The invariant: a server that does not count, or was started again meanwhile, gives no wrong number: the metrics are then
+absent, or of what came since. Each remark is made once in a process, or at growing distances; a step that teaches gives
+none, and what is said changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 
 import numpy as np
 
+from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.flaws import is_trained
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
+from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
+from lightning.trainer.collect import caller_name, is_trainable
 from lightning.trainer.summary import NAMED, mean_parts
-from lightning.types import CallStatus, Rollout, Status, Transition
+from lightning.types import Caller, CallStatus, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -148,3 +154,222 @@ def sampled_tokens(groups: Sequence[Group]) -> int:
     return sum(
         len(call.response_ids) for group in groups for member in group.trajectories for call in member.transitions
     )
+
+
+REASONS: Mapping[str, str] = {
+    "all_rewards_equal": "all that is compared earned the same",
+    "nothing_to_train": "no call belongs to an agent that is trained",
+    "too_few_succeeded": "too few of the rollouts succeeded",
+    "too_few_trainable": "too few of the rollouts have calls that can be trained on",
+    "margin_too_small": "no two rollouts are further apart than the margin",
+    "below_threshold": "no rollout earned enough to be imitated",
+    "return_not_finite": "the rewards of a rollout add up to no finite number",
+    "advantage_not_finite": "the credit function gave an advantage that is not finite",
+    "advantage_too_large": "the credit function gave an advantage that is too large for float32",
+    "value_target_not_finite": "the credit function gave the critic a target that is not finite",
+    "value_target_too_large": "the credit function gave the critic a target that is too large for float32",
+}
+"""Why groups are left out, in words, by the reason they are counted under."""
+ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
+"""Reasons that some groups of a healthy run have."""
+MANY_CUT_OFF = 0.2
+"""From this share of the trained calls on, answers that were cut off are more than the odd long one."""
+MANY_MASKED = 0.1
+"""From this share of the trained weight on, masked tokens are more than a few implausible ones."""
+CURE_OF_MASKED = (
+    "the probabilities of trainer and sampler differ by more than the algorithm's correction allows, so these tokens teach "
+    "nothing. Lower trainer.max_staleness or engine.lr where weights are old, give both the same dtype (engine.dtype, "
+    "policy_server.dtype) where they are not, or widen the bounds (--algorithm NAME:correction.low=0.2,correction.high=10)"
+)
+CURE_OF_CUT_OFF = (
+    "each reached the agent's own max_tokens, or prompt and answer together policy_server.max_model_len. Raise whichever is in "
+    "the way, unless answers are to be held short"
+)
+CURE_OF_GREEDY = (
+    "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
+    "all its calls with --set gateway.override_sampling.temperature=1"
+)
+CURE_OF_MEDIA = (
+    "their prompts have an image, audio, video or a file, and the trainer computes on token ids, which have no pixels. Give "
+    "such calls to an agent that is not trained (train_agents), or put what is in the media into the prompt as text"
+)
+MOST_NAMES = 20
+"""Callers that a sentence names at most."""
+
+
+class Remarks:
+    """Looks at each step of a run and logs what is worth a word."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+        self._said: set[str] = set()
+        self._steps = self._idle = 0
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        batch: Batch,
+        metrics: Mapping[str, float],
+        train_agents: Sequence[str],
+    ) -> None:
+        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that."""
+        self._steps += 1
+        calls = trained_calls(groups)
+        # Of a step that was skipped for its numbers the engine has spoken.
+        idle = not metrics.get("stepped", len(batch.samples)) and not metrics.get("skipped_nonfinite")
+        self._idle += idle
+        if idle and self._idle & (self._idle - 1) == 0:  # the 1st, 2nd, 4th, 8th ... of them
+            self._say_idle(step, groups, batch, calls, train_agents)
+        else:
+            for reason in sorted(batch.skipped.keys() - self._reasons):
+                level = logging.INFO if reason in ORDINARY else logging.WARNING
+                logger.log(level, "step %d: %s", step + 1, _why(reason, groups, batch, calls, train_agents))
+        self._reasons |= batch.skipped.keys()
+        if calls and self._first("train_agents"):
+            for glob, meant in unmatched(train_agents, callers_of(groups)).items():
+                if meant:
+                    logger.warning("step %d: %s", step + 1, no_call_of(glob, meant, callers_of(groups)))
+        if (media := int(metrics.get("dropped/media", 0))) and calls and self._first("media"):
+            logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
+        if metrics.get("too_long") and self._first("too_long"):
+            logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
+        if metrics["truncated"] > MANY_CUT_OFF and self._first("truncated"):
+            logger.warning(
+                "step %d: %.0f %% of the trained calls were cut off (finish_reason length): %s",
+                step + 1,
+                100 * metrics["truncated"],
+                CURE_OF_CUT_OFF,
+            )
+
+        if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
+            logger.warning(
+                "step %d: %.0f %% of what was to be trained is masked: %s",
+                step + 1,
+                100 * metrics["masked_share"],
+                CURE_OF_MASKED,
+            )
+
+    def _first(self, what: str) -> bool:
+        first = what not in self._said
+        self._said.add(what)
+        return first
+
+    def _say_idle(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        batch: Batch,
+        calls: Sequence[Transition],
+        train_agents: Sequence[str],
+    ) -> None:
+        reasons = [_why(reason, groups, batch, calls, train_agents) for reason in sorted(batch.skipped)]
+        if not calls and "nothing_to_train" not in batch.skipped:
+            reasons.append(_nothing_trained(groups, train_agents))
+        logger.warning(
+            "step %d trained nothing and left the weights as they were (%d of %d steps so far): %s",
+            step + 1,
+            self._idle,
+            self._steps,
+            "; ".join(reasons) or "no trained call got an advantage",
+        )
+
+
+def _why(
+    reason: str, groups: Sequence[Group], batch: Batch, calls: Sequence[Transition], train_agents: Sequence[str]
+) -> str:
+    """What a reason to leave groups out means in this step."""
+    said = f"{batch.skipped[reason]} of {len(groups)} groups are left out as {reason}"
+    if reason in REASONS:
+        said += f" ({REASONS[reason]})"
+    if reason == "nothing_to_train":
+        idle = [group for group in groups if not any(map(trains, group.trajectories))]
+        said += f": {_nothing_trained(idle, train_agents)}"
+    elif reason == "all_rewards_equal" and are_greedy(count_greedy(calls), len(calls)):
+        said += f". Most trained calls were sampled at temperature 0: {CURE_OF_GREEDY}"
+    return said
+
+
+def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> str:
+    media = len(media_calls(groups))
+    return are_media(media, media) if media else nothing_trained(callers_of(groups), train_agents)
+
+
+def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
+    """Why none of the calls of these callers is trained, with the cure."""
+    known = list(callers)
+    if not known:
+        return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
+    if not train_agents:
+        return f"no call of {_names(known)} has tokens to train on"
+    meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
+    return f"train_agents {list(train_agents)} matches none of the agents seen: {_names(known)}. " + (
+        " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"
+    )
+
+
+def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
+    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
+
+    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
+    """
+    known = list(callers)
+    globs: dict[str, str] = {}
+    for name in sorted({caller_name(caller) for caller in known if not is_trainable(caller, train_agents)}):
+        *outer, last = name.split("/")
+        globs.setdefault(last, last)
+        for place, part in enumerate(outer):
+            globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
+    found = {}
+    for glob in train_agents:
+        if not any(is_trainable(caller, (glob,)) for caller in known):
+            near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
+            found[glob] = globs[near[0]] if near else ""
+    return found
+
+
+def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
+    """That a glob of `train_agents` matches nothing, with what was probably meant (empty: nothing comes near)."""
+    cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
+    return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {_names(callers)}"
+
+
+def callers_of(groups: Sequence[Group]) -> set[Caller]:
+    """Who made the calls of these groups, each once."""
+    return {
+        Caller(call.caller.agent, call.caller.path)
+        for group in groups
+        for member in group.trajectories
+        for call in member.transitions
+    }
+
+
+def is_greedy(call: Transition) -> bool:
+    """Whether a call was sampled at temperature 0."""
+    return call.temperature < GREEDY_BELOW
+
+
+def count_greedy(calls: Iterable[Transition]) -> int:
+    """How many calls were sampled at temperature 0."""
+    return sum(map(is_greedy, calls))
+
+
+def are_greedy(greedy: int, calls: int) -> bool:
+    """Whether most of the calls were sampled at temperature 0."""
+    return 2 * greedy > calls
+
+
+def are_too_long(calls: int) -> str:
+    """That calls were refused because they are longer than the context, with the cure."""
+    return f"{calls} calls were refused, since prompt and answer together are longer than the context. {CURE_OF_LENGTH}"
+
+
+def are_media(media: int, calls: int) -> str:
+    """That calls are not trained because of their media, with the cure; `calls` are those that would be trained otherwise."""
+    return f"{media} of {calls} calls of trained agents are not trained: {CURE_OF_MEDIA}"
+
+
+def _names(callers: Iterable[Caller]) -> str:
+    names = sorted({caller_name(caller) for caller in callers})
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + rest

@@ -29,7 +29,7 @@ from autogen_core import (
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.replay import ReplayChatCompletionClient
-from lightning.instrument import caller_lookup
+from lightning.instrument import components
 from opentelemetry import trace
 
 INFO = ModelInfo(
@@ -44,7 +44,7 @@ class Model(ReplayChatCompletionClient):
     calls: list[lightning.Caller | None]
 
     async def create(self, *args: Any, **options: Any) -> CreateResult:
-        self.calls.append(caller_lookup.current_caller())
+        self.calls.append(components.current_caller())
         return await super().create(*args, **options)
 
 
@@ -141,7 +141,7 @@ async def test_paths(
     assert paths(calls) == expected
     assert [(event.name, event.status) for event in events] == [(name, "ok") for name, _ in tools]
     assert [event.caller.path for event in events] == [(by,) for _, by in tools]
-    assert caller_lookup.current_caller() is None or caller_lookup.current_caller().framework != "autogen"
+    assert components.current_caller() is None or components.current_caller().framework != "autogen"
 
 
 async def test_an_agent_of_autogen_core(events: Any, calls: Any) -> None:
@@ -266,7 +266,7 @@ async def agent_as_tool_run(calls: list[Any]) -> None:
 
 
 async def test_by_hand(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_lookup, "_asked", ())
+    monkeypatch.setattr(components, "_asked", ())
     found: list[lightning.ToolEvent] = []
     undo = lightning_autogen.lightning_install(lambda event: None)  # a provider is set
     undo()

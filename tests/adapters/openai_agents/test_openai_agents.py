@@ -30,7 +30,7 @@ from agents.tracing import TracingProcessor, custom_span, generation_span, get_t
 from agents.tracing.processors import BackendSpanExporter, default_processor
 from agents.tracing.provider import DefaultTraceProvider
 from lightning.errors import PluginError
-from lightning.instrument import Session, activate, caller_lookup, current_caller, emit
+from lightning.instrument import Session, activate, components, current_caller, emit
 from lightning.plugins import plugins
 from lightning.types import LLM, Caller
 from lightning_openai_agents import LightningProcessor, steps
@@ -455,10 +455,10 @@ async def test_by_hand_reports_once_whether_the_adapter_is_installed_or_not(inst
 
 
 def test_processors_made_again_and_again_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_lookup, "_asked", ())
+    monkeypatch.setattr(components, "_asked", ())
     for _ in range(3):
         LightningProcessor()
-    assert len(caller_lookup._asked) == 1
+    assert len(components._asked) == 1
 
 
 async def test_by_hand_forgets_spans_that_nobody_ended() -> None:

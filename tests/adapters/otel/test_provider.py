@@ -16,7 +16,7 @@ import lightning_otel
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.instrument import caller_lookup
+from lightning.instrument import components
 from lightning.instrument.tracer_provider import ProviderWatch, StandIn
 from lightning_otel import spans
 from lightning_otel.processor import LightningProcessor
@@ -42,7 +42,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     while hasattr(setter, "__self__"):  # an adapter's, whose stand-in still waits
         setter = setter.__self__._inner
     monkeypatch.setattr(trace, "set_tracer_provider", setter)
-    monkeypatch.setattr(caller_lookup, "_asked", ())
+    monkeypatch.setattr(components, "_asked", ())
     monkeypatch.setattr(lightning_otel, "_watch", ProviderWatch(lightning_otel._installed))
 
 
@@ -344,7 +344,7 @@ def test_a_tool_inside_another_frameworks_code_is_reported_unless_that_has_its_o
     scope: str, reported: int
 ) -> None:
     with installed() as events:
-        caller_lookup.ask(lambda: lightning.Caller("desk", ("desk",), framework="openai-agents"))
+        components.ask(lambda: lightning.Caller("desk", ("desk",), framework="openai-agents"))
         agent(trace.get_tracer(scope))
     assert len(events) == reported
 
@@ -357,8 +357,8 @@ def test_by_hand() -> None:
     tracer = provider.get_tracer("any")
     invoke = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "writer"}
     with tracer.start_as_current_span("invoke_agent", attributes=invoke):
-        assert named(caller_lookup.current_caller())
-    assert caller_lookup.current_caller() is None or caller_lookup.current_caller().framework == "raw"
+        assert named(components.current_caller())
+    assert components.current_caller() is None or components.current_caller().framework == "raw"
     agent(tracer)
     assert [event.name for event in events] == ["search"]
     trace.set_tracer_provider(provider)

@@ -10,7 +10,7 @@ import pytest
 from lightning import __version__
 from lightning.cli import adapters, doctor, installed
 from lightning.plugins import Plugins
-from lightning.testing.tiny_families import make_tiny_family
+from lightning.testing.tiny_models import make_tiny_family
 
 
 @pytest.fixture

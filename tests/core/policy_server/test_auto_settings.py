@@ -26,7 +26,7 @@ from lightning.policy_server.auto_settings import (
     why_slow,
 )
 from lightning.policy_server.model_facts import ModelFacts, read_facts
-from lightning.testing.tiny_families import make_tiny_family
+from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import model as trainer_model
 from lightning.trainer.model import with_dtypes
 

@@ -31,7 +31,7 @@ from lightning.instrument import component_path, current_session, emit
 from lightning.runner.forkserver import ForkServer
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
-from lightning.runner.proxy_env import without_proxy
+from lightning.runner.worker import without_proxy
 from lightning.testing.chat_server import ChatRequest, ChatServer
 from lightning.types import LLM, Fault, Lease, Outcome, StepReward, Task, ToolEvent
 

@@ -20,7 +20,12 @@ from lightning.credit import (
     rloo,
 )
 from lightning.errors import ConfigError, DataError
-from lightning.testing.bifurcation import (
+from lightning.testing.credit_score import score_credit, score_credits
+from lightning.testing.decisions import (
+    Action,
+    ActionOutcome,
+    Decision,
+    DecisionTask,
     bifurcation_tasks,
     consult,
     early,
@@ -29,8 +34,6 @@ from lightning.testing.bifurcation import (
     recombining,
     wasteful_tool,
 )
-from lightning.testing.credit_score import score_credit, score_credits
-from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask
 
 
 def certain() -> DecisionTask:

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 from lightning.credit import call_rewards, rollout_return
 from lightning.errors import ConfigError
-from lightning.testing.bifurcation import bifurcation_tasks, late, recombining
-from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, sample_group
+from lightning.testing.decisions import (
+    Action,
+    ActionOutcome,
+    Decision,
+    DecisionTask,
+    bifurcation_tasks,
+    late,
+    recombining,
+    sample_group,
+)
 
 TASKS = sorted(bifurcation_tasks())
 

@@ -11,7 +11,7 @@ import torch
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
 from lightning.testing import vllm_replies
-from lightning.testing.tiny_families import VOCAB, make_tiny_family
+from lightning.testing.tiny_models import VOCAB, make_tiny_family
 from lightning.trainer import Trainer, stack
 from safetensors.torch import load_file
 

@@ -23,12 +23,12 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import gateway_secret
 from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
-from lightning.runner.remote import RemoteRunner
+from lightning.runner.plugin import RemoteRunner
 from lightning.server.endpoint_info import HowToCall
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.testing.tiny_families import make_tiny_family
+from lightning.testing.tiny_models import make_tiny_family
 from lightning.trainer import stack as trainer_stack
 from lightning.trainer import trainer as trainer_module
 from lightning.trainer.stack import Stack, check_ports, one_by_one, open_stack

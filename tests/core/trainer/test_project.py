@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 from lightning.client import Client
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError
-from lightning.runner.remote import RemoteRunner
+from lightning.runner.plugin import RemoteRunner
 from lightning.server.auth import ALL_PROJECTS, issue_token
 from lightning.server.control import RUNNER_FILE, token_file
 from lightning.server.projects import of_project

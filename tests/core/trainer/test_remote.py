@@ -14,7 +14,7 @@ from lightning.client import Client
 from lightning.config import Config, with_settings
 from lightning.hooks import hookimpl
 from lightning.plugins import plugins
-from lightning.runner.remote import RemoteRunner
+from lightning.runner.plugin import RemoteRunner
 from lightning.server.auth import issue_token
 from lightning.server.control import Control
 from lightning.store.memory import MemoryStore

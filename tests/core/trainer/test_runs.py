@@ -23,7 +23,7 @@ from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError
 from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
-from lightning.runner.remote import RemoteRunner
+from lightning.runner.plugin import RemoteRunner
 from lightning.runner.sandbox import bubblewrap
 from lightning.store.epochs import Epoch, epoch_at, keep_epochs, read_epochs
 from lightning.store.memory import MemoryStore

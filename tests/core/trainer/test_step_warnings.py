@@ -15,8 +15,7 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
-from lightning.trainer.metrics import step_metrics
-from lightning.trainer.step_warnings import Remarks, nothing_trained, unmatched
+from lightning.trainer.metrics import Remarks, nothing_trained, step_metrics, unmatched
 from lightning.types import Caller, CallStatus, Status
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
@@ -45,7 +44,7 @@ def tell(remarks: Remarks, step: int, groups: list[Group], agents: tuple[str, ..
 
 @pytest.fixture(autouse=True)
 def all_levels(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lightning.trainer.step_warnings")
+    caplog.set_level(logging.INFO, "lightning.trainer.metrics")
 
 
 def test_a_step_that_trained_nothing_says_who_was_seen_and_which_glob_was_meant(

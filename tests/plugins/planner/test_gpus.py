@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.config import EngineConfig, LoraConfig
-from lightning.config.verl import VerlConfig
+from lightning.config.sections import VerlConfig
 from lightning.errors import ConfigError
 from lightning_planner.cluster import GPUS, Assumptions, Cluster, assume, find_gpu
 from lightning_planner.memory import kv_tokens, layer_activations, memory, training_items, uncounted

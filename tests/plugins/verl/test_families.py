@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lightning.config import Config
 from lightning.errors import ConfigError
-from lightning.testing.tiny_families import make_tiny_family
+from lightning.testing.tiny_models import make_tiny_family
 from lightning_verl.engine import VerlEngine
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.config import RunnerConfig
-from lightning.config.verl import VerlConfig
+from lightning.config.sections import VerlConfig
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning_ray import cluster
 from lightning_verl.device import choose

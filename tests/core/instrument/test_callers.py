@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning
 import pytest
-from lightning.instrument import activate, ask, caller_lookup, current_caller
+from lightning.instrument import activate, ask, components, current_caller
 from lightning.plugins import Plugins
 from lightning.types import LLM, Caller
 
@@ -13,7 +13,7 @@ ADAPTER, HANDLER = Caller("adapter"), Caller("handler")
 
 @pytest.fixture(autouse=True)
 def _answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_lookup, "_asked", ())
+    monkeypatch.setattr(components, "_asked", ())
     monkeypatch.setattr(Plugins, "identify", lambda self: ADAPTER)
 
 
