@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from lightning.addresses import Allowed
 from lightning.errors import GatewayError
 from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
@@ -21,7 +22,7 @@ from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
 from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
-from lightning.gateway.upstream.servers import Allowed, Upstream
+from lightning.gateway.upstream.servers import Upstream
 from lightning.types import LLM, Lease
 
 if TYPE_CHECKING:

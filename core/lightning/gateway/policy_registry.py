@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import PurePath
 
+from lightning.addresses import Allowed
 from lightning.asyncio_utils import end
 from lightning.errors import StoreError
 from lightning.gateway.fleet.member import Member
@@ -20,7 +21,6 @@ from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import ALIAS
 from lightning.gateway.policy import Policy
 from lightning.gateway.upstream.client import MODEL
-from lightning.gateway.upstream.servers import Allowed
 from lightning.store.protocol import Store
 
 log = logging.getLogger(__name__)

@@ -10,13 +10,14 @@ import aiohttp
 import httpx
 import pytest
 from aiohttp import web
+from lightning.addresses import Allowed
 from lightning.config import GatewayConfig
 from lightning.errors import ConfigError, GatewayError
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.fleet.member import Member
 from lightning.gateway.fleet.records import Notice, Stance
 from lightning.gateway.upstream import servers
-from lightning.gateway.upstream.servers import Allowed, Found, Pool
+from lightning.gateway.upstream.servers import Found, Pool
 from lightning.store import Store
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.types import LLM, Rollout, Run, Task

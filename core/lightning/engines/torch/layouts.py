@@ -168,7 +168,7 @@ def _names(samples: Sequence[Sample]) -> str:
 LEAST_TOKENS = 64
 """The smallest budget that a shortage of memory leads to: passes over fewer tokens need hardly less."""
 
-CPU_BYTES = 5 << 28
+CPU_BYTES = int(1.25 * 2**30)
 """What the activations of a pass may take on a CPU. More makes it no faster there (SmolLM2-135M: as fast with 1,024 tokens at
 one time as with 8,192), and fresh memory is slow."""
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from lightning.addresses import Allowed
 from lightning.errors import GatewayError, StoreError
 from lightning.gateway.fleet.records import (
     BEAT,
@@ -27,7 +28,7 @@ from lightning.gateway.fleet.records import (
     seat_key,
 )
 from lightning.gateway.policy import UPDATING, Policy
-from lightning.gateway.upstream.servers import Allowed, Upstream
+from lightning.gateway.upstream.servers import Upstream
 from lightning.policy_server.protocol import Update
 from lightning.store.protocol import RunWatch, Store
 from lightning.types import new_id

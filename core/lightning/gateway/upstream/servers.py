@@ -1,11 +1,10 @@
-"""The policy servers behind the gateway: which one serves a rollout, which are alive, and which may be used at all.
+"""The policy servers behind the gateway: which one serves a rollout, and which are alive.
 
 The invariant: a rollout stays with one server while that server is alive (its prefix cache is there), a server that cannot be
 reached, or in whose place another one answers, gets no requests until it answers again, and a request waits a while before it
 is told that none is.
 
-An address that is not allowed is never connected to. Names are compared as they are written and never looked up, so that
-whoever answers for a name in the DNS cannot change what it means here; redirects are followed nowhere.
+Redirects are followed nowhere.
 
 A server that does not show that it is the one that a trainer has named is taken for another. A trainer that is killed takes its
 vLLM along, and then the port is anybody's: another run's vLLM may answer there under the same name, with weights of its own. A
@@ -18,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fnmatch
 import hashlib
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -31,63 +28,8 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from lightning.errors import ConfigError, GatewayError
+from lightning.errors import GatewayError
 from lightning.gateway.http import RefusalError
-
-LOOPBACK, PRIVATE = "loopback", "private"
-ALLOWED = (LOOPBACK, PRIVATE)
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-PRIVATE_NETWORKS: tuple[Network, ...] = tuple(
-    ipaddress.ip_network(text)
-    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
-)
-"""Where machines of one owner are; not link-local addresses, at which clouds tell a machine's credentials."""
-
-
-class Allowed:
-    """What `gateway.allowed_upstreams` says. Raises `ConfigError` for what is neither a word, a network nor a name."""
-
-    def __init__(self, patterns: Sequence[str] = ALLOWED) -> None:
-        self._patterns = tuple(patterns)
-        self._loopback = LOOPBACK in patterns
-        self._networks: list[Network] = [*PRIVATE_NETWORKS] if PRIVATE in patterns else []
-        self._names: list[str] = []
-        for pattern in patterns:
-            if pattern in ALLOWED:
-                continue
-            half = "*" in pattern and not pattern.strip("*.:0123456789")  # such as 10.*, which no name is like
-            try:
-                self._networks.append(ipaddress.ip_network(pattern, strict=False))
-            except ValueError:
-                if not pattern.strip() or half or ":" in pattern or "/" in pattern:
-                    raise ConfigError(
-                        f"gateway.allowed_upstreams has {pattern!r}: write loopback, private, a network such as "
-                        "203.0.113.0/24, or a host's name, in which * stands for any letters (gpu-*.example.org)"
-                    ) from None
-                self._names.append(pattern.lower().rstrip("."))
-
-    def check(self, url: str) -> None:
-        """Return when calls may go there. Raises `GatewayError`."""
-        host = (URL(url).host or "").lower().rstrip(".")
-        if not self._allows(host):
-            raise GatewayError(
-                f"the policy server {url!r} is not among those that this gateway may use ({', '.join(self._patterns)}); if it "
-                "is yours, add its host to gateway.allowed_upstreams"
-            )
-
-    def _allows(self, host: str) -> bool:
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            if host == "localhost":
-                return self._loopback
-            return bool(host) and any(fnmatch.fnmatchcase(host, name) for name in self._names)
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
-        if address.is_loopback:
-            return self._loopback
-        return any(address in network for network in self._networks if network.version == address.version)
-
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 SHOWN = 3

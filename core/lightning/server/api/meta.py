@@ -6,8 +6,8 @@ The invariant: what needs no token says nothing of what the server holds, where 
 from __future__ import annotations
 
 from lightning._version import __version__
-from lightning.server.api.table import ANY, PUBLIC, ApiCall, NoQuery, Route
-from lightning.server.auth import ALL_PROJECTS
+from lightning.server.api.table import ApiCall, NoQuery, Route
+from lightning.server.auth import ALL_PROJECTS, ANY, PUBLIC
 from lightning.store import json_codec, messages
 from lightning.types import Json
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from lightning.errors import DataError
 from lightning.server.api.change_waiters import LONGEST_WAIT
 from lightning.server.api.paging import page
-from lightning.server.api.table import ANY, LOOK, TRAIN, ApiCall, NoQuery, Paging, Route
+from lightning.server.api.table import ApiCall, NoQuery, Paging, Route
+from lightning.server.auth import ANY, LOOK, TRAIN
 from lightning.store import messages
 from lightning.store.json_codec import Slice
 from lightning.store.protocol import MetricPoint

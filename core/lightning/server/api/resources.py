@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from lightning.errors import DataError
 from lightning.server.api.paging import page
-from lightning.server.api.table import ADMIN, ANY, LOOK, TRAIN, ApiCall, NoQuery, Paging, Route, nothing_there
-from lightning.server.auth import check_token
+from lightning.server.api.table import ApiCall, NoQuery, Paging, Route, nothing_there
+from lightning.server.auth import ADMIN, ANY, LOOK, TRAIN, check_token
 from lightning.store import messages
 from lightning.store.json_codec import Slice
 from lightning.store.protocol import Alias, ResourceUse

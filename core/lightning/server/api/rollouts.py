@@ -16,16 +16,13 @@ from lightning.errors import LightningError
 from lightning.gateway.redaction import redacted_span, storable
 from lightning.server.api.paging import page
 from lightning.server.api.table import (
-    ANY,
-    LOOK,
-    RUN,
-    TRAIN,
     ApiCall,
     NoQuery,
     Paging,
     Route,
     nothing_there,
 )
+from lightning.server.auth import ANY, LOOK, RUN, TRAIN
 from lightning.store import messages
 from lightning.store.epochs import is_over
 from lightning.store.json_codec import Slice

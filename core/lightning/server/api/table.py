@@ -32,13 +32,6 @@ Finish = Callable[[Store, str, int, Outcome], Awaitable[Rollout]]
 Served = Callable[[str], Awaitable[bool]]
 """Whether the calls of a run's agents would find a policy server now."""
 
-PUBLIC: tuple[Scope, ...] | None = None
-ADMIN: tuple[Scope, ...] = ()
-TRAIN = (Scope.TRAINER,)
-RUN = (Scope.RUNNER, Scope.TRAINER)
-LOOK = (Scope.VIEWER, Scope.TRAINER)
-ANY = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
-
 
 @dataclass(frozen=True, slots=True)
 class Services:
