@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 from lightning.testing import check_imports
-from lightning.testing.public_imports import FOR_ADAPTERS, KEPT, PUBLIC, _file_of, _imports, _sources
+from lightning.testing.public_imports import FOR_ADAPTERS, PUBLIC, _file_of, _imports, _sources
 
 from tests.house.test_modules import ROOT
 
@@ -27,6 +27,10 @@ def test_a_plugin_imports_what_is_public(package: str) -> None:
 def test_these_are_all_of_our_plugins() -> None:
     installed = {entry.module.partition(".")[0] for entry in entry_points(group="lightning")}
     assert installed - {"lightning"} == {*ADAPTERS, *OTHERS, "lightning_examples"}
+
+
+KEPT = ("any plugin", "any plugin but an adapter")
+"""Groups that are public whoever uses them."""
 
 
 def test_what_is_listed_is_there_and_needed() -> None:
@@ -70,3 +74,8 @@ def test_a_private_import_is_named_with_its_line_and_the_public_place(install) -
         check_imports("curious_plugin", *FOR_ADAPTERS)
     with pytest.raises(AssertionError, match="no_such_plugin is not installed here"):
         check_imports("no_such_plugin")
+    with pytest.raises(AssertionError, match=r"nosuch\.thing is not installed here"):
+        check_imports("nosuch.thing")
+    file.write_text("from lightning.trainer.trainer import Trainer\n")
+    with pytest.raises(AssertionError, match=r"Trainer: import it from lightning$"):
+        check_imports("curious_plugin")

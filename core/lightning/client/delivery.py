@@ -88,6 +88,7 @@ class ServerDelivery:
                 )
             except UnavailableError as error:
                 self._away(error)
+                self.runs.unanswered()
                 break
             except TokenRefusedError:
                 raise
@@ -153,7 +154,7 @@ class ServerDelivery:
         if self.rollouts is not None and self.tally.leased >= self.rollouts:
             return False
         if self.runs.are_over:
-            logger.info("the runs that this client was started for are over: it ends")
+            logger.warning("the runs that this client was started for are over: it ends")
             return False
         return self.idle is None or time.monotonic() - self._busy_at < self.idle
 

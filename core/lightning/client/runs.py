@@ -58,6 +58,7 @@ class Runs:
         self._finding: asyncio.Task[None] | None = None
         self._dropped: dict[str, float] = {}
         self._refused: dict[str, float] = {}  # seconds for which what servers refuse was left alone until now
+        self._alive: set[str] = set()  # given runs that were not over at some time since this client began
         self._over: set[str] = set()
         self._news = asyncio.Event()
         self._turn, self._looked_at, self._brief = 0, "", True
@@ -72,21 +73,35 @@ class Runs:
     def gave_work(self, run: str) -> None:
         """Keep watching this run."""
         self._active[run] = time.monotonic()
+        self._alive.add(run)
 
     def answered(self, run: str, over: bool) -> None:
         """Servers refuse this run no more, and say whether it is over."""
         self._refused.pop(_leasing(run), None)
-        (self._over.add if over else self._over.discard)(run)
+        if not over:
+            self._alive.add(run)
+            self._over.discard(run)
+        elif run not in self._over:
+            self._over.add(run)
+            if run in self._given and run not in self._alive:
+                logger.warning("run %s was over before this client began: waiting for it to be resumed", run)
+
+    def unanswered(self) -> None:
+        """No server says any more which runs are over."""
+        self._over.clear()
 
     @property
     def are_over(self) -> bool:
-        """Whether runs were given and have all come to their end."""
-        return bool(self._given) and self._over.issuperset(self._given)
+        """Whether runs were given and have all come to their end while this client was there. One that was over before may
+        be about to be resumed."""
+        return bool(self._given) and (self._over & self._alive).issuperset(self._given)
 
     def drop(self, run: str, error: LightningError) -> None:
         """Leave a run alone for a while that servers refuse to lease from. Raises the error when they have refused all
-        the given ones for long."""
-        if self._given and all(self._refused.get(_leasing(one), -1.0) >= self._patience for one in self._given):
+        the given ones for long that are not over."""
+        self._over.discard(run)
+        left = set(self._given) - self._over
+        if left and all(self._refused.get(_leasing(one), -1.0) >= self._patience for one in left):
             raise error
         self._dropped[run] = time.monotonic() + self._pause(_leasing(run), error)
         self._active.pop(run, None)
@@ -108,7 +123,7 @@ class Runs:
             self._watches.clear()
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`. Raises what ended the finding or a watch: `TokenRefusedError`, or what should not happen."""
+        """See `RunWatch.wait`. Raises what ended the finding or a watch: `TokenRefusedError`, or what should not happen."""
         for task in (self._finding, *self._watches.values()):
             if task is not None and task.done():
                 task.result()

@@ -42,8 +42,6 @@ class Presence:
             logger.warning("a server answers again after %.0f s", time.monotonic() - since)
 
 
-logger = logging.getLogger(__name__)
-
 TIMEOUT = 5.0
 """Seconds a server has to say who it is."""
 QUESTIONS = 8

@@ -32,7 +32,7 @@ State: TypeAlias = Literal["loaded", "waiting", "broken", "disabled"]
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
     """One plugin as found. `waits_for` is the module whose import loads it (empty: at once), `hooks` what it implements,
-    known once it is loaded, and `error` why it is broken or disabled."""
+    known once it is loaded, `error` why it is broken or disabled, and `cure` what mends it when it is broken."""
 
     name: str
     target: str
@@ -42,21 +42,20 @@ class PluginInfo:
     waits_for: str = ""
     error: str = ""
     hooks: tuple[str, ...] = ()
+    cure: str = ""
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution} {self.version})"
 
-    @property
-    def cure(self) -> str:
-        """What mends it when it is broken."""
-        own = self.distribution == OWN
-        return "reinstall lightning" if own else f"pip install --upgrade {self.distribution}, or pip uninstall it"
-
-    def broken(self, error: str) -> PluginInfo:
-        """The same with the reason why it is left out, which is logged."""
-        cure = "" if "pip install" in error else f". To mend it: {self.cure}"
-        logger.warning("the plugin %s is broken with lightning %s: %s%s", self, __version__, error, cure)
-        return replace(self, state="broken", error=error)
+    def broken(self, error: str, cure: str = "") -> PluginInfo:
+        """The same with the reason why it is left out, which is logged, and what mends it where another release does not."""
+        if not cure and self.distribution == OWN:
+            cure = "reinstall lightning"
+        elif not cure:
+            cure = f"pip install --upgrade {self.distribution}, or pip uninstall it"
+        said = "" if "pip install" in error else f". To mend it: {cure}"
+        logger.warning("the plugin %s is broken with lightning %s: %s%s", self, __version__, error, said)
+        return replace(self, state="broken", error=error, cure=cure)
 
 
 def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
@@ -72,12 +71,12 @@ def discover() -> tuple[dict[str, EntryPoint], dict[str, PluginInfo]]:
         if name in infos:
             first = infos[name]
             if (first.distribution, first.target) != (info.distribution, info.target):
-                error = f"the plugin {first} has the same name: uninstall one of them"
-                infos[f"{name}@{origin}"] = info.broken(error)
+                error = f"the plugin {first} has the same name"
+                infos[f"{name}@{origin}"] = info.broken(error, f"pip uninstall {first.distribution} or {origin}")
         elif name in disabled:
             infos[name] = replace(info, state="disabled", error=f"{DISABLE} lists it")
         elif origin != OWN and (unmet := _unmet(entry)):
-            infos[name] = info.broken(f"it requires {unmet}, and this is lightning {__version__}")
+            infos[name] = info.broken(unmet)
         else:
             entries[name], infos[name] = entry, info
     for name in sorted(disabled - infos.keys()):
@@ -94,15 +93,20 @@ def _origin(distribution: Distribution | None) -> tuple[str, str]:
 
 
 def _unmet(entry: EntryPoint) -> str:
-    """What a stranger's distribution requires of lightning and this release is not; empty when there is nothing."""
+    """Why this release is not what a stranger's distribution requires; empty when it is."""
     for text in (entry.dist.requires if entry.dist else None) or ():
         if re.match(rf"{OWN}(?![\w.-])", text, re.IGNORECASE):
-            from packaging.requirements import Requirement  # only where a stranger's plugin is installed
+            # only where a stranger's plugin is installed
+            from packaging.markers import UndefinedEnvironmentName
+            from packaging.requirements import Requirement
 
-            wanted = Requirement(text)
-            meant = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            try:
+                wanted = Requirement(text)
+                meant = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            except (ValueError, UndefinedEnvironmentName) as error:
+                return f"its metadata cannot be read: {text!r}: {' '.join(str(error).split())}"
             if meant and not wanted.specifier.contains(__version__, prereleases=True):
-                return f"{OWN}{wanted.specifier}"
+                return f"it requires {OWN}{wanted.specifier}, and this is lightning {__version__}"
     return ""
 
 

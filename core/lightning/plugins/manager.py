@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections import deque
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-import inspect
 
 ALONE = ("lightning_install", "lightning_identify")
 """Hooks that are called plugin by plugin, so that a wrapper around them would never run."""
@@ -246,8 +246,8 @@ class Plugins:
         """Find plugins once; load those that wait for nothing, or for what has been imported since."""
         with self._locked():
             if not self._found:
-                self._found = True
                 self._entries, infos = discover()
+                self._found = True
                 self._infos.update(infos)
             for name in list(self._entries):
                 module = self._infos[name].waits_for

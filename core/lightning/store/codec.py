@@ -57,7 +57,7 @@ class CallTokens:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`Tokens` as little-endian bytes, with their `content_digest`."""
+    """`CallTokens` as little-endian bytes, with their `content_digest`."""
 
     prompt: bytes
     response: bytes

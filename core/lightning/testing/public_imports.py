@@ -110,7 +110,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
 The first two groups are kept: they change only with an entry in the change log. The others are what the core's own rooms are
 made of and change with them."""
 
-KEPT = ("any plugin", "any plugin but an adapter")
 FOR_ADAPTERS = ("any plugin", "an adapter, of spans")
 
 
@@ -132,7 +131,10 @@ def check_imports(package: str, *groups: str) -> None:
 
 
 def _sources(package: str) -> list[Path]:
-    spec = find_spec(package)
+    try:
+        spec = find_spec(package)  # it imports what a dotted name lies in
+    except ModuleNotFoundError:
+        spec = None
     if spec is None or spec.origin is None:
         raise AssertionError(f"{package} is not installed here, or has no source")
     origin = Path(spec.origin)
@@ -161,7 +163,10 @@ def _file_of(module: str) -> Path | None:
 def _cure(module: str, name: str, allowed: set[str]) -> str:
     if _file_of(module) is None:
         return "this lightning has no such module"
-    offering = [public for public in sorted(allowed) if (module, name) in _offered(public)]
+    offering = sorted(public for public in allowed if _file_of(public) and (module, name) in _offered(public))
+    offering.sort(
+        key=lambda public: _file_of(f"{public}.__init__") is None
+    )  # packages first: to offer is what they are for
     if offering:
         return f"import it from {offering[0]}"
     return "nothing public offers it; docs/writing-a-plugin.md lists what is public"
@@ -172,4 +177,8 @@ def _offered(public: str) -> frozenset[tuple[str, str]]:
     """What a module passes on: names, each with the module that it takes it from."""
     file = _file_of(public)
     assert file is not None, f"{public} is listed and is not there"
-    return frozenset((module, name) for _, module, name in _imports(file))
+    passed = {(module, name) for _, module, name in _imports(file)}
+    for module, name in list(passed):  # what a package offers it often has from a module of its own
+        if name and module != public and (_file_of(module) or file).name == "__init__.py":
+            passed |= {(inner, same) for inner, same in _offered(module) if same == name}
+    return frozenset(passed)

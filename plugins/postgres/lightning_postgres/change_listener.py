@@ -90,7 +90,7 @@ class EventWatch:
         self._event, self._check = event, check
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`. Raises `StoreError` after the store was closed."""
+        """See `RunWatch.wait`. Raises `StoreError` after the store was closed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._event.wait()

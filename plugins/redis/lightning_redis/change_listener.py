@@ -118,7 +118,7 @@ class EntryWatch:
         self._look, self._listener, self._known = look, listener, known
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`."""
+        """See `RunWatch.wait`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:

@@ -223,8 +223,9 @@ class RedisStore:
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
+        given = tuple(transitions)  # it is read after others have run, who may change a list of theirs
         with self._link() as link:
-            return await transition_ops.append(link, transitions)
+            return await transition_ops.append(link, given)
 
     async def next_seq(self, rollout: str, attempt: int) -> int:
         """See `Store.next_seq`."""

@@ -631,8 +631,28 @@ async def test_a_client_ends_when_all_its_runs_are_over(site: Site, caplog: pyte
     found = await asyncio.wait_for(site.client(server, runs=[RUN]).work(), 60)
     assert (found.succeeded, found.failed) == (1, 0)  # what there was to do is done first
     assert "are over" in caplog.text
+    with pytest.raises(TimeoutError):  # its trainer may be about to resume it
+        await asyncio.wait_for(site.client(server, runs=[RUN]).work(), 1)
+    assert "was over before this client began" in caplog.text
     with pytest.raises(TimeoutError):  # without names it is there for whatever run comes
         await asyncio.wait_for(site.client(server).work(), 1)
+
+
+async def test_which_runs_are_over_is_what_servers_say_now(site: Site) -> None:
+    server = await site.start()
+    refused = StoreError("no")
+    runs = finding.Runs(site.client(server)._store, ["a", "b"], patience=10)
+    for run in "ab":
+        runs.answered(run, False)
+        runs.answered(run, True)
+    assert runs.are_over
+    runs.unanswered()
+    assert not runs.are_over
+    runs.answered("a", True)
+    runs.drop("b", refused)
+    runs.drop("b", refused)
+    with pytest.raises(StoreError, match="no"):  # nothing is left that may give work
+        runs.drop("b", refused)
 
 
 async def test_a_run_that_is_named_may_begin_later(

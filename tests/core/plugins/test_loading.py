@@ -142,6 +142,17 @@ def test_a_plugin_for_another_release_is_named_with_both_versions_and_never_impo
     assert any(told in line for line in warnings_of()) == bool(unmet)
 
 
+@pytest.mark.parametrize("requires", ["lightning>=0.1.*", "lightning<1; phase_of_the_moon == 'full'", "lightning ]["])
+def test_metadata_that_cannot_be_read_breaks_its_own_plugin_alone(install, requires: str) -> None:
+    install("odd", {"odd": "odd_plugin"}, {"odd_plugin": CREDIT.format(name="odd")}, requires=requires)
+    install("sound", {"sound": "sound_plugin"}, {"sound_plugin": CREDIT.format(name="sound")})
+    plugins = Plugins()
+    assert "sound" in plugins.names("credits")
+    assert info(plugins, "odd").state == "broken"
+    assert info(plugins, "odd").error.startswith(f"its metadata cannot be read: {requires!r}: ")
+    assert "odd_plugin" not in sys.modules
+
+
 def test_a_broken_plugin_leaves_nothing_registered(install) -> None:
     source = (
         "from lightning import hookimpl\n@hookimpl\ndef register_credits(register):\n    register('half', len)\n    1 / 0\n"
@@ -187,6 +198,7 @@ def test_two_distributions_with_one_plugin_name_are_both_named(install) -> None:
     plugins = Plugins()
     (broken,) = [item for item in plugins.plugins() if item.state == "broken"]
     assert "has the same name" in broken.error
+    assert broken.cure in ("pip uninstall one or two", "pip uninstall two or one")
     assert {"one", "two"} == {broken.distribution, info(plugins, "same").distribution}
     assert len({"one", "two"} & set(plugins.names("credits"))) == 1
 

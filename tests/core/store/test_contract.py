@@ -582,6 +582,16 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
 
 
 @everywhere
+async def test_what_is_appended_is_what_was_given(leased: Store, call: CallOf) -> None:
+    """The list is the caller's, who may go on to use it."""
+    given = [call(0), call(1)]
+    appending = asyncio.create_task(leased.append(given))
+    await asyncio.sleep(0)
+    given.clear()
+    assert await appending == 2
+
+
+@everywhere
 async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: Store, call: CallOf) -> None:
     nan = call(0, logprobs=logprobs([math.nan, -1.0]))
     assert await leased.append([nan]) == 1

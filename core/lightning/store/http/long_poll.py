@@ -42,7 +42,7 @@ class HttpWatch:
         """Nothing is held between requests."""
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`. True also when no server could be asked in that time: something may have changed."""
+        """See `RunWatch.wait`. True also when no server could be asked in that time: something may have changed."""
         deadline = time.monotonic() + timeout
         while True:
             await asyncio.sleep(min(self._pause, max(deadline - time.monotonic(), 0.0)))

@@ -21,8 +21,12 @@ from lightning.store.http.transport import NotFoundError, Request, Transport
 from lightning.store.messages import LeaseRequest
 
 
-class Unheard:
-    """The requests of one store, with the ids that they were sent under; they may be of any thread."""
+class UnansweredLeases:
+    """Lease requests of one store that no server answered, with the ids that they were sent under; they may be of any thread.
+
+    The invariant: an id goes to one request at a time, and to none for more rollouts than it was first sent for: what a server
+    has given out under it is given again.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +69,7 @@ class Asking:
         self._renew = partial(token_or_complain, token) if isinstance(token, Path) else None
         self._patience = _seconds(options.get("patience", str(PATIENCE))) if patience is None else patience
         self._lock = threading.Lock()
-        self._unheard = Unheard()
+        self._unanswered = UnansweredLeases()
         self._transport: Transport | None = None
 
     @classmethod

@@ -150,7 +150,7 @@ class HttpStore(Asking):
 
     async def _lease(self, run: str, worker: str, limit: int, ttl: float, once: str) -> messages.Leases:
         asked, name = messages.LeaseRequest(run, worker, limit, ttl), once or (_id() if limit else "")
-        if not once and (earlier := self._unheard.take(run, worker, limit)) is not None:
+        if not once and (earlier := self._unanswered.take(run, worker, limit)) is not None:
             asked, name = earlier
         how: dict[str, Any] = {"answer_seconds": _within(ttl), "once": name}
         try:
@@ -160,7 +160,7 @@ class HttpStore(Asking):
         except NotFoundError:  # a run that is not there yet has nothing to lease, as in every other store
             return messages.Leases(())
         except (UnavailableError, asyncio.CancelledError):
-            self._unheard.keep(asked, name)
+            self._unanswered.keep(asked, name)
             raise
 
     async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
@@ -183,7 +183,7 @@ class HttpStore(Asking):
         path, body = ("leases", "release"), messages.Release(worker)
         how = {"answer_seconds": LEASE_ANSWER, "once": once or _id()}
         found = await self._ask("POST", path, messages.Released, body, **how)
-        self._unheard.forget(worker)
+        self._unanswered.forget(worker)
         return cast("int", found.released)
 
     # transitions ------------------------------------------------------------------------------------------------

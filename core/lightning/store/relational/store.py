@@ -140,7 +140,8 @@ class RelationalStore(ABC):
     # transitions ------------------------------------------------------------------------------------------------
     async def append(self, transitions: Sequence[Transition]) -> int:
         """See `Store.append`."""
-        calls = cache(lambda: [transition_ops.prepare(transition) for transition in transitions])
+        given = tuple(transitions)  # it is read after others have run, who may change a list of theirs
+        calls = cache(lambda: [transition_ops.prepare(transition) for transition in given])
         return await self._write(
             lambda tx: transition_ops.append(tx, calls()),
             lambda tx, new: transition_ops.append_again(tx, new, calls()),

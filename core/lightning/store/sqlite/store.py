@@ -44,7 +44,7 @@ class RevisionWatch:
         self._revision, self._event, self._known = revision, event, known
 
     async def wait(self, timeout: float) -> bool:
-        """See `Watch.wait`."""
+        """See `RunWatch.wait`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:
