@@ -32,6 +32,7 @@ from lightning.gateway.http import (
     UpstreamError,
     UpstreamGoneError,
     data_of,
+    error_of,
     read_body,
     read_object,
     send_bytes,
@@ -41,16 +42,18 @@ from lightning.gateway.http import (
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
-from lightning.gateway.recorder import Recorder, Ticket
+from lightning.gateway.recorder import Recorder, Ticket, described
 from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
 from lightning.gateway.upstream.client import Forwarder, Watch
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
-from lightning.types import TOO_LONG, CallStatus, Conversation
+from lightning.types import CallStatus, Conversation
 
 log = logging.getLogger(__name__)
 
 PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
+REQUEST_ERRORS = range(400, 500)
+"""Statuses of what is the request's own fault."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
 LOGPROBS_ARE_JSON = (
@@ -103,7 +106,7 @@ class Answer:
     status: int
     body: bytes
     headers: list[Header] = field(default_factory=list)
-    outcome: CallStatus | None = CallStatus.OK
+    outcome: CallStatus = CallStatus.OK
 
 
 class CallEndpoint:
@@ -126,15 +129,20 @@ class CallEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's, vLLM's or the store's fault."""
         call: Call | None = None
+        claims: Claims | None = None
         try:
-            call = await self._admit(scope, receive)
+            claims = self._identity.claims(scope)
+            self._identity.check_over(claims)
+            call = await self._admit(claims, scope, receive)
             await self._serve(call, receive, send)
         except ExpiredTokenError as refusal:
-            await self._record_expired(scope, refusal.claims)
+            await self._record_refused(scope, refusal.claims, refusal)
             await self._refuse(None, send, refusal)
         except RefusalError as refusal:
             if refusal.code in NO_SERVER:
                 await self._record_failure(call, CallStatus.ERROR, unserved=True)
+            elif call is None and claims is not None and refusal.status in REQUEST_ERRORS:
+                await self._record_refused(scope, claims, refusal)
             await self._refuse(call, send, refusal)
         except ClientGoneError:
             if call is not None and not call.live.sent and (call.policy.gate.closed or not call.policy.pool.healthy):
@@ -148,9 +156,7 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _admit(self, scope: Scope, receive: Receive) -> Call:
-        claims = self._identity.claims(scope)
-        self._identity.check_over(claims)
+    async def _admit(self, claims: Claims, scope: Scope, receive: Receive) -> Call:
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
         policy = self._policies.of(claims.run)
         await self._policies.asked.look(claims.run, policy, body.get("model"))
@@ -184,7 +190,7 @@ class CallEndpoint:
         finally:
             call.policy.book.forget(call.live)
         # A server that answers 500 is there still, but its engine may have died.
-        if answer.outcome is CallStatus.ERROR and answer.status != 400:
+        if answer.outcome is CallStatus.ERROR:
             call.live.unserved = await self._forwarder.is_gone(call.policy, call.live)
         await self._finish(call, answer, send)
 
@@ -208,10 +214,13 @@ class CallEndpoint:
     def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
         if response.status != 200:
             headers = [(b"content-type", response.content_type.encode()), _id_header(call)]
-            outcome = CallStatus.ERROR if response.status >= 500 else None
+            outcome = CallStatus.ERROR if response.status >= 500 else CallStatus.REFUSED
             if response.status == 400 and (told := told_of_length(payload)) is not None:
-                payload, outcome = told, CallStatus.ERROR
-                call.capture.choice(0).finish_reason = TOO_LONG
+                payload = told
+            if outcome is CallStatus.REFUSED:
+                error = error_of(payload)
+                call.capture.refused = described(error)
+                call.capture.choice(0).finish_reason = str(error.get("code") or error.get("type") or response.status)
             return Answer(response.status, call.dialect.upstream_refusal(response.status, payload), headers, outcome)
         try:
             reply = orjson.loads(payload)
@@ -278,25 +287,20 @@ class CallEndpoint:
 
     async def _finish(self, call: Call, answer: Answer, send: Send) -> None:
         """Make the call durable, then let go of the answer's last bytes."""
-        if answer.outcome is not None:
-            if call.live.unsure:
-                log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
-            entry: Entry | None = None
-            if (
-                answer.outcome is CallStatus.OK
-                and call.translator
-                and (said := call.translator.conversation()) is not None
-            ):
-                entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
-            status = CallStatus.ERROR if call.live.unsure else answer.outcome
-            if status is CallStatus.OK and call.plan.media:
-                status = CallStatus.MEDIA
-            await self._record(call, status, None if entry is None else entry.stored)
-            if entry is not None:
-                self._history.keep(entry)
-            if answer.outcome is CallStatus.OK:
-                tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
-                call.policy.tools.look(call.plan.body, tokenize)
+        if call.live.unsure:
+            log.warning("call %s is not trained on: its tokens' policy version is not known", call.capture.id)
+        entry: Entry | None = None
+        if answer.outcome is CallStatus.OK and call.translator and (said := call.translator.conversation()) is not None:
+            entry = await self._history.entry((call.claims.rollout, call.claims.attempt), call.capture.id, said)
+        status = CallStatus.ERROR if call.live.unsure else answer.outcome
+        if status is CallStatus.OK and call.plan.media:
+            status = CallStatus.MEDIA
+        await self._record(call, status, None if entry is None else entry.stored)
+        if entry is not None:
+            self._history.keep(entry)
+        if answer.outcome is CallStatus.OK:
+            tokenize = partial(self._forwarder.tokenize, call.policy, call.ticket.rollout)
+            call.policy.tools.look(call.plan.body, tokenize)
         if call.started:
             await send({"type": "http.response.body", "body": answer.body, "more_body": False})
         else:
@@ -339,15 +343,16 @@ class CallEndpoint:
         except Exception:
             log.exception("the gateway failed to record call %s", call.capture.id)
 
-    async def _record_expired(self, scope: Scope, claims: Claims) -> None:
-        """Record that an agent has outlived its key: what it makes of that is not its own failure, and no success either."""
+    async def _record_refused(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
+        """Record a request that no policy server is asked: an agent that goes on without an answer has made a call, and why it
+        got none is told."""
         name = f"{self._dialect.id_prefix}{PROCESS}{next(NUMBERS):x}"
         try:
-            await self._recorder.append_expired(claims, self._identity.caller(scope, None), name)
+            await self._recorder.append_refused(claims, self._identity.caller(scope, None), name, refusal)
         except StoreError as error:
-            log.warning("that the key of %s has expired was not recorded: %s", claims.rollout, error)
+            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
         except Exception:
-            log.exception("the gateway failed to record that the key of %s has expired", claims.rollout)
+            log.exception("the gateway failed to record that a call of %s was refused", claims.rollout)
 
     async def _refuse(self, call: Call | None, send: Send, refusal: RefusalError) -> None:
         if call is not None and call.started:

@@ -92,6 +92,15 @@ def told_of_length(payload: bytes) -> bytes | None:
     return orjson.dumps(said)
 
 
+def error_of(payload: bytes) -> dict[str, object]:
+    """The error object of a refusal of vLLM's; its text alone where it has none."""
+    try:
+        error = orjson.loads(payload)["error"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        error = None
+    return error if isinstance(error, dict) else {"message": payload[:2000].decode("utf-8", "replace")}
+
+
 class UpstreamError(Exception):
     """vLLM broke off in the middle of a call, or answered in a shape that is not vLLM's."""
 

@@ -12,13 +12,15 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Choice, Plan
+from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
+from lightning.gateway.redaction import redacted
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
 
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 COUNTERS = 8192
 """Attempts whose counter is remembered at most, and expired keys."""
 CONFLICT_RETRIES = 5
+LONGEST_ERROR = 2000
+"""Characters kept of what an agent is told of a call that is refused; it may quote the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,18 +113,19 @@ class Recorder:
         first = await ticket.counter.first() + ticket.offset
         await self._append(ticket, build(ticket, first, plan, live, status, said))
 
-    async def append_expired(self, claims: Claims, caller: Caller, call: str) -> None:
-        """Make durable that the call with this id was refused because its key had expired: the first call of each key, since an
+    async def append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
+        """Make durable that the gateway refused the call with this id. Of an expired key it is the first call alone, since an
         agent may go on asking. Raises `StoreError`."""
         key = (claims.rollout, claims.attempt, claims.expires_at)
-        if key in self._expired:
+        if refusal.code == EXPIRED and key in self._expired:
             return
         ticket = self.begin(claims.rollout, claims.attempt, 1, caller)
         with contextlib.suppress(StaleAttemptError):  # nobody asks any more why that attempt failed
-            await self._append(ticket, [_refused(ticket, await ticket.counter.first() + ticket.offset, call)])
-        self._expired[key] = None
-        if len(self._expired) > COUNTERS:
-            self._expired.popitem(last=False)
+            await self._append(ticket, [_refused(ticket, await ticket.counter.first() + ticket.offset, call, refusal)])
+        if refusal.code == EXPIRED:
+            self._expired[key] = None
+            if len(self._expired) > COUNTERS:
+                self._expired.popitem(last=False)
 
     async def _append(self, ticket: Ticket, transitions: list[Transition]) -> None:
         for _ in range(CONFLICT_RETRIES):
@@ -171,13 +176,14 @@ def build(
             ended_at=ended_at,
             tool_calls=tuple(choice.tool_calls),
             conversation=said,
+            error=capture.refused,
         )
         for offset, (index, choice) in enumerate(choices)
     ]
 
 
-def _refused(ticket: Ticket, seq: int, call: str) -> Transition:
-    """A call whose key had expired: nothing was sampled."""
+def _refused(ticket: Ticket, seq: int, call: str, refusal: RefusalError) -> Transition:
+    """A call that no policy server has seen: nothing was sampled."""
     return Transition(
         ticket.rollout,
         ticket.attempt,
@@ -187,11 +193,19 @@ def _refused(ticket: Ticket, seq: int, call: str) -> Transition:
         token_ids(),
         logprobs(),
         ticket.caller,
-        status=CallStatus.ERROR,
-        finish_reason=EXPIRED,
+        status=CallStatus.ERROR if refusal.code == EXPIRED else CallStatus.REFUSED,
+        finish_reason=refusal.code,
         started_at=ticket.started_at,
         ended_at=time.time(),
+        error=described(refusal.error),
     )
+
+
+def described(error: Mapping[str, object]) -> str:
+    """What an error object tells, as it is stored: with the field that it is about, and without credentials."""
+    field, message = error.get("param"), str(error.get("message", ""))
+    text = f"{field}: {message}" if field and str(field) not in message else message
+    return redacted(text[:LONGEST_ERROR], "error")
 
 
 def _retrieve(task: asyncio.Task[int]) -> None:

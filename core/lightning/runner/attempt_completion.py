@@ -105,7 +105,8 @@ def _no_reward(outcome: Outcome) -> str:
 
 
 def _is_broken(call: Transition) -> bool:
-    """Whether a call failed at the policy server. One that was too long was the agent's own, and would be again."""
+    """Whether a call failed at the policy server. One that was too long, which older releases kept as an error, was the agent's
+    own, and would be again."""
     return call.status is CallStatus.ERROR and call.finish_reason != TOO_LONG
 
 

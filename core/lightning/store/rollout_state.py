@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Final
 
 from lightning.errors import DataError, StaleAttemptError, StoreError
 from lightning.store import codec
@@ -189,14 +190,19 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     ]
 
 
+LATER: Final = ("error",)
+"""Fields of a transition that came after its digest, each with its name in it where it is not empty."""
+
+
 def transition_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
-    Two transitions are the same for the store if and only if these agree. Tool calls and the conversation are part of it where
-    there are any: rows of the schemas that had no place for them keep their digests.
+    Two transitions are the same for the store if and only if these agree. Tool calls, the conversation and what is in `LATER`
+    are part of it where there are any: rows of the schemas that had no place for them keep their digests.
     """
     tool_calls: list[Json] = [list(transition.tool_calls)] if transition.tool_calls else []
     conversation: list[Json] = [conversation_to_text(transition.conversation)] if transition.conversation else []
+    later: dict[str, Json] = {name: value for name in LATER if (value := getattr(transition, name))}
     text = dump(
         [
             transition.rollout,
@@ -214,6 +220,7 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
             float(transition.ended_at),
             *tool_calls,
             *conversation,
+            *([later] if later else []),
         ],
     )
     return hashlib.blake2b(text.encode() + content, digest_size=codec.DIGEST_BYTES).digest()

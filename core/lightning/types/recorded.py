@@ -17,12 +17,15 @@ class CallStatus(StrEnum):
     """How a model call ended: only `OK` calls are ever trained.
 
     `MEDIA` calls were answered, too, but the prompt had an image, audio, video or a file, of which its token ids say nothing.
+    `REFUSED` ones were not sampled: the gateway or the policy server does not take such a request. The agent was told so with a
+    status of 400 to 499.
     """
 
     OK = "ok"
     MEDIA = "media"
     ABORTED = "aborted"
     ERROR = "error"
+    REFUSED = "refused"
 
     @property
     def answered(self) -> bool:
@@ -111,7 +114,8 @@ class Transition:
     grammar or other logit mask: their logprobs are not comparable with an unmasked forward pass. `tool_calls` are the ids
     under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
     `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
-    and those whose text may not be stored.
+    and those whose text may not be stored. `error` is what the agent was told of a call that was refused, whose `finish_reason`
+    is the error's code.
     """
 
     rollout: str
@@ -132,6 +136,7 @@ class Transition:
     ended_at: float = 0.0
     tool_calls: tuple[str, ...] = ()
     conversation: Conversation | None = None
+    error: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:

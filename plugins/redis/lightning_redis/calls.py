@@ -21,7 +21,9 @@ from lightning_redis.parents import CallKey, Known
 
 DIGEST_BYTES: Final = codec.DIGEST_BYTES
 ALWAYS_KEPT: Final = rows.CALLS.fields.index("conversation") - 1
-"""Columns of a call that has no conversation: it takes no place, and calls that were kept before there was one are read."""
+"""Columns of a call that every call has. The last of the others take no place where they are empty, and calls that were kept
+before there were such columns are read."""
+_EMPTY: Final = rows.CALLS.filled([None] * ALWAYS_KEPT, without=("seq",))
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -43,7 +45,9 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
         raise DataError(f"the seq {what} is negative: count the calls of an attempt from 0")
     for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
         encoded(part, f"a part {what}")
-    columns = rows.CALLS.values(transition, without=("seq",) if transition.conversation else ("seq", "conversation"))
+    columns = list(rows.CALLS.values(transition, without=("seq",)))
+    while len(columns) > ALWAYS_KEPT and columns[-1] == _EMPTY[len(columns) - 1]:
+        columns.pop()
     text = json_text.dump(
         [
             parent[2] if parent is not None and parent[:2] == transition.key[:2] else parent,

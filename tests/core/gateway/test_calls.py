@@ -239,7 +239,8 @@ async def test_vllms_own_refusal_is_passed_through(house):
     client = await house.client()
     with pytest.raises(openai.BadRequestError, match="top_p must be in"):
         await client.chat.completions.create(model="policy", messages=HI, top_p=7)
-    assert await house.transitions() == []
+    (step,) = await house.transitions()
+    assert (step.status, step.error, len(step.response_ids)) == (CallStatus.REFUSED, "top_p must be in (0, 1]", 0)
 
 
 async def test_missing_logprobs_leave_none_rather_than_wrong_ones(house):
@@ -437,7 +438,8 @@ async def test_a_call_that_does_not_fit_is_told_why_and_noted(house, path, asked
     if path != "messages":
         assert error["code"] == "context_length_exceeded"
     (step,) = await house.transitions()
-    assert (step.status, step.finish_reason, len(step.response_ids)) == (CallStatus.ERROR, TOO_LONG, 0)
+    assert (step.status, step.finish_reason, len(step.response_ids)) == (CallStatus.REFUSED, TOO_LONG, 0)
+    assert number in step.error
     outcome = judge(Outcome(error="the prompt was refused", fault=Fault.AGENT), [step])
     assert outcome.fault is Fault.AGENT
 
@@ -457,4 +459,5 @@ async def test_other_refusals_of_vllm_stay_as_they_are(house):
     http = await house.http()
     answer = await http.post("/chat/completions", json={"messages": HI})
     assert answer.json()["error"]["message"] == "no such thing"
-    assert not await house.transitions()
+    (step,) = await house.transitions()
+    assert (step.status, step.error) == (CallStatus.REFUSED, "no such thing")

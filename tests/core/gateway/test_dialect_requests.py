@@ -8,6 +8,7 @@ import pytest
 from lightning.gateway.dialects import Messages, Responses
 from lightning.gateway.http import RefusalError
 from lightning.testing.fake_vllm import Reply, ToolCall
+from lightning.types import CallStatus
 
 OURS = {"model", "messages", "return_token_ids", "logprobs", "top_logprobs", "max_tokens"}
 HI = {"role": "user", "content": "hi"}
@@ -331,4 +332,8 @@ async def test_a_malformed_request_is_refused_and_not_retried_or_logged(house, c
     answer = await http.post("/responses", json={"input": "hi", "text": {"format": "json"}})
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
     assert not caplog.records
-    assert await house.transitions() == []
+    refused = await house.transitions()  # counting tokens is no call
+    assert [(step.status, step.finish_reason) for step in refused] == [
+        (CallStatus.REFUSED, "invalid_request"),
+        (CallStatus.REFUSED, "invalid_request"),
+    ]

@@ -204,7 +204,9 @@ async def test_what_the_record_could_not_tell_is_refused(house, path, asked):
     assert answer.status_code == 422
     assert f"'{next(iter(asked))}' " in answer.json()["error"]["message"]
     assert not house.fake.requests
-    assert await house.transitions() == []
+    (step,) = await house.transitions()
+    assert (step.status, step.finish_reason) == (CallStatus.REFUSED, "invalid_parameter")
+    assert f"'{next(iter(asked))}' " in step.error
 
 
 @every

@@ -118,7 +118,8 @@ async def test_errors_have_anthropics_shape(house):
     house.fake.queue(Reply("one two three four", error_after=2, message="engine is dead"))
     with pytest.raises(anthropic.APIStatusError, match="engine is dead"):
         await ask(client, True, messages=HI)
-    (step,) = await house.recorded()
+    refused, step = await house.recorded(2)
+    assert (refused.status, refused.error) == (CallStatus.REFUSED, "top_p must be in (0, 1]")
     assert (step.status, len(step.response_ids)) == (CallStatus.ERROR, 2)
     with pytest.raises(anthropic.AuthenticationError, match="not one of this gateway"):
         await ask(client.with_options(api_key="sk-ant-wrong"), False, messages=HI)

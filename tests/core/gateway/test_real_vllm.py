@@ -230,7 +230,10 @@ async def test_vllms_own_refusals_come_through(real):
         await client.chat.completions.create(model="policy", messages=HI, extra_body={"top_logprobs": 2})
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.chat.completions.create(model="policy", messages=HI, temperature=-1)
-    assert await real.transitions() == []
+    refused = await real.transitions()
+    assert [step.status for step in refused] == [CallStatus.REFUSED] * 2
+    assert "top_logprobs" in refused[0].error
+    assert "temperature" in refused[1].error
 
 
 async def test_an_update_inside_a_call_splits_its_tokens(real, served):

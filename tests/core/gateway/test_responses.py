@@ -117,7 +117,8 @@ async def test_errors_of_vllm_have_openais_shape(house):
     house.fake.queue(Reply("one two three four", error_after=2, message="engine is dead"))
     with pytest.raises(openai.APIError, match="engine is dead"):
         await ask(client, True, input="x")
-    (step,) = await house.recorded()
+    refused, step = await house.recorded(2)
+    assert (refused.status, refused.error) == (CallStatus.REFUSED, "top_p must be in (0, 1]")
     assert (step.status, len(step.response_ids)) == (CallStatus.ERROR, 2)
 
 

@@ -19,7 +19,7 @@ from lightning.server.control import Control
 from lightning.store import Store
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.types import LLM, Resource, Rollout, Run, Scope, Task
+from lightning.types import LLM, CallStatus, Resource, Rollout, Run, Scope, Task
 
 API = "/api/v1"
 SECRET = b"the signing secret of the test"
@@ -77,7 +77,7 @@ class House:
             writer.close()
 
     async def truth(self) -> str:
-        """Everything that an attack must not change."""
+        """Everything that an attack must not change. That its own attempt was refused something is noted there."""
         found: list[object] = [await self.store.list_tokens(), await self.store.list_runs()]
         for run in ("run", "theirs"):
             page = await self.store.list_rollouts(run)
@@ -87,7 +87,8 @@ class House:
                 await self.store.metrics(run),
                 await self.store.get_state(run, "x"),
             ]
-            found += [await self.store.transitions(rollout.id) for rollout in page.rollouts if rollout.attempt]
+            calls = [await self.store.transitions(rollout.id) for rollout in page.rollouts if rollout.attempt]
+            found += [[call for call in each if call.status is not CallStatus.REFUSED] for each in calls]
         found += [await self.store.list_resources(), await self.store.get_state("", "gateway_secret")]
         return "\n".join(map(repr, found))
 

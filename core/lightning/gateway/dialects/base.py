@@ -96,12 +96,14 @@ class Choice:
 
 @dataclass(slots=True)
 class Capture:
-    """What one call has shown of itself: the id vLLM gave it, the prompt, and each choice by index."""
+    """What one call has shown of itself: the id vLLM gave it, the prompt, and each choice by index; or what vLLM broke off or
+    refused it with."""
 
     id: str
     prompt_ids: TokenIds | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
     failed: str = ""
+    refused: str = ""
 
     def choice(self, index: int) -> Choice:
         """The choice with this index, made when it is first seen."""

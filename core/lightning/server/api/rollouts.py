@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from lightning.errors import LightningError
-from lightning.gateway.redaction import redacted_span, storable
+from lightning.gateway.redaction import redacted, redacted_span, storable
 from lightning.server.api.paging import page
 from lightning.server.api.table import (
     ApiCall,
@@ -203,13 +203,14 @@ async def release(call: ApiCall[NoQuery, messages.Release]) -> messages.Released
 async def append(call: ApiCall[NoQuery, messages.Transitions]) -> messages.Appended:
     """Store calls durably. A repeated one changes nothing; 409 for another content under the same key."""
     given = call.body.transitions
-    if any(item.conversation for item in given):
+    if any(item.conversation or item.error for item in given):
         given = await asyncio.to_thread(lambda: tuple(map(_storable, call.body.transitions)))
     return messages.Appended(await call.store.append(given))
 
 
 def _storable(call: Transition) -> Transition:
-    return replace(call, conversation=call.conversation and storable(call.conversation))
+    said = call.conversation and storable(call.conversation)
+    return replace(call, conversation=said, error=call.error and redacted(call.error, "error"))
 
 
 async def next_seq(call: ApiCall[NoQuery, None]) -> messages.NextSeq:
@@ -237,7 +238,7 @@ async def transitions_of(call: ApiCall[NoQuery, messages.Attempts]) -> messages.
 
 def _size(call: Transition) -> int:
     said = 0 if call.conversation is None else _text_size(call.conversation)
-    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500 + said
+    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500 + said + len(call.error)
 
 
 def _text_size(told: ToolEvent | Span | Conversation) -> int:

@@ -190,6 +190,8 @@ _CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT N
 
 _CONTEXT: Final = ("ALTER TABLE steps ADD COLUMN context TEXT NOT NULL DEFAULT '{}'",)
 
+_REFUSALS: Final = ("ALTER TABLE transitions ADD COLUMN error TEXT NOT NULL DEFAULT ''",)
+
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _FIRST,
     _LABELS,
@@ -199,5 +201,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _ANSWERS,
     _CONVERSATIONS,
     _CONTEXT,
+    _REFUSALS,
 )
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
