@@ -11,8 +11,8 @@ from lightning.types import Rollout, StepReward, ToolEvent, Transition
 class Trajectory:
     """One succeeded rollout with everything recorded about it. `transitions` are its answered calls in `seq` order;
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
-    i's state before the step (NaN for calls that are not trained); without one `values` is empty. `too_long` calls were
-    refused because prompt and answer did not fit."""
+    i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
+    calls of which the gateway or vLLM did not take the request."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -20,7 +20,7 @@ class Trajectory:
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
     values: tuple[float, ...] = ()
-    too_long: int = 0
+    refused: tuple[Transition, ...] = ()
 
     @property
     def reward(self) -> float:

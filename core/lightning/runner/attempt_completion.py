@@ -21,7 +21,10 @@ from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outc
 
 logger = logging.getLogger(__name__)
 
-NEVER_CALLED = "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model"
+NEVER_CALLED = (
+    "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model. If other "
+    "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off"
+)
 SWALLOWED = (
     "the agent returned a reward after its last model call had failed because no policy server was there, so the reward "
     "may be that of the failure"
@@ -82,6 +85,8 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=message)
     if outcome.reward is not None and not any(call.status.answered for call in calls):
         message = NEVER_FINISHED if calls else NEVER_CALLED
+        if refused := [call for call in calls if call.status is CallStatus.REFUSED]:
+            message += f". {len(refused)} of {len(calls)} were refused; the first: {refused[0].error}"
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=message)
     if outcome.reward is not None and (problem := _no_reward(outcome)):
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)

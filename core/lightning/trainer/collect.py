@@ -131,12 +131,18 @@ async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: S
                 trainable,
                 attempt.tool_events,
                 attempt.step_rewards,
-                too_long=sum(call.finish_reason == TOO_LONG for call in transitions),
+                refused=tuple(call for call in transitions if is_refused(call)),
             )
         )
     return [
         Group(name, tuple(sorted(members, key=lambda member: member.rollout.index))) for name, members in groups.items()
     ]
+
+
+def is_refused(call: Transition) -> bool:
+    """Whether nothing was sampled for a call, since its request was not taken. Older releases kept one that was too long as an
+    error."""
+    return call.status is CallStatus.REFUSED or call.finish_reason == TOO_LONG
 
 
 def rollout_digest(trajectory: Trajectory) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +31,7 @@ from lightning.trainer.metrics import (
     unmatched,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
+from lightning.trainer.rules import Attempted, findings
 from lightning.trainer.sampling import with_cure
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -45,7 +46,7 @@ class DevRow:
     trained calls, `constrained_calls` are those whose tokens vLLM chose under a mask (a grammar for strict tools or a format,
     top_p, ...), `greedy_calls` those at temperature 0, which are none of the former, and `truncated_calls` those that were cut
     off. `media_calls` would be trained, had their prompts no images, audio, video or files.
-    `too_long_calls` were refused because prompt and answer did not fit.
+    `too_long_calls` were refused because prompt and answer did not fit. `recorded` is all that the rules look at.
     """
 
     task: str
@@ -65,6 +66,7 @@ class DevRow:
     media_calls: int = 0
     too_long_calls: int = 0
     callers: tuple[Caller, ...] = ()
+    recorded: Attempted = field(default=Attempted((), ()), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         media_calls=len(wanted) - len(trained),
         too_long_calls=sum(call.finish_reason == TOO_LONG for call in recorded),
         callers=tuple(dict.fromkeys(Caller(call.caller.agent, call.caller.path) for call in calls)),
+        recorded=Attempted(recorded, events),
     )
 
 
@@ -162,7 +165,7 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     ]
     if any(row.calls_without_logprobs for row in scored):
         problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
-    return problems
+    return problems + [finding.text for finding in findings(row.recorded for row in rows) if finding.serious]
 
 
 def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
@@ -185,7 +188,7 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
     if trained:
         missed = unmatched(train_agents, callers)
         hints += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if not meant]
-    return hints
+    return hints + [finding.text for finding in findings(row.recorded for row in rows) if not finding.serious]
 
 
 def show(report: DevReport, console: Console) -> None:

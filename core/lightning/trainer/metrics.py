@@ -23,8 +23,9 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.trainer.collect import caller_name, is_trainable
+from lightning.trainer.rules import Attempted, findings
 from lightning.trainer.summary import NAMED, mean_parts
-from lightning.types import Caller, CallStatus, Rollout, Status, Transition
+from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,8 @@ def media_calls(groups: Sequence[Group]) -> list[Transition]:
 def count_too_long(rollouts: Sequence[Rollout], groups: Sequence[Group]) -> int:
     """How many calls were refused because prompt and answer did not fit, and rollouts that failed by such a refusal."""
     failed = sum(rollout.status is Status.FAILED and CURE_OF_LENGTH in rollout.error for rollout in rollouts)
-    return failed + sum(member.too_long for group in groups for member in group.trajectories)
+    refused = (call for group in groups for member in group.trajectories for call in member.refused)
+    return failed + sum(call.finish_reason == TOO_LONG for call in refused)
 
 
 def count_truncated(calls: Iterable[Transition]) -> int:
@@ -242,6 +244,9 @@ class Remarks:
                 CURE_OF_CUT_OFF,
             )
 
+        for finding in findings(Attempted.of(member) for group in groups for member in group.trajectories):
+            if self._first(finding.cause):
+                logger.warning("step %d: %s", step + 1, finding.text)
         if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
             logger.warning(
                 "step %d: %.0f %% of what was to be trained is masked: %s",

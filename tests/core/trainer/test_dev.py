@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
+from lightning.trainer.rules import Attempted
 from lightning.trainer.summary import Reporter
-from lightning.types import Caller, Task
+from lightning.types import Caller, CallStatus, Task, Transition, logprobs, token_ids
 from rich.console import Console
 
 
@@ -24,6 +26,17 @@ def test_a_failed_adapter_is_a_problem_and_is_named_once() -> None:
     assert _problems([row()], ["*"]) == []
     (problem,) = _problems([row(failed_adapters=("acme",)), row(failed_adapters=("acme",))], ["*"])
     assert problem.startswith("the adapter acme failed")
+
+
+def test_what_was_refused_is_a_problem_also_where_the_agent_went_on() -> None:
+    no = Transition(
+        "r", 1, 0, "c", token_ids(), token_ids(), logprobs(), status=CallStatus.REFUSED, error="no", finish_reason="x"
+    )
+    asked = replace(no, status=CallStatus.OK, tool_calls=("t",))
+    seen = row(recorded=Attempted([no, asked], ()))
+    assert _problems([seen, seen], ["*"]) == ["agent: 2 refused calls (x): no"]
+    (hint,) = _hints([seen])
+    assert hint.startswith("the model asked for 1 tool runs")
 
 
 def test_calls_under_a_mask_are_hinted_at_and_stop_nothing() -> None:
@@ -110,6 +123,28 @@ async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls
     assert problem.startswith("1 calls: the model's chat template does not show the tools")
     (hint,) = report.hints
     assert hint.startswith("1 calls were refused, since prompt and answer together are longer than the context")
+
+
+async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_on(bench: Any, tmp_path: Path) -> None:
+    async def swallows(task: Task, llm: Any) -> float:
+        body = {"model": llm.model, "messages": [{"role": "user", "content": "Hello"}]}
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            for more in ({"temperature": "hot"}, {} if task.input == "one" else {"n": 0}):
+                async with session.post(f"{llm.base_url}/chat/completions", json=body | more) as reply:
+                    await reply.read()
+        return 1.0
+
+    async with bench(tmp_path, swallows) as made:
+        tasks, algorithm = [Task("one"), Task("none")], made.loop.schedule.at(0)
+        report = await dry_run(made.loop.stack, tasks, [], algorithm, Reporter(enabled=False))
+    assert not report.ok
+    failed, *refused = report.problems
+    assert "none of its model calls came to an end" in failed
+    assert "2 of 2 were refused; the first: 'temperature' must be a number or null, not 'hot'." in failed
+    assert (
+        refused[0] == "agent: 2 refused calls (invalid_parameter): 'temperature' must be a number or null, not 'hot'."
+    )
+    assert len(refused) == 2
 
 
 async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(bench: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
 from lightning.trainer.metrics import Remarks, nothing_trained, step_metrics, unmatched
-from lightning.types import Caller, CallStatus, Status
+from lightning.types import TOO_LONG, Caller, CallStatus, Status
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))
 CHECKER = Caller("checker", ("agent", "checker"))
@@ -91,7 +91,9 @@ def test_calls_with_media_are_counted_and_said_once(caplog: pytest.LogCaptureFix
 def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Those of rollouts that went on, and rollouts that failed by one."""
     remarks, made = Remarks(), group(0.0, 1.0)
-    member = replace(made.trajectories[0], too_long=2)
+    one = made.trajectories[0].transitions[0]
+    long = replace(one, status=CallStatus.REFUSED, finish_reason=TOO_LONG, error=CURE_OF_LENGTH)
+    member = replace(made.trajectories[0], refused=(long, replace(long, seq=9)))
     groups = [Group(made.id, (member, made.trajectories[1]))]
     failed = replace(member.rollout, status=Status.FAILED, error=f"BadRequestError: Error code: 400 - {CURE_OF_LENGTH}")
     batch = LightningRL("grpo", group_size=2).batch(groups)
@@ -102,6 +104,18 @@ def test_calls_that_did_not_fit_are_counted_and_said_once(caplog: pytest.LogCapt
     (record,) = caplog.records
     assert record.getMessage().startswith("step 1: 3 calls were refused, since prompt and answer together are longer")
     assert "policy_server.max_model_len" in record.getMessage()
+
+
+def test_calls_that_were_refused_are_said_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """The agent went on without an answer, so that its reward says nothing of that."""
+    remarks, made = Remarks(), group(0.0, 1.0)
+    one = made.trajectories[0].transitions[0]
+    no = replace(one, status=CallStatus.REFUSED, finish_reason="invalid_parameter", error="'n' is 3")
+    member = replace(made.trajectories[0], refused=(no,))
+    for step in range(3):
+        tell(remarks, step, [Group(made.id, (member, made.trajectories[1]))])
+    (record,) = caplog.records
+    assert record.getMessage() == "step 1: agent/planner/ask: 1 refused call (invalid_parameter): 'n' is 3"
 
 
 def test_a_step_of_media_alone_says_why_it_trained_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,101 @@
+"""What the record of some attempts says is wrong: the same rules for a dry run and for each step of training.
+
+The invariant: a rule reads what was recorded and nothing else, so that it can be asked of any run, whenever it ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning.batch.trajectory import Trajectory
+from lightning.trainer.collect import caller_name
+from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
+
+UNNAMED: Final = Caller("agent").agent
+"""The name of a caller of whom no adapter and no header says anything."""
+LONGEST: Final = 300
+"""Characters of a refusal that are shown."""
+MOST_NAMES: Final = 8
+"""Callers that a sentence names at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule has found. `cause` is the same for what has one cause, so that it can be said once; `text` has the cure. A
+    `serious` one is a reason not to train."""
+
+    cause: str
+    text: str
+    serious: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported."""
+
+    calls: Sequence[Transition]
+    tool_events: Sequence[ToolEvent]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Attempted:
+        """What a trajectory has of it."""
+        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events)
+
+
+def findings(attempts: Iterable[Attempted]) -> list[Finding]:
+    """What all the rules find in these attempts."""
+    known = list(attempts)
+    return [finding for rule in RULES for finding in rule(known)]
+
+
+def refused_calls(attempts: Sequence[Attempted]) -> Iterator[Finding]:
+    """Calls that the gateway or vLLM does not take; but for one that is too long, which is the policy's own fault."""
+    causes: defaultdict[tuple[str, str, str], list[Transition]] = defaultdict(list)
+    for attempt in attempts:
+        for call in attempt.calls:
+            if call.status is CallStatus.REFUSED and call.finish_reason != TOO_LONG:
+                message = re.sub(r"\d+", "N", call.error)
+                causes[caller_name(call.caller), call.finish_reason, message].append(call)
+    for (agent, code, message), calls in causes.items():
+        said = calls[0].error if len(calls[0].error) <= LONGEST else f"{calls[0].error[:LONGEST]}…"
+        yield Finding(
+            f"refused/{agent}/{code}/{message}",
+            f"{agent}: {len(calls)} refused {'call' if len(calls) == 1 else 'calls'} ({code}): {said}",
+            serious=True,
+        )
+
+
+def silent_tools(attempts: Sequence[Attempted]) -> Iterator[Finding]:
+    """The model asked for tools, and no adapter reported that one ran."""
+    asked = [attempt for attempt in attempts if any(call.tool_calls for call in attempt.calls)]
+    if asked and not any(attempt.tool_events for attempt in attempts):
+        calls = sum(len(call.tool_calls) for attempt in asked for call in attempt.calls)
+        yield Finding(
+            "silent tools",
+            f"the model asked for {calls} tool runs, and no tool run was reported. Mark the tools with @lightning.tool, or "
+            "install the adapter of their framework (lightning adapters); without that no credit can be given for tools",
+        )
+
+
+def lost_names(attempts: Sequence[Attempted]) -> Iterator[Finding]:
+    """Some calls have an agent's name and others have none."""
+    calls = [call.caller for attempt in attempts for call in attempt.calls if call.status.answered]
+    named = Counter(caller_name(caller) for caller in calls if caller.agent != UNNAMED or caller.path)
+    unnamed = len(calls) - named.total()
+    if named and unnamed:
+        yield Finding(
+            "lost names",
+            f"{unnamed} of {len(calls)} calls have no agent's name, though others have one "
+            f"({', '.join(sorted(named)[:MOST_NAMES])}). Put `with lightning.component(NAME)` around the code that makes them",
+        )
+
+
+RULES: Final[tuple[Callable[[Sequence[Attempted]], Iterator[Finding]], ...]] = (
+    refused_calls,
+    silent_tools,
+    lost_names,
+)

@@ -1,0 +1,58 @@
+"""What the record of some attempts says is wrong."""
+
+from __future__ import annotations
+
+from lightning.trainer.rules import Attempted, findings
+from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
+
+WRITER = Caller("writer", ("crew", "writer"))
+
+
+def call(status: CallStatus = CallStatus.OK, caller: Caller = WRITER, **fields: object) -> Transition:
+    return Transition("r", 1, 0, "c", token_ids([1]), token_ids([2]), logprobs([-1.0]), caller, status=status, **fields)
+
+
+def refused(error: str, code: str = "invalid_parameter") -> Transition:
+    return call(CallStatus.REFUSED, finish_reason=code, error=error)
+
+
+def test_refused_calls_are_one_finding_for_each_cause() -> None:
+    calls = [
+        refused("'n' must be at most 8, not 9."),
+        refused("'n' must be at most 8, not 12."),
+        refused("no", "other"),
+    ]
+    first, second = findings([Attempted(calls[:1], ()), Attempted(calls[1:], ())])
+    assert first.text == "crew/writer: 2 refused calls (invalid_parameter): 'n' must be at most 8, not 9."
+    assert second.text == "crew/writer: 1 refused call (other): no"
+    assert first.serious
+    assert first.cause != second.cause
+    assert [each.cause for each in findings([Attempted(calls[1:2], ())])] == [first.cause], (
+        "numbers make no other cause"
+    )
+
+
+def test_a_call_that_was_too_long_has_words_of_its_own() -> None:
+    assert findings([Attempted([refused("no", TOO_LONG)], ())]) == []
+
+
+def test_a_long_refusal_is_cut() -> None:
+    (found,) = findings([Attempted([refused("x" * 5000)], ())])
+    assert len(found.text) < 500
+
+
+def test_tools_that_were_asked_for_and_never_reported() -> None:
+    asked = call(tool_calls=("a", "b"))
+    (found,) = findings([Attempted([asked], ()), Attempted([call()], ())])
+    assert found.text.startswith("the model asked for 2 tool runs, and no tool run was reported")
+    assert not found.serious
+    assert findings([Attempted([asked], ()), Attempted([call()], (ToolEvent("add", "ok"),))]) == []
+    assert findings([Attempted([call()], ())]) == []
+
+
+def test_calls_without_a_name_beside_calls_with_one() -> None:
+    (found,) = findings([Attempted([call(), call(), call(caller=Caller("agent"))], ())])
+    assert found.text.startswith("1 of 3 calls have no agent's name, though others have one (crew/writer)")
+    assert findings([Attempted([call(caller=Caller("agent"))] * 3, ())]) == [], (
+        "an agent that names nothing has one agent"
+    )
