@@ -36,7 +36,11 @@ def train(
     algorithm: Annotated[str, typer.Option(help=ALGORITHM)] = "grpo",
     train_agents: Annotated[
         list[str] | None,
-        typer.Option("--train-agents", metavar="GLOB", help="Train only these agents; may be repeated."),
+        typer.Option(
+            "--train-agents",
+            metavar="GLOB",
+            help="Train only these agents (!GLOB: not these; model:GLOB: by the model that is asked for); may be repeated.",
+        ),
     ] = None,
     engine: Annotated[
         str,

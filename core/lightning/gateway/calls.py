@@ -43,7 +43,14 @@ from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forw
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.recorder import Recorder, Ticket, described
-from lightning.gateway.sampling import apply_sampling, call_seed, has_media, is_constrained, temperature_of
+from lightning.gateway.sampling import (
+    apply_sampling,
+    call_seed,
+    has_media,
+    is_constrained,
+    temperature_of,
+    without_limit,
+)
 from lightning.gateway.upstream.client import Forwarder, Watch
 from lightning.policy_server.packed_logprobs import HEADER, WANTED
 from lightning.types import CallStatus, Conversation
@@ -54,6 +61,9 @@ PROCESS, NUMBERS = secrets.token_hex(8), itertools.count(1)
 """Request ids are the process's random part and a number: unique, and without the dashes that vLLM adds its own parts with."""
 REQUEST_ERRORS = range(400, 500)
 """Statuses of what is the request's own fault."""
+CHAT = "/chat/completions"
+LONGEST_NAME = 200
+"""Characters that are kept of a model's name."""
 NO_SERVER = frozenset({"no_policy_server", "upstream_unreachable", "held_too_long"})
 """Refusals of calls that no policy server has seen."""
 LOGPROBS_ARE_JSON = (
@@ -158,9 +168,9 @@ class CallEndpoint:
 
     async def _admit(self, claims: Claims, scope: Scope, receive: Receive) -> Call:
         body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
-        policy = self._policies.of(claims.run)
-        await self._policies.asked.look(claims.run, policy, body.get("model"))
-        caller = self._identity.caller(scope, body.get("model"))
+        policy, model = self._policies.of(claims.run), body.get("model")
+        await self._policies.asked.look(claims.run, policy, model)
+        caller = self._identity.caller(scope, model)
         request_id = f"{PROCESS}{next(NUMBERS):x}"
         capture = Capture(self._dialect.id_prefix + request_id)
         previous = self._dialect.continues(body)
@@ -169,6 +179,7 @@ class CallEndpoint:
         apply_sampling(body, self._config.override_sampling, claims.sampling)
         plan = self._dialect.plan(body)
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
+        plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
         ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
@@ -196,12 +207,11 @@ class CallEndpoint:
 
     async def _ask(self, call: Call, send: Send) -> Answer:
         """Send the call to vLLM and read its answer to the end, passing a stream on meanwhile."""
-        path, plan = call.dialect.upstream, call.plan
-        headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
-        response = await self._forwarder.send(
-            call.policy, call.ticket.rollout, path, plan.body, headers, call.live, call.draw_seed
-        )
+        plan = call.plan
+        response = await self._send(call)
         try:
+            if response.status == 400 and (roomier := await self._send_for_less(call, response)) is not None:
+                response = roomier
             if response.status == 200 and plan.stream:
                 tail = await self._tee(call, response, send)
                 return Answer(200, tail, outcome=CallStatus.ERROR if call.capture.failed else CallStatus.OK)
@@ -210,6 +220,24 @@ class CallEndpoint:
             raise UpstreamGoneError(f"its connection was lost in the middle of the answer ({error!r})") from error
         finally:
             response.close()  # if not read to the end: vLLM must see at once that nobody listens any more
+
+    async def _send(self, call: Call) -> aiohttp.ClientResponse:
+        headers = [*call.headers, (HEADER, WANTED)] if call.wants_packed else call.headers
+        return await self._forwarder.send(
+            call.policy, call.ticket.rollout, call.dialect.upstream, call.plan.body, headers, call.live, call.draw_seed
+        )
+
+    async def _send_for_less(self, call: Call, refusal: aiohttp.ClientResponse) -> aiohttp.ClientResponse | None:
+        """The answer to the same call without its limit of tokens, where that limit was more than there is room for: clients
+        have defaults for models with more context. None for another refusal, and where vLLM has a small limit of its own."""
+        if call.dialect.upstream != CHAT or told_of_length(await refusal.read()) is None:
+            return None
+        if not (asked := without_limit(call.plan.body)):
+            return None
+        refusal.close()
+        call.live.retract()
+        call.plan.max_tokens_asked = asked
+        return await self._send(call)
 
     def _whole(self, call: Call, response: aiohttp.ClientResponse, payload: bytes) -> Answer:
         if response.status != 200:

@@ -177,6 +177,8 @@ def build(
             tool_calls=tuple(choice.tool_calls),
             conversation=said,
             error=capture.refused,
+            max_tokens_asked=plan.max_tokens_asked,
+            requested_model=plan.requested_model,
         )
         for offset, (index, choice) in enumerate(choices)
     ]

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from lightning.gateway.http import Body
 from lightning.gateway.identity import Claims
 
+TOKEN_LIMITS = ("max_completion_tokens", "max_tokens")
+"""The names of the limit of an answer's tokens; of two that are given vLLM takes the first."""
 ALIASES = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_p": (1, None),
@@ -50,6 +52,13 @@ def apply_sampling(body: Body, *overrides: Mapping[str, float | int]) -> None:
             body[name] = value
             if (other := ALIASES.get(name)) is not None and other not in override:
                 body.pop(other, None)
+
+
+def without_limit(body: Body) -> int:
+    """Take the limit of the answer's tokens out of a chat's request, so that vLLM takes the room that is left, and return it: 0
+    when there was none."""
+    given = [limit for name in TOKEN_LIMITS if isinstance(limit := body.pop(name, None), int)]
+    return given[0] if given else 0
 
 
 def call_seed(seed: int, claims: Claims, seq: int) -> int:

@@ -190,7 +190,7 @@ def uses_of_versions(name: str, counted: Iterable[Row]) -> list[ResourceUse]:
     ]
 
 
-LATER: Final = ("error",)
+LATER: Final = ("error", "max_tokens_asked", "requested_model")
 """Fields of a transition that came after its digest, each with its name in it where it is not empty."""
 
 

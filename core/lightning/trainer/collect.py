@@ -99,15 +99,27 @@ def of_groups(rollouts: Iterable[Rollout], groups: Sequence[str]) -> list[Rollou
     return [rollout for group in members.values() for rollout in group]
 
 
-def is_trainable(caller: Caller, train_agents: Sequence[str]) -> bool:
-    """Whether a call belongs to the component of interest: a glob matches its path (`sql/writer`) or its agent's name.
+OF_MODEL, NOT = "model:", "!"
+"""How a glob of `train_agents` begins that is matched with the requested model, and one that takes out what it matches."""
 
-    No globs means that every agent is trained.
+
+def is_trainable(caller: Caller, train_agents: Sequence[str], model: str = "") -> bool:
+    """Whether a call belongs to the component of interest: a glob matches its path (`sql/writer`), its agent's name, or, as
+    `model:gpt-*`, the model that it asked for.
+
+    Globs that begin with `!` take out what they match, of all calls where there are no other globs.
     """
-    if not train_agents:
-        return True
-    path = caller_name(caller)
-    return any(fnmatchcase(path, glob) or fnmatchcase(caller.agent, glob) for glob in train_agents)
+    taken = [glob for glob in train_agents if not glob.startswith(NOT)]
+    left_out = [glob[len(NOT) :] for glob in train_agents if glob.startswith(NOT)]
+    return (not taken or any(_matches(caller, model, glob) for glob in taken)) and not any(
+        _matches(caller, model, glob) for glob in left_out
+    )
+
+
+def _matches(caller: Caller, model: str, glob: str) -> bool:
+    if glob.startswith(OF_MODEL):
+        return fnmatchcase(model, glob[len(OF_MODEL) :])
+    return fnmatchcase(caller_name(caller), glob) or fnmatchcase(caller.agent, glob)
 
 
 def caller_name(caller: Caller) -> str:
@@ -123,7 +135,7 @@ async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: S
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
     for rollout, transitions, attempt in zip(done, calls, ended, strict=True):
         answered = tuple(call for call in transitions if call.status.answered)
-        trainable = tuple(is_trainable(call.caller, train_agents) for call in answered)
+        trainable = tuple(is_trainable(call.caller, train_agents, call.requested_model) for call in answered)
         groups[rollout.group].append(
             Trajectory(
                 rollout,

@@ -118,7 +118,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
     calls = [call for call in recorded if call.status.answered]
     (attempt,) = await stack.store.attempts_of([(rollout.id, None)])
     events = attempt.tool_events
-    wanted = [call for call in calls if is_trainable(call.caller, train_agents)]
+    wanted = [call for call in calls if is_trainable(call.caller, train_agents, call.requested_model)]
     trained = [call for call in wanted if call.status is CallStatus.OK]
     return DevRow(
         task=str(rollout.task.input)[:80],

@@ -22,7 +22,7 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
-from lightning.trainer.collect import caller_name, is_trainable
+from lightning.trainer.collect import NOT, OF_MODEL, caller_name, is_trainable
 from lightning.trainer.rules import Attempted, findings
 from lightning.trainer.summary import NAMED, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Transition
@@ -327,7 +327,7 @@ def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[st
             globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
     found = {}
     for glob in train_agents:
-        if not any(is_trainable(caller, (glob,)) for caller in known):
+        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
             near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
             found[glob] = globs[near[0]] if near else ""
     return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.batch.trajectory import Trajectory
-from lightning.trainer.collect import caller_name
+from lightning.trainer.collect import NOT, OF_MODEL, caller_name
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
 
 UNNAMED: Final = Caller("agent").agent
@@ -81,6 +81,18 @@ def silent_tools(attempts: Sequence[Attempted]) -> Iterator[Finding]:
         )
 
 
+def clamped(attempts: Sequence[Attempted]) -> Iterator[Finding]:
+    """Calls asked for longer answers than there was room for."""
+    calls = [call for attempt in attempts for call in attempt.calls if call.max_tokens_asked and call.status.answered]
+    if calls:
+        most = max(call.max_tokens_asked for call in calls)
+        yield Finding(
+            "clamped",
+            f"{len(calls)} calls asked for more tokens (up to {most}) than policy_server.max_model_len leaves room for behind "
+            "their prompts: each was answered with the room that was left",
+        )
+
+
 def lost_names(attempts: Sequence[Attempted]) -> Iterator[Finding]:
     """Some calls have an agent's name and others have none."""
     calls = [call.caller for attempt in attempts for call in attempt.calls if call.status.answered]
@@ -94,8 +106,35 @@ def lost_names(attempts: Sequence[Attempted]) -> Iterator[Finding]:
         )
 
 
+def requested_models(attempts: Sequence[Attempted]) -> Iterator[Finding]:
+    """Calls asked for several models, and the policy answers them all; which of them looks like a judge."""
+    asked: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    early: set[str] = set()  # asked for before the last tool of an attempt ran
+    late: Counter[str] = Counter()
+    for attempt in attempts:
+        last = max((event.at for event in attempt.tool_events), default=0.0)
+        for call in attempt.calls:
+            if call.status.answered and call.requested_model:
+                asked[call.requested_model][caller_name(call.caller)] += 1
+                early |= {call.requested_model} if call.started_at < last else set()
+        late.update({call.requested_model for call in attempt.calls if last and call.started_at >= last})
+    if len(asked) < 2:
+        return
+    for model, callers in sorted(asked.items()):
+        who = ", ".join(f"{name} ({count})" for name, count in callers.most_common(MOST_NAMES))
+        judge = bool(early) and model not in early and 2 * late[model] > len(attempts)
+        yield Finding(
+            f"model/{model}/{'late' if judge else ''}",
+            f"{callers.total()} calls asked for the model {model!r}: {who}. The policy answers them, as it does under any name"
+            + (", and all of them came after the last tool: is it a judge" if judge else "")
+            + f"{'?' if judge else '.'} To leave them out of training: train_agents={[f'{NOT}{OF_MODEL}{model}']}",
+        )
+
+
 RULES: Final[tuple[Callable[[Sequence[Attempted]], Iterator[Finding]], ...]] = (
     refused_calls,
     silent_tools,
+    clamped,
+    requested_models,
     lost_names,
 )

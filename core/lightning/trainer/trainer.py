@@ -54,7 +54,8 @@ class Trainer:
     `model` is a folder with a `transformers` causal LM, or the name of one on a model hub. `algorithm` is an object or the
     name of a registered one, alone or with arguments (`"grpo:group_size=4"`), or several in turn with the steps of each
     (`"sft:2,grpo:20"`; `trainer.steps` is then their sum unless it is set). `adapters` names the adapters to install in the
-    agents' processes (default: all found), `train_agents` the agents to train, as globs on the caller path (default: all).
+    agents' processes (default: all found), `train_agents` the agents to train, as globs on the caller path (default: all);
+    `model:GLOB` is matched with the model that a call asked for, and a glob after `!` takes out what it matches.
     `engine`, `runner` and the scheme of `store` are names of plugins. `config` is a `lightning.config.Config` or a TOML file;
     the keyword arguments after it are shortcuts for its commonest fields and win over it. `out` is the run's folder; its name
     at the first start is the run's id. `from_run` is a run whose weights and optimizer a new one begins with: `"RUN@STEP"`, by

@@ -115,7 +115,8 @@ class Transition:
     under which the response called tools, in order, as the agent was given them: what says which call a tool ran for.
     `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
     and those whose text may not be stored. `error` is what the agent was told of a call that was refused, whose `finish_reason`
-    is the error's code.
+    is the error's code. `max_tokens_asked` is the limit of the answer that the agent asked for where there was less room: it
+    got the room that was left (else 0). `requested_model` is the model that the agent asked for.
     """
 
     rollout: str
@@ -137,6 +138,8 @@ class Transition:
     tool_calls: tuple[str, ...] = ()
     conversation: Conversation | None = None
     error: str = ""
+    max_tokens_asked: int = 0
+    requested_model: str = ""
 
     @property
     def key(self) -> tuple[str, int, int]:

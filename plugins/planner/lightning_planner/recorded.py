@@ -278,7 +278,7 @@ class _Reader:
     def _rows(self, rollout: Rollout, calls: Sequence[Transition]) -> int:
         if (rollout.id, rollout.attempt) not in self._trained:
             return 0
-        trainable = tuple(is_trainable(call.caller, self._agents) for call in calls)
+        trainable = tuple(is_trainable(call.caller, self._agents, call.requested_model) for call in calls)
         trajectory = Trajectory(rollout, tuple(calls), trainable)
         return sum(map(len, build_samples([trajectory], [[0.0] * len(calls)])))
 

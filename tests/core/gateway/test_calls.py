@@ -416,11 +416,11 @@ async def test_a_policy_server_that_cannot_say_is_asked_a_few_times_and_nothing_
 
 LONG = [
     ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}]}, "at least 61"),
-    ("chat/completions", {"messages": HI, "max_tokens": 60, "stream": True}, "60 output tokens"),
-    ("chat/completions", {"messages": HI, "max_tokens": 1000}, "max_tokens=1000"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}], "max_tokens": 5}, "at least 61"),
+    ("completions", {"prompt": "a b", "max_tokens": 1000}, "max_tokens=1000"),
     ("completions", {"prompt": [5] * 70, "max_tokens": 4}, "74 tokens"),
     ("responses", {"input": "word " * 90}, "input tokens"),
-    ("messages", {"messages": HI, "max_tokens": 1000}, "max_tokens=1000"),
+    ("messages", {"messages": [{"role": "user", "content": "word " * 60}], "max_tokens": 1000}, "at least 61"),
 ]
 
 
@@ -444,12 +444,44 @@ async def test_a_call_that_does_not_fit_is_told_why_and_noted(house, path, asked
     assert outcome.fault is Fault.AGENT
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "limit"),
+    [
+        ("chat/completions", {"messages": HI, "max_tokens": 60}, 60),
+        ("chat/completions", {"messages": HI, "max_tokens": 60, "stream": True}, 60),
+        ("chat/completions", {"messages": HI, "max_tokens": 7, "max_completion_tokens": 1000}, 1000),
+        ("responses", {"input": "hi", "max_output_tokens": 4096}, 4096),
+        ("messages", {"messages": HI, "max_tokens": 128_000, "stream": True}, 128_000),
+    ],
+)
+async def test_a_limit_for_which_there_is_no_room_is_taken_out_and_noted(house, path, asked, limit):
+    """Clients have defaults for models with more context, as ChatAnthropic has."""
+    house.fake.max_model_len = 60
+    http = await house.http()
+    answer = await http.post(f"/{path}", json={"model": "gpt-9", **asked})
+    assert answer.status_code == 200
+    assert [bool(each.body.keys() & {"max_tokens", "max_completion_tokens"}) for each in house.fake.requests] == [
+        True,
+        False,
+    ]
+    (step,) = await house.recorded()
+    assert (step.status, step.max_tokens_asked, step.requested_model) == (CallStatus.OK, limit, "gpt-9")
+    await http.post(
+        f"/{path}",
+        json={"model": "gpt-9", **asked}
+        | dict.fromkeys(asked.keys() & {"max_tokens", "max_completion_tokens", "max_output_tokens"}, 5),
+    )
+    assert (await house.recorded(2))[1].max_tokens_asked == 0
+
+
 async def test_what_a_client_raises_for_a_call_that_does_not_fit_has_the_cure(house):
     """It is looked for in the errors of failed rollouts."""
     house.fake.max_model_len = 60
     client = await house.client()
     with pytest.raises(openai.BadRequestError) as raised:
-        await client.chat.completions.create(model="policy", messages=HI, max_tokens=60)
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "word " * 60}], max_tokens=60
+        )
     assert raised.value.code == "context_length_exceeded"
     assert CURE_OF_LENGTH in str(raised.value)
 

@@ -84,15 +84,18 @@ def sent_messages(house) -> list[dict]:
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
 async def test_langchain(house, kind, stream):
     house.fake.queue(Reply(tool_calls=[CALL]), Reply("it is five"))
+    house.fake.max_model_len = 2048
     llm = await house.llm()
     if kind == "openai":
         model = ChatOpenAI(model="policy", base_url=llm.base_url, api_key=llm.api_key, use_responses_api=True)
     else:
         base_url = llm.base_url.removesuffix("/v1")
-        model = ChatAnthropic(model="policy", base_url=base_url, api_key=llm.api_key, max_tokens=50)
+        model = ChatAnthropic(model="policy", base_url=base_url, api_key=llm.api_key)  # it asks for thousands of tokens
     assert await talk(model, stream) == "it is five"
     first, last = await house.transitions()
     assert (first.tool_calls, last.tool_calls) == (("call_x",), ())
+    assert first.max_tokens_asked == last.max_tokens_asked
+    assert (last.max_tokens_asked >= 4096) == (kind == "anthropic")
     assert {request.path for request in house.fake.requests} == {"/v1/chat/completions"}
     calls = [{"id": "call_x", "type": "function", "function": {"name": "add", "arguments": CALL.arguments}}]
     assert sent_messages(house) == [

@@ -113,16 +113,20 @@ async def test_a_dry_run_tells_of_tools_that_the_model_is_not_shown_and_of_calls
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
             for more in ({}, {"max_tokens": 10**6}):
                 async with session.post(f"{llm.base_url}/chat/completions", json=body | more) as reply:
-                    assert reply.status == (400 if more else 200)
+                    assert reply.status == 200
+            body["messages"][0]["content"] = "word " * 200_000
+            async with session.post(f"{llm.base_url}/chat/completions", json=body) as reply:
+                assert reply.status == 400
         return 1.0
 
     async with bench(tmp_path, with_tools) as made:
         made.loop.stack.policy.fake.shows_tools = False
         report = await dry_run(made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=False))
     (problem,) = report.problems
-    assert problem.startswith("1 calls: the model's chat template does not show the tools")
-    (hint,) = report.hints
+    assert problem.startswith("2 calls: the model's chat template does not show the tools")
+    hint, clamped = report.hints
     assert hint.startswith("1 calls were refused, since prompt and answer together are longer than the context")
+    assert clamped.startswith("1 calls asked for more tokens (up to 1000000) than")
 
 
 async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_on(bench: Any, tmp_path: Path) -> None:

@@ -56,3 +56,23 @@ def test_calls_without_a_name_beside_calls_with_one() -> None:
     assert findings([Attempted([call(caller=Caller("agent"))] * 3, ())]) == [], (
         "an agent that names nothing has one agent"
     )
+
+
+def test_several_models_are_listed_with_the_line_that_leaves_each_out() -> None:
+    calls = [call(requested_model="big", started_at=at) for at in (1.0, 2.0)]
+    judge = call(caller=Caller("judge"), requested_model="small", started_at=4.0)
+    first, second = findings([Attempted([*calls, judge], (ToolEvent("add", "ok", at=3.0),))] * 2)
+    assert first.text.startswith("4 calls asked for the model 'big': crew/writer (4). The policy answers them")
+    assert "is it a judge? To leave them out of training: train_agents=['!model:small']" in second.text
+    assert "judge?" not in first.text
+    assert findings([Attempted(calls, ())]) == [], "one name is the agent's own business"
+
+
+def test_a_model_that_is_asked_for_between_tools_is_no_judge() -> None:
+    calls = [call(requested_model=name, started_at=at) for name, at in (("a", 1.0), ("b", 2.0), ("b", 4.0))]
+    assert not any("judge" in found.text for found in findings([Attempted(calls, (ToolEvent("add", "ok", at=3.0),))]))
+
+
+def test_an_answer_for_which_there_was_less_room() -> None:
+    (found,) = findings([Attempted([call(max_tokens_asked=4096), call(max_tokens_asked=9), call()], ())])
+    assert found.text.startswith("2 calls asked for more tokens (up to 4096) than policy_server.max_model_len leaves")

@@ -32,7 +32,8 @@ class Plan:
     `choices` is how many completions the answer has: `n` for each prompt. `keep_ids` and `keep_logprobs` say that
     the agent asked for these itself, `hides_reasoning` that it wants to see nothing of the model's reasoning. `echo` are the
     texts that the choices have to begin with, where vLLM leaves them out because ids were asked for. `media` says that the
-    prompt has what its token ids say nothing of.
+    prompt has what its token ids say nothing of. `max_tokens_asked` is the limit of an answer for which there was less room,
+    `requested_model` the model that the agent named.
     """
 
     body: Body
@@ -44,6 +45,8 @@ class Plan:
     temperature: float = 1.0
     constrained: bool = False
     media: bool = False
+    max_tokens_asked: int = 0
+    requested_model: str = ""
     hides_reasoning: bool = False
     echo: list[str] = field(default_factory=list)
 

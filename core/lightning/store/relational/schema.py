@@ -190,7 +190,11 @@ _CONVERSATIONS: Final = ("ALTER TABLE transitions ADD COLUMN conversation TEXT N
 
 _CONTEXT: Final = ("ALTER TABLE steps ADD COLUMN context TEXT NOT NULL DEFAULT '{}'",)
 
-_REFUSALS: Final = ("ALTER TABLE transitions ADD COLUMN error TEXT NOT NULL DEFAULT ''",)
+_REQUESTS: Final = (
+    "ALTER TABLE transitions ADD COLUMN error TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE transitions ADD COLUMN max_tokens_asked INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE transitions ADD COLUMN requested_model TEXT NOT NULL DEFAULT ''",
+)
 
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _FIRST,
@@ -201,6 +205,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _ANSWERS,
     _CONVERSATIONS,
     _CONTEXT,
-    _REFUSALS,
+    _REQUESTS,
 )
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""
