@@ -20,7 +20,7 @@ from lightning.store.protocol import Store
 from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
 from lightning.trainer.context import NUMERIC
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.replay import train_agents_of
+from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
 from lightning.types import Rollout, StepRecord
 
@@ -120,7 +120,7 @@ async def _step(
 ) -> tuple[list[Finding], dict[str, int]]:
     """What is wrong with a step, and how much of it was looked at."""
     try:
-        groups = await load_groups(store, members, train_agents_of(epoch))
+        groups = await load_groups(store, members, train_agents_of(epoch), policy_fault_of(epoch))
         if algorithm is not None and needs_critic(algorithm):
             groups = await recorded_values(store, record.run, record.step, groups)
     except StoreError as error:

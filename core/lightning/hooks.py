@@ -50,6 +50,14 @@ def lightning_identify() -> Caller | None:
     """Say which agent is calling. Asked in the very thread or task that is about to send a model request."""
 
 
+@hookspec(firstresult=True)
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """Say that the model itself is what an agent failed by: one of the words of `lightning.runner.policy_faults.CAUSES`.
+
+    Called in the agent's process, for each exception in the chain of the one that the agent has raised. None for all others.
+    """
+
+
 @hookspec
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm | SearchAlgorithm]], None]) -> None:
     """Algorithms for `Trainer(algorithm="name")`: a factory of an `Algorithm`, or of a `SearchAlgorithm`."""

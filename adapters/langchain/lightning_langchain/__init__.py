@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import lightning
 from langchain_core.tracers.context import register_configure_hook
-from lightning.instrument import check_supported
+from lightning.instrument import by_type, check_supported
 
 from lightning_langchain.callback import LightningCallback, caller_now, receivers
 
-__all__ = ["SUPPORTED", "LightningCallback", "lightning_identify", "lightning_install"]
+__all__ = ["SUPPORTED", "LightningCallback", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
 SUPPORTED = {"langchain-core": ("1.2", "2"), "langgraph": ("1.1", "2")}
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
@@ -41,6 +41,16 @@ def _register() -> None:
     register_configure_hook(cast("ContextVar[Any]", _always), inheritable=True, handle_class=LightningCallback)
 
 
+POLICY_FAULTS = {
+    "langgraph.GraphRecursionError": "max_turns",
+    "langchain.ModelCallLimitExceededError": "max_turns",
+    "langchain.ToolCallLimitExceededError": "max_turns",
+    "langchain.StructuredOutputError": "malformed_output",
+    "langchain_core.OutputParserException": "malformed_output",
+}
+"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
+
+
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
     """Hear every run of LangChain from now on. Raises `PluginError` for versions out of range."""
@@ -61,3 +71,9 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
 def lightning_identify() -> lightning.Caller | None:
     """The model call that is under way, else the node or tool whose code is running."""
     return caller_now()
+
+
+@lightning.hookimpl
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """What LangChain's and LangGraph's exceptions tell of the model."""
+    return by_type(error, POLICY_FAULTS)

@@ -12,16 +12,20 @@ from typing import Any, cast
 import lightning
 from agents.tracing import Trace, TraceProvider, get_trace_provider, set_trace_provider
 from agents.tracing.processors import default_exporter, default_processor
-from lightning.instrument import check_supported
+from lightning.instrument import by_type, check_supported
 
 from lightning_openai_agents.provider import Provider, current_step
 from lightning_openai_agents.steps import LightningProcessor, receivers
 
-__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install"]
+__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
 SUPPORTED = {"openai-agents": ("0.20", "1")}
 """Distribution -> (first version this works with, first that it does not)."""
 _undo: list[Callable[[], None]] = []
+
+
+POLICY_FAULTS = {"agents.MaxTurnsExceeded": "max_turns", "agents.ModelBehaviorError": "malformed_output"}
+"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
 
 
 @lightning.hookimpl
@@ -69,3 +73,11 @@ def _silence_default_exporter() -> Callable[[], None]:
             (processor.on_trace_start if isinstance(item, Trace) else processor.on_span_end)(item)
 
     return restore
+
+
+@lightning.hookimpl
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """What the SDK's exceptions tell of the model."""
+    if "not found in agent" in str(error) and by_type(error, POLICY_FAULTS) == "malformed_output":
+        return "invented_tool"
+    return by_type(error, POLICY_FAULTS)

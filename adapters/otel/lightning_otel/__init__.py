@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import lightning
-from lightning.instrument import check_supported
+from lightning.instrument import by_type, check_supported
 from lightning.instrument.tracer_provider import ProviderWatch
 
 from lightning_otel.spans import caller_here, receivers
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from lightning_otel.processor import LightningProcessor
 
-__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install"]
+__all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
 SUPPORTED = {"opentelemetry-api": ("1.34", "2"), "opentelemetry-sdk": ("1.34", "2")}
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
@@ -34,6 +34,15 @@ def _installed() -> SpanProcessor:
 
 
 _watch = ProviderWatch(_installed)
+
+
+POLICY_FAULTS = {
+    "pydantic_ai.UsageLimitExceeded": "max_turns",
+    "pydantic_ai.IncompleteToolCall": "cut_off",
+    "pydantic_ai.OutputTokenLimitExceeded": "cut_off",
+    "pydantic_ai.UnexpectedModelBehavior": "malformed_output",
+}
+"""Exceptions that tell of the model's own fault, by package and class; see `lightning_policy_fault`."""
 
 
 @lightning.hookimpl
@@ -65,3 +74,9 @@ def __getattr__(name: str) -> object:
 
         return LightningProcessor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@lightning.hookimpl
+def lightning_policy_fault(error: BaseException) -> str | None:
+    """What PydanticAI's exceptions tell of the model."""
+    return by_type(error, POLICY_FAULTS)

@@ -245,7 +245,7 @@ class ServerDelivery:
     async def _fair(self, lease: Lease, outcome: Outcome) -> Outcome:
         """No agent is at fault whose server is gone: the attempt may be made again."""
         url, process = self._used.get((lease.rollout.id, lease.attempt), ("", ""))
-        if outcome.fault not in (Fault.AGENT, Fault.TIMEOUT):
+        if outcome.fault not in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT):
             return outcome
         if not await self.servers.is_gone(url, process):
             return outcome

@@ -194,6 +194,10 @@ class TrainerConfig(Section):
     order: TaskOrder = "shuffled"
     """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
     of the list, for a curriculum)."""
+    policy_fault: float | Literal["mask", "exclude"] = 0.0
+    """What training makes of a rollout that failed by the model's own fault (an invented tool, an answer without end, a
+    conversation longer than the context, ...). A number is its reward. `mask` compares the others with it, as with a reward
+    of 0, and does not train its own calls. `exclude` leaves it out of its group, as rollouts that failed otherwise are."""
     eval_every: int = Field(default=10, ge=0)
     """Steps between evaluations on the held-out tasks. Evaluations before the first and after the last step always run;
     0 runs only those."""

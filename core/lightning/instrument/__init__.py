@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
 from lightning.instrument.context import Session, activate, current_session, emit, label, reward
+from lightning.instrument.exceptions import by_type
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.versions import check_supported
 
@@ -14,6 +15,7 @@ __all__ = [
     "Session",
     "activate",
     "ask",
+    "by_type",
     "check_supported",
     "component",
     "component_path",

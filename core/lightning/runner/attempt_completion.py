@@ -15,6 +15,7 @@ from dataclasses import replace
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
+from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition
@@ -78,7 +79,8 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
     A reward without a successful call is nobody's success, and one that cannot be trained on is none. An agent that failed,
     or ran out of time, after the policy server had failed under it is not at fault: the attempt counts as an infrastructure
     failure and may be retried. So does one that made a reward of it (`except Exception: return 0.0`), its last call unserved,
-    and one that outlived its API key and called the model after that.
+    and one that outlived its API key and called the model after that. What the model did wrong itself is a fault of the
+    policy's (`lightning.runner.policy_faults`).
     """
     if outcome.fault is not Fault.INFRASTRUCTURE and any(map(_is_expired, calls)):
         message = f"{OUTLIVED}; the agent ended with: {outcome.error}" if outcome.error else OUTLIVED
@@ -92,9 +94,11 @@ def judge(outcome: Outcome, calls: Sequence[Transition]) -> Outcome:
         outcome = replace(outcome, reward=None, rewards={}, fault=Fault.AGENT, error=problem)
     if outcome.reward is not None and is_unserved(max(calls, key=lambda call: call.seq)):
         return replace(outcome, reward=None, rewards={}, fault=Fault.INFRASTRUCTURE, error=SWALLOWED)
-    if outcome.fault in (Fault.AGENT, Fault.TIMEOUT) and any(map(_is_broken, calls)):
+    if outcome.fault in (Fault.AGENT, Fault.POLICY, Fault.TIMEOUT) and any(map(_is_broken, calls)):
         message = f"a model call failed at the policy server, then the agent: {outcome.error}"
-        outcome = replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+        return replace(outcome, fault=Fault.INFRASTRUCTURE, error=message)
+    if cause := cause_in_record(outcome, calls):
+        return replace(outcome, fault=Fault.POLICY, error=described(cause, outcome.error))
     return outcome
 
 

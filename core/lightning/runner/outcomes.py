@@ -16,6 +16,7 @@ from typing import Any, cast
 from lightning.errors import DataError
 from lightning.instrument import Session
 from lightning.instrument.texts import CURE, number
+from lightning.runner.policy_faults import cause_of, described
 from lightning.runner.socket_framing import MAX_FRAME
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
@@ -31,6 +32,8 @@ ONE_LOOP = (
 
 MAX_ERROR = 4000
 """Characters kept of an agent's traceback: its end, where the cause is."""
+LONGEST_CAUSE = 120
+"""Characters of what is said before it of a fault of the policy's."""
 
 
 def score(value: object) -> tuple[float, dict[str, float]]:
@@ -73,16 +76,22 @@ def raised(error: BaseException, session: Session, seconds: float) -> Outcome:
         text = f"{type(error).__name__}, whose traceback cannot be written: {type(broken).__name__}"
     if any(words in text for words in LOOPS):
         text += f"\n({ONE_LOOP})"
-    return failed(Fault.AGENT, text.replace(session.llm.api_key or "\0", "<api key>"), session, seconds)
+    text = text.replace(session.llm.api_key or "\0", "<api key>")
+    if cause := cause_of(error):
+        return failed(Fault.POLICY, described(cause, _end(text, MAX_ERROR - LONGEST_CAUSE)), session, seconds)
+    return failed(Fault.AGENT, text, session, seconds)
 
 
 def failed(fault: Fault, error: str, session: Session | None = None, seconds: float = 0.0) -> Outcome:
     """An outcome without a reward."""
-    text = error if len(error) <= MAX_ERROR else "…" + error[-MAX_ERROR:]
-    outcome = Outcome(fault=fault, error=text, seconds=seconds)
+    outcome = Outcome(fault=fault, error=_end(error, MAX_ERROR), seconds=seconds)
     if session is None:
         return outcome
     return replace(outcome, tool_events=session.tool_events, step_rewards=session.step_rewards, labels=session.labels)
+
+
+def _end(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[-length:]
 
 
 def encode_request(task: Task, llm: LLM) -> bytes:

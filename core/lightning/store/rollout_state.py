@@ -123,6 +123,11 @@ def may_write(position: Position, attempt: int) -> bool:
     return attempt == position.attempt and position.status is Status.RUNNING
 
 
+def may_train(status: str, fault: str) -> bool:
+    """Whether a step may train a rollout that stands so: it has a reward, or failed by the policy's own fault."""
+    return status == Status.SUCCEEDED or (status == Status.FAILED and fault == Fault.POLICY)
+
+
 def check_fence(position: Position, attempt: int) -> None:
     """Raise `StaleAttemptError` unless `attempt` is the running one."""
     if may_write(position, attempt):

@@ -13,7 +13,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from lightning.losses.custom_loss import GivenLoss
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
-from lightning.types import TOO_LONG, Caller, CallStatus, Json, Rollout, Status, StepRecord, Transition
+from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Json, Rollout, Status, StepRecord, Transition
 
 
 async def recorded_values(store: Store, run: str, step: int, groups: Sequence[Group]) -> list[Group]:
@@ -127,15 +129,27 @@ def caller_name(caller: Caller) -> str:
     return "/".join(caller.path) or caller.agent
 
 
-async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: Sequence[str]) -> list[Group]:
-    """The groups of succeeded rollouts, in the order their first rollout was created; failed rollouts are absent."""
-    done = [rollout for rollout in rollouts if rollout.status is Status.SUCCEEDED]
+PolicyFault: TypeAlias = float | Literal["mask", "exclude"]
+"""See `trainer.policy_fault`."""
+
+
+async def load_groups(
+    store: Store, rollouts: Sequence[Rollout], train_agents: Sequence[str], policy_fault: PolicyFault = "exclude"
+) -> list[Group]:
+    """The groups of succeeded rollouts, in the order their first rollout was created. Failed rollouts are absent, but for those
+    that the policy failed, which are what `policy_fault` makes of them."""
+    done = [scored for rollout in rollouts if (scored := _scored(rollout, policy_fault)) is not None]
     attempts = [(rollout.id, rollout.attempt) for rollout in done]
     calls, ended = await store.transitions_of(attempts), await store.attempts_of(attempts)
     groups: dict[str, list[Trajectory]] = {rollout.group: [] for rollout in rollouts}
     for rollout, transitions, attempt in zip(done, calls, ended, strict=True):
         answered = tuple(call for call in transitions if call.status.answered)
-        trainable = tuple(is_trainable(call.caller, train_agents, call.requested_model) for call in answered)
+        if rollout.status is Status.FAILED and not answered:
+            continue
+        masked = rollout.status is Status.FAILED and policy_fault == "mask"
+        trainable = tuple(
+            not masked and is_trainable(call.caller, train_agents, call.requested_model) for call in answered
+        )
         groups[rollout.group].append(
             Trajectory(
                 rollout,
@@ -149,6 +163,15 @@ async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: S
     return [
         Group(name, tuple(sorted(members, key=lambda member: member.rollout.index))) for name, members in groups.items()
     ]
+
+
+def _scored(rollout: Rollout, policy_fault: PolicyFault) -> Rollout | None:
+    """The rollout with the reward that training gives it; None where it is in no group."""
+    if rollout.status is Status.SUCCEEDED:
+        return rollout
+    if rollout.status is not Status.FAILED or rollout.fault is not Fault.POLICY or policy_fault == "exclude":
+        return None
+    return replace(rollout, reward=0.0 if policy_fault == "mask" else float(policy_fault))
 
 
 def is_refused(call: Transition) -> bool:

@@ -31,7 +31,7 @@ from lightning.trainer.metrics import (
     unmatched,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
-from lightning.trainer.rules import Attempted, findings
+from lightning.trainer.rules import Attempted, diagnose
 from lightning.trainer.sampling import with_cure
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
@@ -103,7 +103,7 @@ async def dry_run(
     rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
     compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
-    groups = await load_groups(stack.store, rollouts, train_agents)
+    groups = await load_groups(stack.store, rollouts, train_agents, stack.config.trainer.policy_fault)
     tried = await asyncio.to_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
     if hidden := await stack.gateway.hidden_tools():
@@ -165,7 +165,7 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     ]
     if any(row.calls_without_logprobs for row in scored):
         problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
-    return problems + [finding.text for finding in findings(row.recorded for row in rows) if finding.serious]
+    return problems + [diagnosis.text for diagnosis in diagnose(row.recorded for row in rows) if diagnosis.serious]
 
 
 def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
@@ -188,7 +188,7 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
     if trained:
         missed = unmatched(train_agents, callers)
         hints += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if not meant]
-    return hints + [finding.text for finding in findings(row.recorded for row in rows) if not finding.serious]
+    return hints + [diagnosis.text for diagnosis in diagnose(row.recorded for row in rows) if not diagnosis.serious]
 
 
 def show(report: DevReport, console: Console) -> None:

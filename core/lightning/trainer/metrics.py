@@ -9,6 +9,7 @@ none, and what is said changes nothing.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
@@ -22,10 +23,11 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
+from lightning.runner.policy_faults import read_cause
 from lightning.trainer.collect import NOT, OF_MODEL, caller_name, is_trainable
-from lightning.trainer.rules import Attempted, findings
-from lightning.trainer.summary import NAMED, mean_parts
-from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Status, Transition
+from lightning.trainer.rules import Attempted, diagnose
+from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
+from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +96,11 @@ def step_metrics(
         **{f"dropped/{reason}": float(count) for reason, count in batch.dropped.items()},
         **{f"{NAMED}{name}": value for name, value in mean_parts(rollouts).items()},
         "reward": float(np.mean(rewards)) if rewards else 0.0,
+        "reward_with_failures": sum(rewards) / len(rollouts) if rollouts else 0.0,
         "reward_std": float(np.std(rewards)) if rewards else 0.0,
         "rollouts": float(len(rollouts)),
         "failed": float(sum(rollout.status is Status.FAILED for rollout in rollouts)),
+        **policy_faults(rollouts),
         "groups": float(len(groups)),
         "groups_used": float(len(groups) - skipped),
         "rows": float(len(batch.samples)),
@@ -105,6 +109,13 @@ def step_metrics(
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
         "truncated": count_truncated(trained) / len(trained) if trained else 0.0,
     }
+
+
+def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many rollouts failed by the model's own fault, by cause."""
+    failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
+    causes = Counter(read_cause(rollout.error) for rollout in failed if rollout.fault is Fault.POLICY)
+    return {f"{POLICY_FAULT}{cause}": float(count) for cause, count in sorted(causes.items())}
 
 
 def trained_calls(groups: Sequence[Group]) -> list[Transition]:
@@ -244,9 +255,9 @@ class Remarks:
                 CURE_OF_CUT_OFF,
             )
 
-        for finding in findings(Attempted.of(member) for group in groups for member in group.trajectories):
-            if self._first(finding.cause):
-                logger.warning("step %d: %s", step + 1, finding.text)
+        for diagnosis in diagnose(Attempted.of(member) for group in groups for member in group.trajectories):
+            if self._first(diagnosis.cause):
+                logger.warning("step %d: %s", step + 1, diagnosis.text)
         if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
             logger.warning(
                 "step %d: %.0f %% of what was to be trained is masked: %s",

@@ -23,7 +23,7 @@ from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
 from lightning.trainer.sampling import Sampled, Sampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
-from lightning.types import Rollout, Status, Task
+from lightning.types import Rollout, Task
 
 RESYNC_SECONDS = 5.0
 """After so long without news the store is asked: another process may have ended a rollout."""
@@ -44,8 +44,8 @@ class _Members:
 
     @property
     def failed(self) -> bool:
-        """Whether every one has failed."""
-        return not self.missing and all(rollout.status is Status.FAILED for rollout in self.ended)
+        """Whether every one has failed, and not by the policy's own fault."""
+        return not self.missing and is_lost(self.ended)
 
 
 class Pipeline(Sampler):
@@ -96,7 +96,7 @@ class Pipeline(Sampler):
         rollouts = [rollout for members in taken for rollout in sorted(members.ended, key=lambda one: one.index)]
         metrics = self._metrics()
         self._dropped = []
-        groups = await load_groups(self.stack.store, rollouts, self.agents)
+        groups = await load_groups(self.stack.store, rollouts, self.agents, self.config.policy_fault)
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         return Sampled(rollouts, groups, seconds, metrics)
@@ -228,7 +228,7 @@ class Pipeline(Sampler):
     async def _teaches(self, members: _Members) -> bool:
         algorithm = self.schedule.at(self._pacer.step)
         assert samples_dynamically(algorithm)
-        (group,) = await load_groups(self.stack.store, members.ended, self.agents)
+        (group,) = await load_groups(self.stack.store, members.ended, self.agents, self.config.policy_fault)
         return algorithm.teaches(group)
 
     async def _wait(self) -> None:

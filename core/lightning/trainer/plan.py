@@ -137,12 +137,14 @@ def _place_of(rollout: Rollout) -> tuple[str, int]:
 
 
 def is_lost(rollouts: Sequence[Rollout]) -> bool:
-    """Whether nothing can be learned from these, so that they must be planned again: every rollout of a step has failed.
+    """Whether nothing can be learned from these, so that they must be planned again: every rollout of a step has failed, and
+    not by the policy's own fault.
 
     A held-out evaluation is lost only to the infrastructure; that an agent fails every task is a result.
     """
     return all(
-        rollout.status is Status.FAILED and (rollout.split == TRAIN or rollout.fault is Fault.INFRASTRUCTURE)
+        rollout.status is Status.FAILED
+        and (rollout.fault is not Fault.POLICY if rollout.split == TRAIN else rollout.fault is Fault.INFRASTRUCTURE)
         for rollout in rollouts
     )
 

@@ -23,7 +23,7 @@ from lightning.errors import AuditError, ConfigError
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import batch_digest, load_groups, recorded_values, rollouts_of
+from lightning.trainer.collect import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.trainer.context import Numeric, machine
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
 from lightning.types import Json, StepRecord
@@ -58,7 +58,7 @@ def algorithm_of(epoch: Epoch, given: Sequence[Algorithm]) -> Algorithm:
 async def batch_of(store: Store, record: StepRecord, epoch: Epoch, algorithm: Algorithm) -> Batch:
     """The batch of a committed step, made again from the store. Raises `AuditError` when it is not the one that was trained."""
     rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
-    groups = await load_groups(store, rollouts, train_agents_of(epoch))
+    groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
     if needs_critic(algorithm):
         groups = await recorded_values(store, record.run, record.step, groups)
     batch = algorithm.batch(groups)
@@ -74,6 +74,14 @@ def train_agents_of(epoch: Epoch) -> tuple[str, ...]:
     """The globs of the agents that were trained."""
     agents = epoch.config.get("train_agents", [])
     return tuple(map(str, agents)) if isinstance(agents, (list, tuple)) else ()
+
+
+def policy_fault_of(epoch: Epoch) -> PolicyFault:
+    """What was made of rollouts that the policy failed; releases without the setting left them out."""
+    found = epoch.setting("trainer", "policy_fault")
+    if found == "mask":
+        return "mask"
+    return float(found) if isinstance(found, (int, float)) else "exclude"
 
 
 def optimizer_of(config: Config) -> OptimizerConfig:

@@ -154,7 +154,9 @@ class TurnSampler(Sampler):
             planned = plan(wave, number)
             rollouts += await self._ended(planned, f"{what}, wave {wave + 1}" if wave else what)
             self.check(what, rollouts)
-            groups += await load_groups(self.stack.store, rollouts[-len(planned) :], self.agents)
+            groups += await load_groups(
+                self.stack.store, rollouts[-len(planned) :], self.agents, self.config.policy_fault
+            )
             if samples_dynamically(algorithm):
                 teaching += sum(algorithm.teaches(group) for group in groups[-count:])
             wave += 1

@@ -72,8 +72,9 @@ class Reporter:
         self._seconds = [*self._seconds, seconds][-10:]
         left = (self._total - step - 1) * sum(self._seconds) / len(self._seconds)
         line = (
-            f"step {step + 1:>4}/{self._total}  reward {metrics['reward']:.3f}  {_named_parts(metrics)}"
-            f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed)  "
+            f"step {step + 1:>4}/{self._total}  reward {metrics['reward']:.3f}{_with_failures(metrics)}  "
+            f"{_named_parts(metrics)}"
+            f"rollouts {metrics['rollouts']:.0f} ({metrics['failed']:.0f} failed{_causes(metrics)})  "
             f"mixed groups {metrics['groups_used']:.0f}/{metrics['groups']:.0f}  "
             f"{metrics['tokens_per_second']:.0f} tok/s  gap {metrics['max_logprob_gap']:.1e}  "
             f"{_pipeline(metrics)}{seconds:.1f} s, {_clock(left)} left"
@@ -86,6 +87,8 @@ class Reporter:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
         reward = "-" if result.reward is None else f"{result.reward:.3f}"
+        if result.failed and result.reward_with_failures is not None:
+            reward += f" ({result.reward_with_failures:.3f} with the failed as 0)"
         reward += "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
@@ -101,6 +104,18 @@ class Reporter:
 def _named_parts(metrics: Mapping[str, float]) -> str:
     """The named parts of the reward."""
     return "".join(f"{name.removeprefix(NAMED)} {metrics[name]:.3f}  " for name in metrics if name.startswith(NAMED))
+
+
+def _with_failures(metrics: Mapping[str, float]) -> str:
+    """The reward with those that failed as 0, where any did: without them it is that of the ones that came through."""
+    return f" ({metrics['reward_with_failures']:.3f} with the failed as 0)" if metrics["failed"] else ""
+
+
+def _causes(metrics: Mapping[str, float]) -> str:
+    """What the policy failed by."""
+    found = {name.removeprefix(POLICY_FAULT): count for name, count in metrics.items() if name.startswith(POLICY_FAULT)}
+    said = ", ".join(f"{cause} {count:.0f}" for cause, count in sorted(found.items()))
+    return f", by the policy: {said}" if said else ""
 
 
 def _pipeline(metrics: Mapping[str, float]) -> str:
@@ -123,6 +138,8 @@ PHASES = ("start", "rollout", "train", "update", "checkpoint", "eval")
 """Where wall time goes; metrics are named `seconds/<phase>`."""
 NAMED = "reward/"
 """Metrics of the named parts of the reward begin so."""
+POLICY_FAULT = "policy_fault/"
+"""Metrics of how many rollouts failed by the model's own fault begin so, with its cause behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +155,13 @@ class Evaluation:
     rollouts: int
     failed: int
     rewards: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reward_with_failures(self) -> float | None:
+        """The mean over all rollouts with those that failed as 0; None where there is none."""
+        if not self.rollouts:
+            return None
+        return (self.reward or 0.0) * (self.rollouts - self.failed) / self.rollouts
 
     def mean(self, measure: str) -> float | None:
         """The mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""

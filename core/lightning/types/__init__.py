@@ -90,9 +90,11 @@ class Status(StrEnum):
 
 
 class Fault(StrEnum):
-    """Whose fault an unsuccessful attempt was; only `INFRASTRUCTURE` is retried."""
+    """Whose fault an unsuccessful attempt was; only `INFRASTRUCTURE` is retried. `POLICY`: the model's own, such as an answer
+    that never came to an end; `trainer.policy_fault` says what training makes of it."""
 
     AGENT = "agent"
+    POLICY = "policy"
     TIMEOUT = "timeout"
     INFRASTRUCTURE = "infrastructure"
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning.errors import ConflictError, StaleAttemptError, StoreError
 from lightning.store import json_text, rollout_state, rows
 from lightning.store.protocol import Attempt, MetricPoint
-from lightning.types import Json, Run, Status, StepRecord
+from lightning.types import Json, Run, StepRecord
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
@@ -157,7 +157,7 @@ def _untrainable(record: StepRecord, rollout: str, attempt: int, standing: bytes
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if found["run"] != record.run:
         return StoreError(f"{what}: it belongs to run {found['run']!r}")
-    if found["status"] != Status.SUCCEEDED or found["attempt"] != attempt:
+    if not rollout_state.may_train(found["status"], found.get("fault", "")) or found["attempt"] != attempt:
         return StaleAttemptError(f"{what} by attempt {attempt}: it is {found['status']} at attempt {found['attempt']}")
     return ConflictError(f"{what}: step {found['trained']} trained it already, and a rollout enters exactly one step")
 

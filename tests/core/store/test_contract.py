@@ -723,6 +723,19 @@ def record(
 
 
 @everywhere
+async def test_a_step_may_train_what_the_policy_itself_failed(trained: Store, rollout: RolloutOf) -> None:
+    await trained.create_rollouts([rollout("x")])
+    await trained.lease("run", "w")
+    await trained.complete("x", 1, Outcome(fault=Fault.POLICY, error="max_turns (...): no end"))
+    await trained.commit_step(record(rollouts=(("a", 1), ("x", 1))))
+    kept = await trained.get_rollout("x")
+    assert kept is not None
+    assert (kept.status, kept.reward, kept.fault, kept.trained_at_step) == (Status.FAILED, None, Fault.POLICY, 0)
+    with pytest.raises(ConflictError, match="trained it already"):
+        await trained.commit_step(record(1, rollouts=(("x", 1),)))
+
+
+@everywhere
 async def test_a_step_is_committed_once_with_its_rollouts(trained: Store) -> None:
     await trained.commit_step(record())
     await trained.commit_step(record())

@@ -10,6 +10,7 @@ from rich.console import Console
 METRICS = {
     "reward": 0.5,
     "rollouts": 16.0,
+    "reward_with_failures": 0.46875,
     "failed": 1.0,
     "groups_used": 3.0,
     "groups": 4.0,
@@ -32,8 +33,11 @@ def line(metrics: dict[str, float]) -> str:
 
 def test_the_line_of_a_step_in_turns() -> None:
     assert line(METRICS) == (
-        "step    3/10  reward 0.500  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  gap 2.5e-01  3.0 s, 0:21 left"
+        "step    3/10  reward 0.500 (0.469 with the failed as 0)  rollouts 16 (1 failed)  mixed groups 3/4  120 tok/s  "
+        "gap 2.5e-01  3.0 s, 0:21 left"
     )
+    assert "  reward 0.500  rollouts 16 (0 failed)  " in line({**METRICS, "failed": 0.0})
+    assert "(1 failed, by the policy: max_turns 1)" in line({**METRICS, "policy_fault/max_turns": 1.0})
 
 
 def test_the_line_of_a_step_of_a_pipeline_says_how_old_its_tokens_were() -> None:

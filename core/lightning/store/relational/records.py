@@ -15,7 +15,7 @@ from lightning.store import json_text, rollout_state, rows, sql
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row, Value
-from lightning.types import Json, Run, Status, StepRecord
+from lightning.types import Json, Run, StepRecord
 
 IDS_AT_ONCE: Final = 500
 """Ids in one statement at most."""
@@ -91,7 +91,7 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
         standing = {row[0]: row[1:] for row in locked}
         for rollout, attempt in some:
             _check_trainable(record, rollout, attempt, standing.get(rollout))
-            standing[rollout] = (*standing[rollout][:3], record.step)
+            standing[rollout] = (*standing[rollout][:4], record.step)
         await transaction.run(sql.MARK_TRAINED + places, (record.step, *names))
     committed = replace(record, at=record.at or await transaction.now())
     await transaction.run(sql.INSERT_STEP, rows.STEPS.values(committed))
@@ -101,11 +101,11 @@ async def commit_step(transaction: Transaction, record: StepRecord) -> None:
 def _check_trainable(record: StepRecord, rollout: str, attempt: int, found: Row | None) -> None:
     if found is None:
         raise rollout_state.unknown_rollout(rollout)
-    run, status, current, trained = found
+    run, status, fault, current, trained = found
     what = f"step {record.step} of run {record.run!r} cannot train rollout {rollout!r}"
     if run != record.run:
         raise StoreError(f"{what}: it belongs to run {run!r}")
-    if status != Status.SUCCEEDED or current != attempt:
+    if not rollout_state.may_train(status, fault) or current != attempt:
         raise StaleAttemptError(f"{what} by attempt {attempt}: it is {status} at attempt {current}")
     if trained is not None:
         raise ConflictError(f"{what}: step {trained} trained it already, and a rollout enters exactly one step")

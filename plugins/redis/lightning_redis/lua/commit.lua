@@ -11,7 +11,8 @@ for i = 0, tonumber(count) - 1 do
   local rollout, attempt = ARGV[REST + i * 2 + 1], ARGV[REST + i * 2 + 2]
   local position = found[rollout] or stand(standing, rollout)
   if not position then return {'unknown', rollout} end
-  if position.run ~= run or position.status ~= 'succeeded' or position.attempt ~= tonumber(attempt) or position.trained then
+  local trainable = position.status == 'succeeded' or (position.status == 'failed' and position.fault == 'policy')
+  if position.run ~= run or not trainable or position.attempt ~= tonumber(attempt) or position.trained then
     return {'untrainable', i, cjson.encode(position)}
   end
   position.trained = step

@@ -1,0 +1,110 @@
+"""What training makes of rollouts that the policy itself failed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.audit import audit
+from lightning.config import Config
+from lightning.engines.protocol import StepResult
+from lightning.errors import ConfigError
+from lightning.store.memory import MemoryStore
+from lightning.trainer.collect import all_rollouts, load_groups, record_step
+from lightning.trainer.metrics import step_metrics
+from lightning.trainer.plan import is_lost, train_rollouts
+from lightning.trainer.runs import describe_algorithm
+from lightning.types import Fault, Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
+
+ALGORITHM = LightningRL("grpo", group_size=4)
+ENDS = (
+    Outcome(reward=1.0),
+    Outcome(reward=0.25),
+    Outcome(fault=Fault.POLICY, error="max_turns (it did not end): over 5"),
+    Outcome(fault=Fault.AGENT, error="KeyError: 'x'"),
+)
+
+
+async def store_of(*ends: Outcome, policy_fault: Any = None) -> tuple[MemoryStore, list[Rollout]]:
+    """A run of one group, whose rollouts have one call each."""
+    store = MemoryStore()
+    await store.open()
+    config: dict[str, Any] = {"algorithm": describe_algorithm(ALGORITHM), "train_agents": []}
+    if policy_fault is not None:
+        config["config"] = {"trainer": {"policy_fault": policy_fault}}
+    await store.put_run(Run("run", "run", config))
+    await store.create_rollouts(train_rollouts("run", 0, [Task("q")], len(ends), 2))
+    for lease, end in zip(await store.lease("run", "worker", limit=8), ends, strict=True):
+        number = lease.rollout.index
+        ids = token_ids([1, 2]), token_ids([3, 4 + number]), logprobs([-0.5, -0.25])
+        await store.append([Transition(lease.rollout.id, 1, 0, f"call-{number}", *ids)])
+        await store.complete(lease.rollout.id, 1, end)
+    return store, await all_rollouts(store, "run", split="train", step=0)
+
+
+@pytest.mark.parametrize(
+    ("policy_fault", "rewards", "trained"),
+    [
+        ("exclude", [1.0, 0.25], [True, True]),
+        ("mask", [1.0, 0.25, 0.0], [True, True, False]),
+        (0.0, [1.0, 0.25, 0.0], [True, True, True]),
+        (-1.0, [1.0, 0.25, -1.0], [True, True, True]),
+    ],
+)
+async def test_each_setting_and_what_it_trains(policy_fault: Any, rewards: list[float], trained: list[bool]) -> None:
+    store, rollouts = await store_of(*ENDS, policy_fault=policy_fault)
+    (group,) = groups = await load_groups(store, rollouts, (), policy_fault)
+    assert [member.reward for member in group.trajectories] == rewards
+    assert [all(member.trainable) for member in group.trajectories] == trained
+    batch = ALGORITHM.batch(groups)
+    assert {rollout.index for rollout in batch.used} == {index for index, each in enumerate(trained) if each}
+    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
+    assert (await audit(store, "run")).findings == ()
+    kept = {
+        rollout.index: (rollout.reward, rollout.fault)
+        for rollout in await all_rollouts(store, "run", split="train", step=0)
+    }
+    assert kept[2] == (None, Fault.POLICY), "what is trained with is no reward that the agent has given"
+
+
+async def test_an_audit_knows_the_setting_of_the_run() -> None:
+    """A run of a release without the setting left such rollouts out."""
+    store, rollouts = await store_of(*ENDS, policy_fault=None)
+    groups = await load_groups(store, rollouts, (), 0.0)
+    batch = ALGORITHM.batch(groups)
+    await store.commit_step(record_step("run", 0, groups, batch, checkpoint="", metrics={}, context={}))
+    assert (await audit(store, "run")).findings != ()
+
+
+async def test_two_solved_and_the_rest_never_ended_is_no_group_of_equals() -> None:
+    store, rollouts = await store_of(ENDS[0], ENDS[0], ENDS[2], ENDS[2])
+    assert ALGORITHM.batch(await load_groups(store, rollouts, (), "exclude")).skipped == {"all_rewards_equal": 1}
+    groups = await load_groups(store, rollouts, (), 0.0)
+    batch = ALGORITHM.batch(groups)
+    assert not batch.skipped
+    assert len(batch.used) == 4
+
+
+async def test_rewards_are_shown_with_and_without_what_failed() -> None:
+    store, rollouts = await store_of(*ENDS)
+    groups = await load_groups(store, rollouts, (), 0.0)
+    metrics = step_metrics(rollouts, groups, ALGORITHM.batch(groups), StepResult({}, {}))
+    assert math.isclose(metrics["reward"], 0.625)
+    assert math.isclose(metrics["reward_with_failures"], 1.25 / 4)
+    assert (metrics["failed"], metrics["policy_fault/max_turns"]) == (2.0, 1.0)
+
+
+async def test_a_step_whose_rollouts_the_policy_failed_is_not_lost() -> None:
+    _, rollouts = await store_of(ENDS[2], ENDS[2])
+    assert not is_lost(rollouts)
+    _, rollouts = await store_of(ENDS[3], ENDS[3])
+    assert is_lost(rollouts)
+
+
+def test_the_setting_takes_a_number_or_a_word() -> None:
+    assert Config().trainer.policy_fault == 0.0
+    assert Config.model_validate({"trainer": {"policy_fault": "mask"}}).trainer.policy_fault == "mask"
+    with pytest.raises((ConfigError, ValueError), match="policy_fault"):
+        Config.model_validate({"trainer": {"policy_fault": "skip"}})
