@@ -22,12 +22,12 @@ from lightning.types import StepReward, ToolEvent, Transition
 
 ToolReward: TypeAlias = Callable[[ToolEvent], float] | Mapping[str, float]
 """Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
-a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
+a reward, or just the reward for each status (`ok`, `error`, `blocked`, `unknown`; 0 for those left out)."""
 
 _NUMBER = (int, float, np.integer, np.floating)
 """What a reward may be: graders often compute with numpy."""
 
-STATUSES = ("ok", "error", "unknown")
+STATUSES = ("ok", "error", "blocked", "unknown")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import FrameType
-from typing import TypeVar
 
 from lightning.errors import DataError
 from lightning.instrument.address import Address, Url, place_of
@@ -33,8 +33,6 @@ from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 
 logger = logging.getLogger(__name__)
-
-_Report = TypeVar("_Report", ToolEvent, StepReward)
 
 MAX_REPORTS = 10_000
 """Tool events, step rewards, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
@@ -59,7 +57,7 @@ class Session:
         """The model calls that the tap has seen answered."""
         self.traceparent = traceparent_of(llm.api_key) if llm.api_key else ""
         """The W3C header that lets another service's spans join this attempt; empty without a key."""
-        self._tool_events: list[ToolEvent] = []
+        self._tool_events: dict[tuple[str, ...], ToolEvent] = {}
         self._step_rewards: list[StepReward] = []
         self._labels: dict[str, Caller] = {}
         self._sizes: dict[str, int] = {}
@@ -69,8 +67,8 @@ class Session:
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
-        """The tools that ran, in the order in which they ended."""
-        return tuple(self._tool_events)
+        """The tools that ran, in the order in which they ended. One run is one event, whoever reported it and how often."""
+        return tuple(self._tool_events.values())
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
@@ -100,7 +98,18 @@ class Session:
             at=event.at or time.time(),
             response_id=text_of(event.response_id or self.calls.last(agent)),
         )
-        self._add(self._tool_events, kept, "tool events")
+        with _lock:
+            key = (kept.name, kept.call_id, kept.response_id) if kept.call_id else (str(len(self._tool_events)),)
+            before = self._tool_events.get(key)
+            known = 0 if before is None else 1
+            if before is not None:
+                kept = _merged(before, kept)
+                self._sizes["tool events"] -= size_of(before)
+            if self._takes("tool events", len(self._tool_events) - known, size_of(kept)):
+                self._tool_events.pop(key, None)
+                self._tool_events[key] = kept
+            elif before is not None:
+                self._sizes["tool events"] += size_of(before)
 
     def add_step_reward(self, reward: StepReward) -> None:
         """Keep a step reward, with the last call and the time if it has none. Raises `DataError` when it is no number."""
@@ -110,7 +119,9 @@ class Session:
             response_id=text_of(reward.response_id or self.calls.last()),
             at=reward.at or time.time(),
         )
-        self._add(self._step_rewards, kept, "step rewards")
+        with _lock:
+            if self._takes("step rewards", len(self._step_rewards), size_of(kept)):
+                self._step_rewards.append(kept)
 
     def add_label(self, response_id: str, caller: Caller) -> None:
         """Keep the name of the caller of one model call; a later one for the same call replaces it."""
@@ -149,11 +160,6 @@ class Session:
         """The threads that have been disowned, by ident."""
         return self._strangers
 
-    def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
-        with _lock:
-            if self._takes(what, len(kept), size_of(report)):
-                kept.append(report)
-
     def _takes(self, what: str, count: int, size: int) -> bool:
         """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
         total = self._sizes.get(what, 0) + size
@@ -168,6 +174,18 @@ class Session:
             self._sizes[what] = total
             return True
         return False
+
+
+def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
+    """What two reports say of one tool run: the later one counts, but for what only the earlier one knows."""
+    known, other = (before, after) if after.status == "unknown" else (after, before)
+    return replace(
+        known,
+        arguments=other.arguments if known.arguments is None else known.arguments,
+        output=known.output or (other.output if other.status == known.status else ""),
+        error=known.error or (other.error if other.status == known.status else ""),
+        caller=known.caller or other.caller,
+    )
 
 
 @contextmanager

@@ -51,7 +51,9 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class ToolEvent:
-    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds.
+    """One tool run as an adapter saw it. `status` is `ok`, `error`, `blocked` or `unknown`; `at` is Unix time in seconds.
+
+    `blocked`: a guardrail or a person refused the run, or kept its output from the model.
 
     `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
     that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
