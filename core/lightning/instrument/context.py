@@ -1,8 +1,8 @@
 """The rollout that this code runs for: its model, its token, and what it has reported so far.
 
 The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
-no more reports. Context variables follow tasks, `asyncio.to_thread` and forks but not bare threads: there a report
-belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
+no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into threads
+and pools. It does not see a thread that C code starts, or that begins while nothing is installed: there a report belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
 bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
 the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
 as new, since what it will run has yet to be submitted.
@@ -28,6 +28,7 @@ from lightning.errors import DataError
 from lightning.instrument.address import Address, Url, place_of
 from lightning.instrument.last_call import Trail
 from lightning.instrument.otel_parent import parent_of_spans
+from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
 from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
@@ -134,6 +135,11 @@ class Session:
         """The prompt template of a component in this rollout."""
         self._unasked.discard(name)
         return self.llm.prompts.get(name, default)
+
+    @property
+    def open(self) -> bool:
+        """Whether it still takes reports."""
+        return self._open
 
     def close(self) -> None:
         """Take no more reports."""
@@ -268,9 +274,17 @@ def calling_session() -> Session | None:
     return _find()[0]
 
 
+def session_in_context() -> Session | None:
+    """The rollout of this very context, else the one in which this thread was started, while that goes on."""
+    session = _current.get()
+    if session is None and (starter := starter_here()) is not None:
+        session = starter.session
+    return session
+
+
 def _find() -> tuple[Session | None, bool]:
     """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
-    session = _current.get()
+    session = session_in_context()
     if session is not None:
         return session, False
     with _lock:
@@ -290,7 +304,7 @@ def session_of(key: str) -> Session | None:
 def certain_session() -> Session | None:
     """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
     session = calling_session()
-    return session if session is None or session.alone else _current.get()
+    return session if session is None or session.alone else session_in_context()
 
 
 def active() -> bool:
@@ -318,9 +332,9 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
 
     The last call is that of this thread or asyncio task and of what it started; while these have made none, of what started
-    it. A thread that was given no context (`run_in_executor`, a plain thread or pool) counts as started by the agent itself;
-    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients other than httpx
-    are not seen: where an agent uses both, give the id of the reply.
+    it. A thread that began without a context (one that C code starts) counts as started by the agent itself;
+    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients that the tap
+    does not know are not seen: where an agent uses both, give the id of the reply.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
     `value` is not a finite number between -1e12 and 1e12.
