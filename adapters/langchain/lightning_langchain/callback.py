@@ -19,8 +19,19 @@ from langchain_core.runnables.config import ensure_config
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
 
-CREATE_AGENT = "langchain_create_agent"
-"""What `create_agent` calls its graphs in their metadata; their nodes `model` and `tools` are no names of the user's."""
+CREATE_AGENT = ("langchain_create_agent", "deepagents")
+"""What `create_agent` and `create_deep_agent` call their graphs in their metadata."""
+INNER_NODES = (
+    "model",  # of `create_agent`
+    "agent",  # of `create_react_agent`, as are those that follow
+    "pre_model_hook",
+    "post_model_hook",
+    "generate_structured_response",
+    "tools",  # of both
+)
+"""Nodes of these agents' graphs, which are no names of the user's."""
+UNNAMED = ("Runnable", "map:key:")
+"""How the names of links begin that nobody named."""
 MAX_RUNS = 50_000
 
 
@@ -31,6 +42,7 @@ class _Run(NamedTuple):
     components: tuple[str, ...]
     """The `lightning.component`s around its start: those entered since belong behind the path."""
     agent: bool = False
+    """Whether it is an agent's graph, whose nodes are its own affair."""
     tool: lightning.ToolEvent | None = None
 
 
@@ -73,6 +85,24 @@ def _close(run_id: UUID, status: str = "unknown", output: str = "", error: str =
             (receivers[-1] if receivers else to_rollout)(event)
 
 
+def _rename(run_id: UUID, run: _Run, last: tuple[str, ...]) -> None:
+    """Put `last` in the place of a run's own name."""
+    with _lock:
+        if run_id in _runs:
+            _runs[run_id] = run._replace(path=run.path[:-1] + last)
+
+
+def _is_react(run_id: UUID, node: _Run) -> None:
+    """A node `agent` that runs `call_model` is that of `create_react_agent`, which says so nowhere."""
+    graph = _runs.get(node.parent) if node.parent else None
+    if graph is None or node.parent is None:
+        return
+    with _lock:
+        _runs[node.parent] = graph._replace(agent=True)
+    if graph.path:
+        _rename(run_id, node, ())
+
+
 def _caller(run_id: UUID | None) -> lightning.Caller | None:
     run = _runs.get(run_id) if run_id else None
     path = _path(run)
@@ -106,15 +136,24 @@ class LightningCallback(BaseCallbackHandler):
         """A graph, a node, or a link of a chain begins; names that nobody gave do not count."""
         name, said, parent = run.get("name") or "", run.get("metadata") or {}, _runs.get(run["parent_run_id"])
         unnamed = name == "LangGraph"
-        created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") == CREATE_AGENT)
+        created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") in CREATE_AGENT)
+        if name == "call_model" and said.get("langgraph_node") == "agent" and parent and parent.path[-1:] == ("agent",):
+            _is_react(run["parent_run_id"], parent)
+            name = ""
         if created and unnamed and not _path(parent):
             name = "agent"
-        elif unnamed or name.startswith("Runnable") or (parent and parent.agent and name in ("model", "tools")):
+        elif parent and parent.agent and name in INNER_NODES:
+            name = "" if _path(parent) else "agent"
+        elif unnamed or name.startswith(UNNAMED):
             name = ""
         _open(run, name, agent=created)
 
     def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
-        """The next request from here is this call's, and so are its retries."""
+        """The next request from here is this call's, and so are its retries. A link that has the class's name has none."""
+        parent = _runs.get(run["parent_run_id"])
+        kind = ((serialized or {}).get("id") or [""])[-1]
+        if parent and parent.path[-1:] == (kind,) and (run.get("metadata") or {}).get("langgraph_node") != kind:
+            _rename(run["parent_run_id"], parent, ())  # `model.with_retry()`
         _open(run, run.get("name") or "")
         _model_call.set(run["run_id"])
 

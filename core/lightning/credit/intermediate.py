@@ -90,8 +90,8 @@ def _call_behind(event: ToolEvent, calls: Iterable[Transition]) -> Transition | 
         return same[0] if same else max((call for call in asked if call.seq < before.seq), key=_seq, default=asked[0])
     if before is not None:
         return before
-    agent = event.caller.agent if event.caller else ""
-    return _last_before(event.at, [call for call in known if call.caller.agent == agent] or known)
+    agent = event.caller.name if event.caller else ""
+    return _last_before(event.at, [call for call in known if call.caller.name == agent] or known)
 
 
 def _seq(call: Transition) -> int:

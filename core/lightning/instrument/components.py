@@ -130,7 +130,7 @@ class _ToolScope(_Scope):
         self.name, self.caller, self.arguments = name, caller, arguments
         self._session = current_session()
         # Now, not at its end: the calls that it makes itself are not what it runs for.
-        agent = caller.agent if caller else ""
+        agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:

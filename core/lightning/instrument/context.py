@@ -2,7 +2,8 @@
 
 The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
 no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into threads
-and pools. It does not see a thread that C code starts, or that begins while nothing is installed: there a report belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
+and pools. A thread that begins behind its back (C code starts it, or nothing is installed) has no context: there a report
+belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
 bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
 the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
 as new, since what it will run has yet to be submitted.
@@ -87,7 +88,7 @@ class Session:
 
     def add_tool_event(self, event: ToolEvent) -> None:
         """Keep a tool event, its texts and arguments clipped, with its agent's last call and the time if it has none."""
-        agent = event.caller.agent if event.caller else ""
+        agent = event.caller.name if event.caller else ""
         kept = ToolEvent(
             name=text_of(event.name),
             status=text_of(event.status),
@@ -102,6 +103,8 @@ class Session:
         with _lock:
             key = (kept.name, kept.call_id, kept.response_id) if kept.call_id else (str(len(self._tool_events)),)
             before = self._tool_events.get(key)
+            if before is not None and not _may_be_one(before, kept):
+                key, before = (*key, str(len(self._tool_events))), None
             known = 0 if before is None else 1
             if before is not None:
                 kept = _merged(before, kept)
@@ -180,6 +183,11 @@ class Session:
             self._sizes[what] = total
             return True
         return False
+
+
+def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
+    """Whether two reports under one call id may be of one run: some policy servers give their ids again."""
+    return one.arguments == other.arguments or one.arguments is None or other.arguments is None
 
 
 def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:

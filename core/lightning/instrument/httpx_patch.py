@@ -105,7 +105,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
-    return session, caller.agent if caller is not None else UNNAMED
+    return session, caller.name if caller is not None else UNNAMED
 
 
 def _say_if_nameless(caller: Caller | None) -> None:

@@ -106,13 +106,8 @@ def is_trainable(caller: Caller, train_agents: Sequence[str]) -> bool:
     """
     if not train_agents:
         return True
-    path = caller_name(caller)
+    path = caller.name
     return any(fnmatchcase(path, glob) or fnmatchcase(caller.agent, glob) for glob in train_agents)
-
-
-def caller_name(caller: Caller) -> str:
-    """What a glob of `train_agents` is matched with: the path, or the agent's name where there is none."""
-    return "/".join(caller.path) or caller.agent
 
 
 async def load_groups(store: Store, rollouts: Sequence[Rollout], train_agents: Sequence[str]) -> list[Group]:

@@ -22,7 +22,7 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
-from lightning.trainer.collect import caller_name, is_trainable
+from lightning.trainer.collect import is_trainable
 from lightning.trainer.summary import NAMED, mean_parts
 from lightning.types import Caller, CallStatus, Rollout, Status, Transition
 
@@ -315,7 +315,7 @@ def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[st
     """
     known = list(callers)
     globs: dict[str, str] = {}
-    for name in sorted({caller_name(caller) for caller in known if not is_trainable(caller, train_agents)}):
+    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
         *outer, last = name.split("/")
         globs.setdefault(last, last)
         for place, part in enumerate(outer):
@@ -370,6 +370,6 @@ def are_media(media: int, calls: int) -> str:
 
 
 def _names(callers: Iterable[Caller]) -> str:
-    names = sorted({caller_name(caller) for caller in callers})
+    names = sorted({caller.name for caller in callers})
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + rest

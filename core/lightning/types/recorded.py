@@ -48,6 +48,11 @@ class Caller:
     parent_id: str = ""
     framework: str = ""
 
+    @property
+    def name(self) -> str:
+        """What tells one agent from another: the path, as `train_agents` matches it; the agent's name without one."""
+        return "/".join(self.path) or self.agent
+
 
 @dataclass(frozen=True, slots=True)
 class ToolEvent:
