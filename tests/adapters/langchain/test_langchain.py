@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
 import contextvars
 import importlib.metadata
 import operator
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
