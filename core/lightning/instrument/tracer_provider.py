@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def attached_adapters() -> set[str]:
+    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
+    from lightning.plugins import plugins
+
+    return plugins().attached()
+
+
 class StandIn(trace.TracerProvider):
     """Passes everything on to the provider behind it: the SDK's, made for the first span, until there is the user's.
 

@@ -118,6 +118,10 @@ class Adapters:
             installation.undos.pop()()
         self._identifiers = None
 
+    def attached(self) -> set[str]:
+        """The adapters that any installation has attached."""
+        return {name for one in self._installations for name in one.done - one.failed}
+
     def identify(self) -> Caller | None:
         """The first answer that knows the model call itself (its span), else the first answer, by pluggy's order.
 

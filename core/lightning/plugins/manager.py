@@ -226,6 +226,10 @@ class Plugins:
             self._load()
         return self._adapters.identify()
 
+    def attached(self) -> set[str]:
+        """The adapters that are attached to their frameworks now."""
+        return self._adapters.attached()
+
     def _require(self, names: Sequence[str]) -> None:
         for name in names:
             info = self._infos.get(name)
