@@ -15,6 +15,7 @@ from uuid import UUID
 
 import lightning
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import ToolMessage
 from langchain_core.runnables.config import ensure_config
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
@@ -124,6 +125,17 @@ def _caller_by_hand() -> lightning.Caller | None:
     return None if receivers else caller_now()
 
 
+def _message(output: Any, call_id: str) -> Any:
+    """The `ToolMessage` for the call inside a `Command` (or a list with one); else what the tool returned."""
+    for item in output if isinstance(output, list) else [output]:
+        update = getattr(item, "update", None)
+        said = update.get("messages") if isinstance(update, dict) else None
+        for message in said if isinstance(said, list) else [said]:
+            if isinstance(message, ToolMessage) and message.tool_call_id == call_id:
+                return message
+    return output
+
+
 class LightningCallback(BaseCallbackHandler):
     """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
 
@@ -164,12 +176,15 @@ class LightningCallback(BaseCallbackHandler):
     def on_tool_start(self, serialized: Any, input_str: str, **run: Any) -> None:
         """A tool begins; what it calls belongs to it."""
         name = (serialized or {}).get("name") or run.get("name") or "tool"
-        call_id, arguments = run.get("tool_call_id") or "", run.get("inputs") or input_str
+        call_id, inputs = run.get("tool_call_id") or "", run.get("inputs")
+        arguments = input_str if inputs is None else inputs
         caller = _caller(run["parent_run_id"])
         _open(run, name, tool=lightning.ToolEvent(name, "unknown", call_id, arguments, caller=caller))
 
     def on_tool_end(self, output: Any, **run: Any) -> None:
-        """It returned; a handled failure comes as a message that says so."""
+        """It returned; a handled failure comes as a message that says so, and a `Command` holds that message."""
+        known = _runs.get(run["run_id"])
+        output = _message(output, known.tool.call_id if known and known.tool else "")
         text = str(getattr(output, "content", output))
         failed = getattr(output, "status", "") == "error"
         _close(run["run_id"], "error" if failed else "ok", text, text if failed else "")

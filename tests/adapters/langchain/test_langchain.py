@@ -24,7 +24,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
-from langchain_core.tools import BaseTool, ToolException, tool
+from langchain_core.tools import BaseTool, InjectedToolCallId, ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, create_react_agent
@@ -231,6 +231,37 @@ async def test_a_caller_has_the_name_its_user_gave_it(case: str, session: Sessio
         if caller is not None:
             assert (caller.agent, caller.framework) == (caller.path[-1], "langchain")
             assert caller.span_id
+
+
+@pytest.mark.parametrize("status", ["success", "error"])
+def test_a_tool_without_arguments_that_returns_a_command(status: str, session: Session) -> None:
+    @tool
+    def hand_over(tool_call_id: Annotated[str, InjectedToolCallId]) -> Command:
+        """Hand over."""
+        said = ToolMessage("moved", tool_call_id=tool_call_id, status=status)
+        return Command(update={"messages": [said], "secret": "the whole state"})
+
+    class Silent(Model):
+        def _generate(self, *args: Any, **more: Any) -> ChatResult:
+            result = super()._generate(*args, **more)
+            for call in result.generations[0].message.tool_calls:
+                call["args"] = {}
+            return result
+
+    boss_of(Silent(tools=("hand_over",)), hand_over).invoke(HI)
+    (event,) = session.tool_events
+    assert (event.status, event.output) == ("ok" if status == "success" else "error", "moved")
+    assert event.call_id == "call-hand_over-0"
+
+
+def test_a_tool_without_arguments_has_an_empty_object(session: Session) -> None:
+    @tool
+    def now() -> str:
+        """Say the time."""
+        return "12"
+
+    now.invoke({"type": "tool_call", "name": "now", "args": {}, "id": "call-1"})
+    assert [event.arguments for event in session.tool_events] == [{}]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("solver", "solver"), (None, "agent")])
