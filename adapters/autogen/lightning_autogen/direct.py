@@ -1,7 +1,7 @@
 """Agents whose `on_messages` or `on_messages_stream` is called directly: AutoGen opens no span for these calls.
 
-The invariant: the methods do what they did; the last undo puts the very ones back. A name is known while the method runs, and for a
-stream only while its next item is made.
+The invariant: the methods do what they did; the last undo puts the very ones back. A name is known while the method runs, and
+for a stream only while its next item is made.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DirectCalls:
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = vars(owner)[name]
-        ours = functools.wraps(original)(wrap(original))
+        ours: Any = functools.wraps(original)(wrap(original))
         ours._lightning = True  # noqa: SLF001 — our own mark on our own function
         setattr(owner, name, ours)
 

@@ -98,7 +98,7 @@ async def by_messages_stream(agent: AssistantAgent) -> None:
 async def test_an_agent_that_is_asked_directly_is_named_and_its_tool_run_is_one_event(
     ask: Callable[[AssistantAgent], Any], adapters: list[str], calls: list[Any]
 ) -> None:
-    import langchain_core.tracers.context  # noqa: F401, PLC0415 — its adapter waits for it
+    import langchain_core.tracers.context  # noqa: F401 — its adapter waits for it
 
     undo = plugins().install_adapters(emit, adapters)
     helper = AgentTool(AssistantAgent("helper", model(calls, "helped")))
