@@ -15,7 +15,9 @@ try:
 except ImportError as error:
     raise lightning.MissingExtraError("autogen", "opentelemetry.sdk") from error
 from lightning.instrument.tracer_provider import ProviderWatch
+from lightning.plugins.importing import on_import
 
+from lightning_autogen.direct import DirectCalls
 from lightning_autogen.handler import Installed, LightningHandler, caller_here, receivers
 from lightning_autogen.results import results
 
@@ -29,6 +31,7 @@ SUPPORTED = {
 """Distribution -> (first version this works with, first that it does not); what is not installed does not matter."""
 
 _watch = ProviderWatch(Installed)
+_direct = DirectCalls(lambda: caller.path if (caller := caller_here()) else ())
 
 
 @lightning.hookimpl
@@ -38,10 +41,13 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     _watch.start()
     results.start()
     receivers.append(emit)
+    stop_waiting = on_import("autogen_agentchat.agents", _direct.start)
 
     def undo() -> None:
+        stop_waiting()
         receivers.remove(emit)
         if not receivers:
+            _direct.stop()
             results.stop()
             _watch.stop()
 

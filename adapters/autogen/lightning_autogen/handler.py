@@ -20,6 +20,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
+from lightning_autogen.direct import direct
 from lightning_autogen.results import results
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,12 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
     if context is not None and context.is_valid and not context.trace_flags.sampled:
         _warn_of_sampling()
     agent, call, parent, names = "", "", "", list[str]()
-    while context is not None and (span := _open.get(_key(context))) is not None:
+    known = direct.get()
+    while known is None or _key(context) != known.around:
+        span = _open.get(_key(context)) if context is not None else None
+        if context is None or span is None:
+            known = None
+            break
         kind, name = _named(span)
         if not kind and not names and not call:  # of whoever instruments the client: AutoGen has none for model calls
             call = trace.format_span_id(context.span_id)
@@ -109,6 +115,9 @@ def caller_of(context: trace.SpanContext | None) -> lightning.Caller | None:
         if name and names[-1:] != [name]:
             names.append(name)
         context = span.parent
+    if known is not None:  # an agent that was called without a span
+        agent, parent = agent or known.path[-1], parent or known.span_id
+        names += [name for name in reversed(known.path) if names[-1:] != [name]]
     return lightning.Caller(agent, tuple(reversed(names)), call, parent, "autogen") if agent else None
 
 

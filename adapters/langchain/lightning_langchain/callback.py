@@ -15,12 +15,24 @@ from uuid import UUID
 
 import lightning
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import ToolMessage
 from langchain_core.runnables.config import ensure_config
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
 
-CREATE_AGENT = "langchain_create_agent"
-"""What `create_agent` calls its graphs in their metadata; their nodes `model` and `tools` are no names of the user's."""
+CREATE_AGENT = ("langchain_create_agent", "deepagents")
+"""What `create_agent` and `create_deep_agent` call their graphs in their metadata."""
+INNER_NODES = (
+    "model",  # of `create_agent`
+    "agent",  # of `create_react_agent`, as are those that follow
+    "pre_model_hook",
+    "post_model_hook",
+    "generate_structured_response",
+    "tools",  # of both
+)
+"""Nodes of these agents' graphs, which are no names of the user's."""
+UNNAMED = ("Runnable", "map:key:")
+"""How the names of links begin that nobody named."""
 MAX_RUNS = 50_000
 
 
@@ -31,6 +43,7 @@ class _Run(NamedTuple):
     components: tuple[str, ...]
     """The `lightning.component`s around its start: those entered since belong behind the path."""
     agent: bool = False
+    """Whether it is an agent's graph, whose nodes are its own affair."""
     tool: lightning.ToolEvent | None = None
 
 
@@ -73,6 +86,24 @@ def _close(run_id: UUID, status: str = "unknown", output: str = "", error: str =
             (receivers[-1] if receivers else to_rollout)(event)
 
 
+def _rename(run_id: UUID, run: _Run, last: tuple[str, ...]) -> None:
+    """Put `last` in the place of a run's own name."""
+    with _lock:
+        if run_id in _runs:
+            _runs[run_id] = run._replace(path=run.path[:-1] + last)
+
+
+def _is_react(run_id: UUID, node: _Run) -> None:
+    """A node `agent` that runs `call_model` is that of `create_react_agent`, which says so nowhere."""
+    graph = _runs.get(node.parent) if node.parent else None
+    if graph is None or node.parent is None:
+        return
+    with _lock:
+        _runs[node.parent] = graph._replace(agent=True)
+    if graph.path:
+        _rename(run_id, node, ())
+
+
 def _caller(run_id: UUID | None) -> lightning.Caller | None:
     run = _runs.get(run_id) if run_id else None
     path = _path(run)
@@ -94,6 +125,17 @@ def _caller_by_hand() -> lightning.Caller | None:
     return None if receivers else caller_now()
 
 
+def _message(output: Any, call_id: str) -> Any:
+    """The `ToolMessage` for the call inside a `Command` (or a list with one); else what the tool returned."""
+    for item in output if isinstance(output, list) else [output]:
+        update = getattr(item, "update", None)
+        said = update.get("messages") if isinstance(update, dict) else None
+        for message in said if isinstance(said, list) else [said]:
+            if isinstance(message, ToolMessage) and message.tool_call_id == call_id:
+                return message
+    return output
+
+
 class LightningCallback(BaseCallbackHandler):
     """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
 
@@ -106,15 +148,24 @@ class LightningCallback(BaseCallbackHandler):
         """A graph, a node, or a link of a chain begins; names that nobody gave do not count."""
         name, said, parent = run.get("name") or "", run.get("metadata") or {}, _runs.get(run["parent_run_id"])
         unnamed = name == "LangGraph"
-        created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") == CREATE_AGENT)
+        created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") in CREATE_AGENT)
+        if name == "call_model" and said.get("langgraph_node") == "agent" and parent and parent.path[-1:] == ("agent",):
+            _is_react(run["parent_run_id"], parent)
+            name = ""
         if created and unnamed and not _path(parent):
             name = "agent"
-        elif unnamed or name.startswith("Runnable") or (parent and parent.agent and name in ("model", "tools")):
+        elif parent and parent.agent and name in INNER_NODES:
+            name = "" if _path(parent) else "agent"
+        elif unnamed or name.startswith(UNNAMED):
             name = ""
         _open(run, name, agent=created)
 
     def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
-        """The next request from here is this call's, and so are its retries."""
+        """The next request from here is this call's, and so are its retries. A link that has the class's name has none."""
+        parent = _runs.get(run["parent_run_id"])
+        kind = ((serialized or {}).get("id") or [""])[-1]
+        if parent and parent.path[-1:] == (kind,) and (run.get("metadata") or {}).get("langgraph_node") != kind:
+            _rename(run["parent_run_id"], parent, ())  # `model.with_retry()`
         _open(run, run.get("name") or "")
         _model_call.set(run["run_id"])
 
@@ -125,12 +176,15 @@ class LightningCallback(BaseCallbackHandler):
     def on_tool_start(self, serialized: Any, input_str: str, **run: Any) -> None:
         """A tool begins; what it calls belongs to it."""
         name = (serialized or {}).get("name") or run.get("name") or "tool"
-        call_id, arguments = run.get("tool_call_id") or "", run.get("inputs") or input_str
+        call_id, inputs = run.get("tool_call_id") or "", run.get("inputs")
+        arguments = input_str if inputs is None else inputs
         caller = _caller(run["parent_run_id"])
         _open(run, name, tool=lightning.ToolEvent(name, "unknown", call_id, arguments, caller=caller))
 
     def on_tool_end(self, output: Any, **run: Any) -> None:
-        """It returned; a handled failure comes as a message that says so."""
+        """It returned; a handled failure comes as a message that says so, and a `Command` holds that message."""
+        known = _runs.get(run["run_id"])
+        output = _message(output, known.tool.call_id if known and known.tool else "")
         text = str(getattr(output, "content", output))
         failed = getattr(output, "status", "") == "error"
         _close(run["run_id"], "error" if failed else "ok", text, text if failed else "")

@@ -14,6 +14,7 @@ from agents.tracing import Trace, TraceProvider, get_trace_provider, set_trace_p
 from agents.tracing.processors import default_exporter, default_processor
 from lightning.instrument import by_type, check_supported
 
+from lightning_openai_agents.outcomes import outcomes
 from lightning_openai_agents.provider import Provider, current_step
 from lightning_openai_agents.steps import LightningProcessor, receivers
 
@@ -37,8 +38,10 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
         before, restore_exporter = get_trace_provider(), _silence_default_exporter()
         ours = cast("TraceProvider", Provider(before))
         set_trace_provider(ours)
+        outcomes.start(current_step)
 
         def restore() -> None:
+            outcomes.stop(current_step)
             restore_exporter()
             if get_trace_provider() is ours:  # else the user has set another one since
                 set_trace_provider(before)

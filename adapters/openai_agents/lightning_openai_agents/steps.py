@@ -1,4 +1,4 @@
-"""What the SDK's spans tell: who runs inside whom, which tools the model asked for, and how each run of them ended.
+"""What the SDK's spans tell: who runs inside whom, and how each tool run ended.
 
 The invariant: a step is known as long as its span is open, and keeps nothing alive but the steps around it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ import lightning
 from agents.tracing import Span, Trace, TracingProcessor, gen_span_id, get_current_span
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
+
+from lightning_openai_agents.outcomes import outcomes
 
 receivers: list[Callable[[lightning.ToolEvent], None]] = []
 """Who gets the tool events while the adapter is installed: the last one."""
@@ -36,7 +38,10 @@ class Step:
         self.path = parent.path_here() if parent else self.components
         if data.type in NAMED and self.path[-1:] != (data.name,):
             self.path += (data.name,)
-        self.asked: list[tuple[str, str, str]] = []
+        self.context: Any = None
+        """The SDK's `ToolContext` of a tool that runs."""
+        self.outcome: tuple[str, str] | None = None
+        """Status and error of a tool run, where its span does not say them."""
         self.doubtful: list[lightning.ToolEvent] = []
         if data.type in MODEL and (agent := self.agent()):
             agent.settle("ok")
@@ -74,10 +79,9 @@ class Step:
     def close(self, error: Any) -> None:
         """Its span has ended: keep what the model asked for, report a tool's run; a second time: nothing."""
         data, was_open, self.open = self.data, self.open, False
-        if was_open and self.parent and data.type in MODEL:
-            self.parent.asked = list(_asked(data))
-        elif was_open and data.type == "function":
+        if was_open and data.type == "function":
             event, agent = self._event(error), self.agent()
+            self.context = None
             if event.status == "ok" and data.output is None and agent and agent.open:
                 agent.doubtful.append(event)
             else:
@@ -86,18 +90,22 @@ class Step:
             self.settle("unknown")
 
     def _event(self, error: Any) -> lightning.ToolEvent:
-        name, given, output = self.data.name, self.data.input, self.data.output
-        asked = self.parent.asked if self.parent else []
-        mine = next((call for call in asked if call[:2] == (name, given)), ("", "", ""))  # the span has no call id
-        if mine in asked:
-            asked.remove(mine)
+        name, output, context = self.data.name, self.data.output, self.context
+        call_id = context.tool_call_id if context else ""
+        why = str((error.get("data") or {}).get("error") or error["message"]) if error else ""
+        if self.outcome:
+            status, why = self.outcome
+        elif context and context.is_tool_approved(context.tool_name, call_id) is False:
+            status = "blocked"
+        else:
+            status = "error" if error else "unknown" if _cancelled() else "ok"
         return lightning.ToolEvent(
             name,
-            "error" if error else "unknown" if _cancelled() else "ok",
-            call_id=mine[2],
-            arguments=_parsed(given),
+            status,
+            call_id=call_id,
+            arguments=_parsed(self.data.input),
             output="" if output is None else str(output),
-            error=str((error.get("data") or {}).get("error") or error["message"]) if error else "",
+            error=why,
             caller=self.parent.caller() if self.parent else None,
             at=time.time(),
         )
@@ -105,21 +113,6 @@ class Step:
 
 def _report(event: lightning.ToolEvent) -> None:
     (receivers[-1] if receivers else to_rollout)(event)
-
-
-def _asked(data: Any) -> Iterator[tuple[str, str, str]]:
-    """Name, arguments and id of each tool call in a chat answer, plain or streamed, or in a response."""
-    response = getattr(data, "response", None)
-    for message in [response] if response else getattr(data, "output", None) or ():
-        for call in _get(message, "tool_calls") or ():
-            yield _get(call["function"], "name"), _get(call["function"], "arguments"), _get(call, "id")
-        for item in _get(message, "output") or ():
-            if _get(item, "type") == "function_call":
-                yield _get(item, "name"), _get(item, "arguments"), _get(item, "call_id")
-
-
-def _get(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, dict) else getattr(item, name, None)
 
 
 def _parsed(text: str | None) -> Any:
@@ -141,10 +134,15 @@ _by_hand: dict[str, tuple[str, Step]] = {}
 """The open steps that `LightningProcessor`s know, with their traces, by span id."""
 
 
-def _caller_by_hand() -> lightning.Caller | None:
+def step_by_hand() -> Step | None:
+    """The step of the innermost span here that `LightningProcessor`s know."""
     span = get_current_span()
-    found = _by_hand.get(span.span_id) if span else None
-    return found[1].caller() if found else None
+    return _by_hand.get(span.span_id, ("", None))[1] if span else None
+
+
+def _caller_by_hand() -> lightning.Caller | None:
+    step = step_by_hand()
+    return step.caller() if step else None
 
 
 class LightningProcessor(TracingProcessor):
@@ -156,6 +154,7 @@ class LightningProcessor(TracingProcessor):
 
     def __init__(self) -> None:
         ask(_caller_by_hand)
+        outcomes.start(step_by_hand)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """Its parent, if any, has begun before."""

@@ -7,12 +7,13 @@ process that starts no span pays for no SDK.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import lightning
 from lightning.instrument import by_type, check_supported
-from lightning.instrument.tracer_provider import ProviderWatch
+from lightning.instrument.tracer_provider import ProviderWatch, is_sdk_disabled
 
 from lightning_otel.spans import caller_here, receivers
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
     from lightning_otel.processor import LightningProcessor
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["SUPPORTED", "LightningProcessor", "lightning_identify", "lightning_install", "lightning_policy_fault"]
 
@@ -47,9 +50,15 @@ POLICY_FAULTS = {
 
 @lightning.hookimpl
 def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
-    """Watch the process's spans. Raises `MissingExtraError` without the SDK and `PluginError` for versions out of range."""
-    if importlib.util.find_spec("opentelemetry.sdk") is None:
-        raise lightning.MissingExtraError("otel", "opentelemetry.sdk")
+    """Watch the process's spans. Raises `PluginError` for versions out of range.
+
+    Without the SDK, which many programs have no use for, and where it is disabled, there are no spans and nothing to miss.
+    """
+    if importlib.util.find_spec("opentelemetry.sdk") is None or is_sdk_disabled():
+        logger.info(
+            "no spans name agents: OpenTelemetry's SDK is not installed (pip install 'lightning[otel]<1') or disabled"
+        )
+        return lambda: None
     check_supported(SUPPORTED)
     _watch.start()
     receivers.append(emit)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import lightning
 from lightning.instrument import ask, current_caller
 from lightning.instrument import emit as report
+from lightning.instrument.tracer_provider import attached_adapters
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
@@ -30,7 +31,7 @@ class LightningProcessor(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """Report a tool run, unless the framework has an adapter of its own, which does so."""
-        if closed(span) and (event := tool_run(span)) is not None and not _is_of(span, current_caller()):
+        if closed(span) and (event := tool_run(span)) is not None and not _reports_itself(span):
             self._emit(event)
 
 
@@ -51,12 +52,12 @@ class Installed(LightningProcessor):
             super().on_end(span)
 
 
-def _is_of(span: ReadableSpan, caller: lightning.Caller | None) -> bool:
-    """Whether a span tells of the framework whose adapter knows the caller, and not of one that runs inside it."""
-    if caller is None or caller.framework in (FRAMEWORK, "raw"):  # raw answers where nobody else does
-        return False
-    scope = span.instrumentation_scope.name if span.instrumentation_scope else ""
-    return _letters(caller.framework) in _letters(scope)
+def _reports_itself(span: ReadableSpan) -> bool:
+    """Whether the framework that a span tells of has an adapter that is attached. Its scope decides, whoever calls."""
+    scope = _letters(span.instrumentation_scope.name) if span.instrumentation_scope else ""
+    caller = current_caller()  # known by hand, where no adapter is attached
+    known = {*attached_adapters(), *([caller.framework] if caller else [])} - {"", FRAMEWORK, "raw"}
+    return any(_letters(name) in scope for name in known)
 
 
 def _letters(name: str) -> str:

@@ -84,10 +84,11 @@ def per_agent(group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.fl
 
     An agent that is only asked in hard cases is then compared with itself, not with rollouts that did without it: the
     statistics by agent of Dr. MAS (arXiv 2602.08847), but with each rollout counted once. An agent that called in one
-    rollout only has nobody to be compared with there, and gets the rollout's advantage in the whole group.
+    rollout only has nobody to be compared with there, and gets the rollout's advantage in the whole group. Agents of one name
+    at different places (`math/agent`, `physics/agent`) are different agents.
     """
     returns, whole = group_returns(group), advantage(group_returns(group))
-    names = [[call.caller.agent for call in trajectory.transitions] for trajectory in group.trajectories]
+    names = [[call.caller.name for call in trajectory.transitions] for trajectory in group.trajectories]
     found = [np.full(len(own), value) for own, value in zip(names, whole, strict=True)]
     for agent in sorted({name for own in names for name in own}):
         rollouts = [index for index, own in enumerate(names) if agent in own]

@@ -22,12 +22,12 @@ from lightning.types import StepReward, ToolEvent, Transition
 
 ToolReward: TypeAlias = Callable[[ToolEvent], float] | Mapping[str, float]
 """Automatic intermediate rewarding (AIR, Agent Lightning, arXiv 2508.03680, section 3.2): a pure function from a tool run to
-a reward, or just the reward for each status (`ok`, `error`, `unknown`; 0 for those left out)."""
+a reward, or just the reward for each status (`ok`, `error`, `blocked`, `unknown`; 0 for those left out)."""
 
 _NUMBER = (int, float, np.integer, np.floating)
 """What a reward may be: graders often compute with numpy."""
 
-STATUSES = ("ok", "error", "unknown")
+STATUSES = ("ok", "error", "blocked", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ def _call_behind(event: ToolEvent, calls: Iterable[Transition]) -> Transition | 
         return same[0] if same else max((call for call in asked if call.seq < before.seq), key=_seq, default=asked[0])
     if before is not None:
         return before
-    agent = event.caller.agent if event.caller else ""
-    return _last_before(event.at, [call for call in known if call.caller.agent == agent] or known)
+    agent = event.caller.name if event.caller else ""
+    return _last_before(event.at, [call for call in known if call.caller.name == agent] or known)
 
 
 def _seq(call: Transition) -> int:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
-from lightning.gateway.dialects.base import error_text
+from lightning.gateway.dialects.base import error_text, why_no_ids
 from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
@@ -341,7 +341,7 @@ class CallEndpoint:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
             raise refuse_unstored(error) from error
-        if status is CallStatus.OK and (why := _why_no_ids(call)) and self._is_new(why):
+        if status is CallStatus.OK and (why := why_no_ids(call.plan, call.capture)) and self._is_new(why):
             log.warning("call %s is not trained on: %s (said once for each API)", call.capture.id, why)
         as_text = any(choice.logprobs and not choice.packed for choice in call.capture.choices.values())
         if as_text and call.wants_packed and self._is_new(LOGPROBS_ARE_JSON):
@@ -395,20 +395,6 @@ def refuse_unstored(error: StoreError) -> RefusalError:
     """The refusal of a call that cannot be made durable."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
     return RefusalError(503, "store_failed", message)
-
-
-def _why_no_ids(call: Call) -> str:
-    """Why a choice came without its ids, with the cure; empty where all have some. Each has one, unless it was aborted."""
-    body, choices = call.plan.body, call.capture.choices.values()
-    told = [choice for choice in choices if choice.response_ids or choice.finish_reason == "abort"]
-    if len(told) >= call.plan.choices or body.get("max_tokens") == 0:
-        return ""
-    if not body.get("return_token_ids"):
-        return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"
-    return (
-        "the policy server gave no token ids of its answer. Is it a vLLM of a release that lightning takes, and does nothing "
-        "between it and the gateway change answers?"
-    )
 
 
 def _id_header(call: Call) -> Header:

@@ -13,11 +13,13 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextvars import ContextVar
+from dataclasses import replace
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
 from lightning.instrument.context import calling_session, current_session, log_once
+from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
 from lightning.types import Caller, Json, ToolEvent
 
@@ -39,7 +41,8 @@ def declared_prompts() -> dict[str, str | None]:
 
 def component_path() -> tuple[str, ...]:
     """The names of the components this code runs in, outermost first; empty outside any."""
-    return _path.get()
+    starter = starter_here()
+    return _path.get() if starter is None else starter.components + _path.get()
 
 
 class component:  # noqa: N801 — used as a verb: `with component("writer"):` and `@component("writer")`
@@ -123,11 +126,11 @@ class _Scope:
 class _ToolScope(_Scope):
     def __init__(self, name: str, caller: Caller | None, arguments: Json) -> None:
         path = _path.get()
-        super().__init__((*path, name) if path else path)
+        super().__init__((*path, name) if component_path() else path)
         self.name, self.caller, self.arguments = name, caller, arguments
         self._session = current_session()
         # Now, not at its end: the calls that it makes itself are not what it runs for.
-        agent = caller.agent if caller else ""
+        agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
@@ -342,7 +345,29 @@ def ask(identify: Callable[[], Caller | None]) -> None:
 
 
 def current_caller() -> Caller | None:
-    """Who makes the call that this thread or task is about to send; None when nobody knows."""
+    """Who makes the call that this thread or task is about to send; None when nobody knows.
+
+    Where no framework knows in this thread, whoever started it is calling, with the components entered since.
+    """
+    caller, starter = _caller_here(), starter_here()
+    if starter is None or is_framework(caller):
+        return caller
+    around = starter.context.copy().run(current_caller)
+    if around is None or not is_framework(around):
+        return caller
+    since = component_path()[len(starter.components) :]
+    agent = since[-1] if since else around.agent
+    return replace(around, agent=agent, path=around.path + since, span_id="")
+
+
+def is_framework(caller: Caller | None) -> bool:
+    """Whether a framework's adapter has named a caller: `raw` answers where nobody else does."""
+    from lightning.plugins.adapters import failed_adapter
+
+    return caller is not None and caller.framework not in ("", "raw") and not failed_adapter(caller)
+
+
+def _caller_here() -> Caller | None:
     for identify in _asked:
         try:
             if (caller := identify()) is not None:

@@ -1,7 +1,8 @@
 """The rollout that this code runs for: its model, its token, and what it has reported so far.
 
 The invariant: a report reaches exactly the rollout whose context it was made in, or none; a rollout that has ended takes
-no more reports. Context variables follow tasks, `asyncio.to_thread` and forks but not bare threads: there a report
+no more reports. Context variables follow tasks, `asyncio.to_thread` and forks, and `threads` carries ours into threads
+and pools. A thread that begins behind its back (C code starts it, or nothing is installed) has no context: there a report
 belongs to the process's only active rollout, and to none when several are active. The price of never mixing rollouts: a
 bare thread that was already busy when the rollout began (left behind by an earlier one, or a consumer of its own queue that
 the agent's module keeps) reports to nobody; give it a copied context, or a task of its own. An idle thread of a pool counts
@@ -21,20 +22,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from types import FrameType
-from typing import TypeVar
 
 from lightning.errors import DataError
 from lightning.instrument.address import Address, Url, place_of
 from lightning.instrument.last_call import Trail
 from lightning.instrument.otel_parent import parent_of_spans
+from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
 from lightning.spans.trace import traceparent_of
 from lightning.types import LLM, Caller, StepReward, ToolEvent
 
 logger = logging.getLogger(__name__)
-
-_Report = TypeVar("_Report", ToolEvent, StepReward)
 
 MAX_REPORTS = 10_000
 """Tool events, step rewards, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
@@ -59,7 +59,7 @@ class Session:
         """The model calls that the tap has seen answered."""
         self.traceparent = traceparent_of(llm.api_key) if llm.api_key else ""
         """The W3C header that lets another service's spans join this attempt; empty without a key."""
-        self._tool_events: list[ToolEvent] = []
+        self._tool_events: dict[tuple[str, ...], ToolEvent] = {}
         self._step_rewards: list[StepReward] = []
         self._labels: dict[str, Caller] = {}
         self._sizes: dict[str, int] = {}
@@ -69,8 +69,8 @@ class Session:
 
     @property
     def tool_events(self) -> tuple[ToolEvent, ...]:
-        """The tools that ran, in the order in which they ended."""
-        return tuple(self._tool_events)
+        """The tools that ran, in the order in which they ended. One run is one event, whoever reported it and how often."""
+        return tuple(self._tool_events.values())
 
     @property
     def step_rewards(self) -> tuple[StepReward, ...]:
@@ -88,7 +88,7 @@ class Session:
 
     def add_tool_event(self, event: ToolEvent) -> None:
         """Keep a tool event, its texts and arguments clipped, with its agent's last call and the time if it has none."""
-        agent = event.caller.agent if event.caller else ""
+        agent = event.caller.name if event.caller else ""
         kept = ToolEvent(
             name=text_of(event.name),
             status=text_of(event.status),
@@ -100,7 +100,20 @@ class Session:
             at=event.at or time.time(),
             response_id=text_of(event.response_id or self.calls.last(agent)),
         )
-        self._add(self._tool_events, kept, "tool events")
+        with _lock:
+            key = (kept.name, kept.call_id, kept.response_id) if kept.call_id else (str(len(self._tool_events)),)
+            before = self._tool_events.get(key)
+            if before is not None and not _may_be_one(before, kept):
+                key, before = (*key, str(len(self._tool_events))), None
+            known = 0 if before is None else 1
+            if before is not None:
+                kept = _merged(before, kept)
+                self._sizes["tool events"] -= size_of(before)
+            if self._takes("tool events", len(self._tool_events) - known, size_of(kept)):
+                self._tool_events.pop(key, None)
+                self._tool_events[key] = kept
+            elif before is not None:
+                self._sizes["tool events"] += size_of(before)
 
     def add_step_reward(self, reward: StepReward) -> None:
         """Keep a step reward, with the last call and the time if it has none. Raises `DataError` when it is no number."""
@@ -110,7 +123,9 @@ class Session:
             response_id=text_of(reward.response_id or self.calls.last()),
             at=reward.at or time.time(),
         )
-        self._add(self._step_rewards, kept, "step rewards")
+        with _lock:
+            if self._takes("step rewards", len(self._step_rewards), size_of(kept)):
+                self._step_rewards.append(kept)
 
     def add_label(self, response_id: str, caller: Caller) -> None:
         """Keep the name of the caller of one model call; a later one for the same call replaces it."""
@@ -123,6 +138,11 @@ class Session:
         """The prompt template of a component in this rollout."""
         self._unasked.discard(name)
         return self.llm.prompts.get(name, default)
+
+    @property
+    def open(self) -> bool:
+        """Whether it still takes reports."""
+        return self._open
 
     def close(self) -> None:
         """Take no more reports."""
@@ -149,11 +169,6 @@ class Session:
         """The threads that have been disowned, by ident."""
         return self._strangers
 
-    def _add(self, kept: list[_Report], report: _Report, what: str) -> None:
-        with _lock:
-            if self._takes(what, len(kept), size_of(report)):
-                kept.append(report)
-
     def _takes(self, what: str, count: int, size: int) -> bool:
         """Whether there is room for one more, of `size` characters, beside the `count` that are kept."""
         total = self._sizes.get(what, 0) + size
@@ -168,6 +183,23 @@ class Session:
             self._sizes[what] = total
             return True
         return False
+
+
+def _may_be_one(one: ToolEvent, other: ToolEvent) -> bool:
+    """Whether two reports under one call id may be of one run: some policy servers give their ids again."""
+    return one.arguments == other.arguments or one.arguments is None or other.arguments is None
+
+
+def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
+    """What two reports say of one tool run: the later one counts, but for what only the earlier one knows."""
+    known, other = (before, after) if after.status == "unknown" else (after, before)
+    return replace(
+        known,
+        arguments=other.arguments if known.arguments is None else known.arguments,
+        output=known.output or (other.output if other.status == known.status else ""),
+        error=known.error or (other.error if other.status == known.status else ""),
+        caller=known.caller or other.caller,
+    )
 
 
 @contextmanager
@@ -250,9 +282,17 @@ def calling_session() -> Session | None:
     return _find()[0]
 
 
+def session_in_context() -> Session | None:
+    """The rollout of this very context, else the one in which this thread was started, while that goes on."""
+    session = _current.get()
+    if session is None and (starter := starter_here()) is not None:
+        session = starter.session
+    return session
+
+
 def _find() -> tuple[Session | None, bool]:
     """The rollout this code runs for, and whether there is none because this thread may belong to an earlier one."""
-    session = _current.get()
+    session = session_in_context()
     if session is not None:
         return session, False
     with _lock:
@@ -272,7 +312,7 @@ def session_of(key: str) -> Session | None:
 def certain_session() -> Session | None:
     """The rollout of this very context, or of a thread that lost it where no call can be another's; else None."""
     session = calling_session()
-    return session if session is None or session.alone else _current.get()
+    return session if session is None or session.alone else session_in_context()
 
 
 def active() -> bool:
@@ -300,9 +340,9 @@ def reward(value: float, name: str = "reward", response_id: str = "") -> None:
     """Give a reward in the middle of a rollout, for the call `response_id` or, if empty, the last call before now.
 
     The last call is that of this thread or asyncio task and of what it started; while these have made none, of what started
-    it. A thread that was given no context (`run_in_executor`, a plain thread or pool) counts as started by the agent itself;
-    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients other than httpx
-    are not seen: where an agent uses both, give the id of the reply.
+    it. A thread that began without a context (one that C code starts) counts as started by the agent itself;
+    where its call is the last, tasks and threads beside it go by the time of the reward. Calls of clients that the tap
+    does not know are not seen: where an agent uses both, give the id of the reply.
 
     Outside a rollout this does nothing, so code that is also used without training may keep it. Raises `DataError` when
     `value` is not a finite number between -1e12 and 1e12.

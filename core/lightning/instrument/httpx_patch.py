@@ -1,5 +1,5 @@
 """The tap on httpx and httpx2: requests to the gateway say which rollout and which agent they come from, and what is
-reported after a reply knows which call it follows.
+reported after a reply knows which call it follows. `other_clients` taps what else speaks HTTP.
 
 The invariant: only requests to the gateway of an active rollout are touched, and those whose host was listed
 (`runner.reroute`); a tap can never make a request fail, and after the last undo the libraries are exactly as they were.
@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from lightning.instrument.address import Url
-from lightning.instrument.components import current_caller
+from lightning.instrument.components import current_caller, is_framework
 from lightning.instrument.context import (
     Session,
     active,
@@ -76,17 +76,26 @@ def headers_for(url: Url, caller: Caller | None) -> Mapping[str, str]:
     return headers
 
 
-_Sent: TypeAlias = tuple[Session, str]
+Sent: TypeAlias = tuple[Session, str]
 """The rollout that a call is made in, and the agent that makes it."""
 
 
-def _mark(request: HttpxRequest) -> _Sent | None:
-    """Write on a request whose it is; None unless it is a call of a rollout's that is known here."""
+_named_by: set[str] = set()
+"""The frameworks whose adapters have named a call of this process."""
+
+
+def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | None:
+    """Write on a request whose it is; None unless it is a call of a rollout's that is known here.
+
+    Requests to `hosts` are brought to the gateway, where a library's requests can be.
+    """
     try:
-        reroute(request, _tap.hosts)
+        if hosts is not None:
+            reroute(request, hosts)
         if not is_gateway(request.url):
             return None
         caller = current_caller()
+        _say_if_nameless(caller)
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
@@ -96,7 +105,19 @@ def _mark(request: HttpxRequest) -> _Sent | None:
     except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
-    return session, caller.agent if caller is not None else UNNAMED
+    return session, caller.name if caller is not None else UNNAMED
+
+
+def _say_if_nameless(caller: Caller | None) -> None:
+    if caller is not None and is_framework(caller):
+        _named_by.add(caller.framework)
+    elif caller is None and _named_by:
+        log_once(
+            "nameless",
+            "a model call comes without an agent's name, although this process has calls that %s names. It belongs to the "
+            "agent 'agent'. The framework does not know the code that made it: put `with lightning.component(\"NAME\")` there",
+            " and ".join(sorted(_named_by)),
+        )
 
 
 def _key(request: HttpxRequest) -> str:
@@ -104,7 +125,7 @@ def _key(request: HttpxRequest) -> str:
     return request.headers.get("authorization", "").partition(" ")[2].strip() or request.headers.get("x-api-key", "")
 
 
-def _answered(sent: _Sent, reply: HttpxResponse) -> None:
+def answered(sent: Sent, reply: HttpxResponse) -> None:
     """Keep which call was answered, or has begun to be, if it is a stream."""
     try:
         response_id = reply.headers.get(ID_HEADER)
@@ -130,10 +151,15 @@ class _Tap:
             self.hosts = (*self.hosts, *hosts)
             if self._users > 1:
                 return
+            from lightning.instrument.other_clients import CLIENTS
+            from lightning.instrument.threads import carry_names
             from lightning.plugins.importing import on_import
 
+            self._undo.append(carry_names())
             for name in LIBRARIES:
                 self._undo.append(on_import(name, self._attach))
+            for name, tap in CLIENTS.items():
+                self._undo.append(on_import(name, functools.partial(self._attach_other, tap)))
 
     def release(self, hosts: Sequence[str]) -> None:
         with self._lock:
@@ -145,6 +171,11 @@ class _Tap:
             if self._users == 0:
                 while self._undo:
                     self._undo.pop()()
+
+    def _attach_other(self, tap: Callable[[ModuleType], Callable[[], None]], module: ModuleType) -> None:
+        with self._lock:
+            if self._users:
+                self._undo.append(tap(module))
 
     def _attach(self, module: ModuleType) -> None:
         with self._lock:
@@ -163,10 +194,10 @@ class _Tap:
 
 def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
     def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = _mark(request)
+        sent = mark(request, _tap.hosts)
         reply = original(self, request, *args, **kwargs)
         if sent is not None:
-            _answered(sent, cast("HttpxResponse", reply))
+            answered(sent, cast("HttpxResponse", reply))
         return reply
 
     return send
@@ -174,10 +205,10 @@ def _wrap_sync(original: Callable[..., object]) -> Callable[..., object]:
 
 def _wrap_async(original: Callable[..., object]) -> Callable[..., object]:
     async def send(self: object, request: HttpxRequest, *args: object, **kwargs: object) -> object:
-        sent = _mark(request)
+        sent = mark(request, _tap.hosts)
         reply = await cast("Awaitable[object]", original(self, request, *args, **kwargs))
         if sent is not None:
-            _answered(sent, cast("HttpxResponse", reply))
+            answered(sent, cast("HttpxResponse", reply))
         return reply
 
     return send
@@ -192,10 +223,12 @@ _tap = _Tap()
 
 
 def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
-    """Tap `Client.send` and `AsyncClient.send` of httpx and httpx2, now or when they are imported; return the undo.
+    """Tap HTTP clients, now or when they are imported, and carry names into threads; return the undo.
 
-    Requests that a rollout sends to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be called
-    any number of times and from any thread; the tap goes when every call has been undone.
+    The clients are httpx, httpx2, aiohttp, and what uses the standard library's `http.client`: requests, urllib3, urllib.
+
+    Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
+    called any number of times and from any thread; the tap goes when every call has been undone.
     """
     hosts = tuple(host_of(name) for name in reroute)
     _tap.acquire(hosts)

@@ -13,7 +13,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,16 @@ class Flow:
 
 _here: ContextVar[Flow | None] = ContextVar("lightning_flow", default=None)
 _lock = threading.RLock()  # a finalizer that reports may run while it is held
+
+
+@contextmanager
+def started_in(context: Context) -> Iterator[None]:
+    """What the block makes, in another thread, is made by what the flow of `context` has started."""
+    token = _here.set(context.get(_here))
+    try:
+        yield
+    finally:
+        _here.reset(token)
 
 
 class Trail:

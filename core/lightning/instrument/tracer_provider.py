@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def is_sdk_disabled() -> bool:
+    """Whether the environment keeps OpenTelemetry's SDK from recording spans."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def attached_adapters() -> set[str]:
+    """The adapters that are attached to their frameworks: each reports the tools of its framework itself."""
+    from lightning.plugins import plugins
+
+    return plugins().attached()
+
+
 class StandIn(trace.TracerProvider):
     """Passes everything on to the provider behind it: the SDK's, made for the first span, until there is the user's.
 
@@ -91,7 +103,7 @@ class ProviderWatch:
 
     def start(self) -> None:
         """Watch the provider that is set, and the one that will be. Raises `LightningError` where no span can be seen."""
-        if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        if is_sdk_disabled():
             raise LightningError("OTEL_SDK_DISABLED=true keeps OpenTelemetry from recording spans: unset it")
         provider = trace.get_tracer_provider()
         if type(provider) is trace.ProxyTracerProvider:  # nobody has set one

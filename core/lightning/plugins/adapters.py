@@ -64,6 +64,8 @@ class Adapters:
         self._manager, self._infos = manager, infos
         self._installations: list[Installation] = []
         self._identifiers: tuple[Identifier, ...] | None = None
+        self._changes = 0
+        """How often the answer to who is asked may have changed: what was found before counts no more."""
         self._absent: tuple[str, ...] = ()
         self._said: set[str] = set()
 
@@ -71,17 +73,18 @@ class Adapters:
         """A new installation with no adapter attached yet."""
         installation = Installation(functools.partial(self._pass_on, emit), names)
         self._installations.append(installation)
-        self._identifiers = None
+        self._changed()
         return installation
 
     def attach_everywhere(self, name: str) -> None:
         """Attach a loaded adapter to every installation that wants it."""
+        self._changed()
         for installation in self._installations:
             self.attach(installation, name)
 
     def attach(self, installation: Installation, name: str) -> None:
         """Call `lightning_install` of one loaded plugin, once."""
-        self._identifiers = None
+        self._changed()
         if name in installation.done or not installation.wants(name):
             return
         installation.done.add(name)
@@ -116,7 +119,11 @@ class Adapters:
             self._installations.remove(installation)
         while installation.undos:
             installation.undos.pop()()
-        self._identifiers = None
+        self._changed()
+
+    def attached(self) -> set[str]:
+        """The adapters that any installation has attached."""
+        return {name for one in self._installations for name in one.done - one.failed}
 
     def identify(self) -> Caller | None:
         """The first answer that knows the model call itself (its span), else the first answer, by pluggy's order.
@@ -148,8 +155,13 @@ class Adapters:
                 failed = (name, *failed)
         return around or (_marked(NOBODY, failed) if failed else None)
 
+    def _changed(self) -> None:
+        self._changes += 1
+        self._identifiers = None
+
     def _find_identifiers(self) -> tuple[Identifier, ...]:
         """Who is to be asked, in order; remembers who cannot be, because it was not installed."""
+        changes = self._changes
         implementations = reversed(self._manager.hook.lightning_identify.get_hookimpls())
         known = tuple(
             Identifier(item.plugin_name, item.function, item.trylast)
@@ -158,7 +170,8 @@ class Adapters:
         )
         asked = {item.name for item in known}
         self._absent = tuple(sorted({name for one in self._installations for name in one.failed} - asked))
-        self._identifiers = known
+        if changes == self._changes:  # else another thread has loaded or attached one meanwhile
+            self._identifiers = known
         return known
 
     def _pass_on(self, emit: Callable[[ToolEvent], None], event: ToolEvent) -> None:

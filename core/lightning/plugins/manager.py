@@ -109,7 +109,7 @@ class Plugins:
         self._manager = _Isolating(GROUP)
         self._manager.add_hookspecs(hooks)
         self._lock = threading.RLock()
-        self._found = False
+        self._found = self._loaded = False
         self._entries: dict[str, EntryPoint] = {}
         self._infos: dict[str, PluginInfo] = {}
         self._names = RegisteredNames()
@@ -222,9 +222,13 @@ class Plugins:
 
     def identify(self) -> Caller | None:
         """Who is about to call the model, from the first adapter that knows; None when none does. Never raises."""
-        if not self._found:
+        if not self._loaded:  # also while another thread loads them
             self._load()
         return self._adapters.identify()
+
+    def attached(self) -> set[str]:
+        """The adapters that are attached to their frameworks now."""
+        return self._adapters.attached()
 
     def _require(self, names: Sequence[str]) -> None:
         for name in names:
@@ -253,6 +257,7 @@ class Plugins:
                 module = self._infos[name].waits_for
                 if not module or imported(module):
                     self._load_one(name)
+            self._loaded = True
 
     def _load_one(self, name: str) -> None:
         entry = self._entries.pop(name, None)  # first of all: loading may come back here

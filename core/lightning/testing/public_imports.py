@@ -34,7 +34,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.plugins",
             "lightning.store",
         ),
-        "an adapter, of spans": ("lightning.instrument.tracer_provider",),
+        "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
         "a server of any kind": ("lightning.addresses", "lightning.asyncio_utils"),
         "a command, a check": (
             "lightning.cli.check",

@@ -121,12 +121,7 @@ def is_trainable(caller: Caller, train_agents: Sequence[str], model: str = "") -
 def _matches(caller: Caller, model: str, glob: str) -> bool:
     if glob.startswith(OF_MODEL):
         return fnmatchcase(model, glob[len(OF_MODEL) :])
-    return fnmatchcase(caller_name(caller), glob) or fnmatchcase(caller.agent, glob)
-
-
-def caller_name(caller: Caller) -> str:
-    """What a glob of `train_agents` is matched with: the path, or the agent's name where there is none."""
-    return "/".join(caller.path) or caller.agent
+    return fnmatchcase(caller.name, glob) or fnmatchcase(caller.agent, glob)
 
 
 PolicyFault: TypeAlias = float | Literal["mask", "exclude"]

@@ -15,7 +15,7 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.gateway.policy import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
-from lightning.trainer.collect import all_rollouts, caller_name, is_trainable, load_groups
+from lightning.trainer.collect import all_rollouts, is_trainable, load_groups
 from lightning.trainer.metrics import (
     CURE_OF_CUT_OFF,
     CURE_OF_GREEDY,
@@ -125,7 +125,7 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         reward=rollout.reward,
         error=rollout.error,
         seconds=rollout.seconds,
-        agents=dict(Counter(caller_name(call.caller) for call in calls)),
+        agents=dict(Counter(call.caller.name for call in calls)),
         tools=dict(Counter(f"{event.name}:{event.status}" for event in events)),
         trained_calls=len(trained),
         prompt_tokens=sum(len(call.prompt_ids) for call in calls),

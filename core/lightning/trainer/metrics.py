@@ -24,7 +24,7 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
-from lightning.trainer.collect import NOT, OF_MODEL, caller_name, is_trainable
+from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
 from lightning.trainer.rules import Attempted, diagnose
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
@@ -331,7 +331,7 @@ def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[st
     """
     known = list(callers)
     globs: dict[str, str] = {}
-    for name in sorted({caller_name(caller) for caller in known if not is_trainable(caller, train_agents)}):
+    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
         *outer, last = name.split("/")
         globs.setdefault(last, last)
         for place, part in enumerate(outer):
@@ -386,6 +386,6 @@ def are_media(media: int, calls: int) -> str:
 
 
 def _names(callers: Iterable[Caller]) -> str:
-    names = sorted({caller_name(caller) for caller in callers})
+    names = sorted({caller.name for caller in callers})
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + rest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning.batch.trajectory import Trajectory
-from lightning.trainer.collect import NOT, OF_MODEL, caller_name
+from lightning.trainer.collect import NOT, OF_MODEL
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
 
 UNNAMED: Final = Caller("agent").agent
@@ -59,7 +59,7 @@ def refused_calls(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         for call in attempt.calls:
             if call.status is CallStatus.REFUSED and call.finish_reason != TOO_LONG:
                 message = re.sub(r"\d+", "N", call.error)
-                causes[caller_name(call.caller), call.finish_reason, message].append(call)
+                causes[call.caller.name, call.finish_reason, message].append(call)
     for (agent, code, message), calls in causes.items():
         said = calls[0].error if len(calls[0].error) <= LONGEST else f"{calls[0].error[:LONGEST]}…"
         yield Diagnosis(
@@ -96,7 +96,7 @@ def clamped(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
 def lost_names(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
     """Some calls have an agent's name and others have none."""
     calls = [call.caller for attempt in attempts for call in attempt.calls if call.status.answered]
-    named = Counter(caller_name(caller) for caller in calls if caller.agent != UNNAMED or caller.path)
+    named = Counter(caller.name for caller in calls if caller.agent != UNNAMED or caller.path)
     unnamed = len(calls) - named.total()
     if named and unnamed:
         yield Diagnosis(
@@ -115,7 +115,7 @@ def requested_models(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         last = max((event.at for event in attempt.tool_events), default=0.0)
         for call in attempt.calls:
             if call.status.answered and call.requested_model:
-                asked[call.requested_model][caller_name(call.caller)] += 1
+                asked[call.requested_model][call.caller.name] += 1
                 early |= {call.requested_model} if call.started_at < last else set()
         late.update({call.requested_model for call in attempt.calls if last and call.started_at >= last})
     if len(asked) < 2:

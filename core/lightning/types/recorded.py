@@ -51,10 +51,17 @@ class Caller:
     parent_id: str = ""
     framework: str = ""
 
+    @property
+    def name(self) -> str:
+        """What tells one agent from another: the path, as `train_agents` matches it; the agent's name without one."""
+        return "/".join(self.path) or self.agent
+
 
 @dataclass(frozen=True, slots=True)
 class ToolEvent:
-    """One tool run as an adapter saw it. `status` is `ok`, `error` or `unknown`; `at` is Unix time in seconds.
+    """One tool run as an adapter saw it. `status` is `ok`, `error`, `blocked` or `unknown`; `at` is Unix time in seconds.
+
+    `blocked`: a guardrail or a person refused the run, or kept its output from the model.
 
     `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
     that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.

@@ -10,7 +10,7 @@ from typing import Any
 import lightning
 import lightning_autogen
 import pytest
-from autogen_agentchat.agents import AssistantAgent, SocietyOfMindAgent
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, SocietyOfMindAgent
 from autogen_agentchat.base import TaskRunner
 from autogen_agentchat.conditions import MaxMessageTermination
 from autogen_agentchat.messages import TextMessage
@@ -29,7 +29,8 @@ from autogen_core import (
 from autogen_core.models import CreateResult, ModelFamily, ModelInfo, RequestUsage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.replay import ReplayChatCompletionClient
-from lightning.instrument import components
+from lightning.instrument import activate, components, emit
+from lightning.plugins import plugins
 from opentelemetry import trace
 
 INFO = ModelInfo(
@@ -76,6 +77,53 @@ def calls() -> list[lightning.Caller | None]:
 def paths(calls: Sequence[lightning.Caller | None]) -> list[str]:
     assert all(call is not None and call.framework == "autogen" and call.parent_id for call in calls)
     return ["/".join(call.path) for call in calls if call is not None]
+
+
+async def by_run(agent: AssistantAgent) -> None:
+    await agent.run(task="hi")
+
+
+async def by_messages(agent: AssistantAgent) -> None:
+    await agent.on_messages([TextMessage(content="hi", source="user")], CancellationToken())
+
+
+async def by_messages_stream(agent: AssistantAgent) -> None:
+    async for _ in agent.on_messages_stream([TextMessage(content="hi", source="user")], CancellationToken()):
+        caller = components.current_caller()
+        assert caller is None or caller.framework != "autogen", "what a consumer does between the items is its own"
+
+
+@pytest.mark.parametrize("adapters", [["autogen"], ["autogen", "otel"], ["langchain", "autogen", "otel"]])
+@pytest.mark.parametrize("ask", [by_run, by_messages, by_messages_stream])
+async def test_an_agent_that_is_asked_directly_is_named_and_its_tool_run_is_one_event(
+    ask: Callable[[AssistantAgent], Any], adapters: list[str], calls: list[Any]
+) -> None:
+    import langchain_core.tracers.context  # noqa: F401 — its adapter waits for it
+
+    undo = plugins().install_adapters(emit, adapters)
+    helper = AgentTool(AssistantAgent("helper", model(calls, "helped")))
+    script = use("look", "call-1"), use("helper", "call-2", '{"task": "help"}'), "done"
+
+    async def look() -> str:
+        return "seen"
+
+    boss = AssistantAgent("boss", model(calls, *script), tools=[look, helper], max_tool_iterations=3)
+    with activate(lightning.LLM("http://127.0.0.1:1/v1", "key", "policy")) as session:
+        await ask(boss)
+    undo()
+    assert paths(calls) == ["boss", "boss", "boss/helper", "boss"]
+    found = [(event.name, event.status, event.call_id, event.output) for event in session.tool_events]
+    assert found[0] == ("look", "ok", "call-1", "seen")
+    assert [event[:3] for event in found[1:]] == [("helper", "ok", "call-2")]
+    assert {event.caller and event.caller.path for event in session.tool_events} == {("boss",)}
+
+
+def test_the_undo_puts_the_methods_back() -> None:
+    before = BaseChatAgent.__init__, AssistantAgent.on_messages, AssistantAgent.on_messages_stream
+    undo = plugins().install_adapters(emit, ["autogen"])
+    assert before[1] is not AssistantAgent.on_messages
+    undo()
+    assert before == (BaseChatAgent.__init__, AssistantAgent.on_messages, AssistantAgent.on_messages_stream)
 
 
 def pair(calls: list[Any], **options: Any) -> RoundRobinGroupChat:

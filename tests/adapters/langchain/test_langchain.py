@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import importlib.metadata
 import operator
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, TypedDict
@@ -23,10 +24,10 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel
-from langchain_core.tools import BaseTool, ToolException, tool
+from langchain_core.tools import BaseTool, InjectedToolCallId, ToolException, tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode
+from langgraph.prebuilt import ToolNode, create_react_agent
 from langgraph.types import Command, Send, interrupt
 from lightning.errors import PluginError
 from lightning.instrument import Session, activate, current_caller, emit
@@ -166,6 +167,11 @@ def retrieving(model: Model) -> Callable[[MessagesState], MessagesState]:
     return lambda state: {"messages": [page.page_content for page in Rephrasing(asks=model).invoke("hi")]}
 
 
+def react(model: Model, **more: Any) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # LangGraph names its successor
+        return create_react_agent(model, [shout], **more)
+
+
 NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
     "nodes": (lambda model: graph_of(write=node_of(model), check=node_of(model)), ["write", "check"]),
     "nodes of a named graph": (lambda model: graph_of("sql", write=node_of(model)), ["sql/write"]),
@@ -181,6 +187,19 @@ NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
         ["solver"],
     ),
     "an agent without a name as a node": (lambda model: graph_of(research=create_agent(model, [])), ["research"]),
+    "a deep agent": (
+        lambda model: create_agent(model, []).with_config(metadata={"ls_integration": "deepagents"}),
+        ["agent"],
+    ),
+    "a react agent": (lambda model: react(model, name="solver"), ["solver"]),
+    "a react agent without a name": (lambda model: react(model), ["agent"]),
+    "react agents under a supervisor": (
+        lambda model: graph_of("team", supervisor=react(model, name="supervisor"), math=react(model), art=react(model)),
+        ["team/supervisor", "team/math", "team/art"],
+    ),
+    "nodes called as create_react_agent calls its own": (lambda model: graph_of(agent=node_of(model)), ["agent"]),
+    "a model that is retried": (lambda model: graph_of(write=node_of(model.with_retry())), ["write"]),
+    "a node of the model's class name": (lambda model: graph_of(Model=node_of(model)), ["Model"]),
     "a graph as a node": (lambda model: graph_of("sql", inner=graph_of(write=node_of(model))), ["sql/inner/write"]),
     "a chain": (lambda model: chain(model, "writer"), ["writer"]),
     "a chain in a node": (lambda model: graph_of(write=chain(model, "draft")), ["write/draft"]),
@@ -212,6 +231,43 @@ async def test_a_caller_has_the_name_its_user_gave_it(case: str, session: Sessio
         if caller is not None:
             assert (caller.agent, caller.framework) == (caller.path[-1], "langchain")
             assert caller.span_id
+
+
+@pytest.mark.parametrize("status", ["success", "error"])
+def test_a_tool_without_arguments_that_returns_a_command(status: str, session: Session) -> None:
+    @tool
+    def hand_over(tool_call_id: Annotated[str, InjectedToolCallId]) -> Command:
+        """Hand over."""
+        said = ToolMessage("moved", tool_call_id=tool_call_id, status=status)
+        return Command(update={"messages": [said], "secret": "the whole state"})
+
+    class Silent(Model):
+        def _generate(self, *args: Any, **more: Any) -> ChatResult:
+            result = super()._generate(*args, **more)
+            for call in result.generations[0].message.tool_calls:
+                call["args"] = {}
+            return result
+
+    boss_of(Silent(tools=("hand_over",)), hand_over).invoke(HI)
+    (event,) = session.tool_events
+    assert (event.status, event.output) == ("ok" if status == "success" else "error", "moved")
+    assert event.call_id == "call-hand_over-0"
+
+
+def test_a_tool_without_arguments_has_an_empty_object(session: Session) -> None:
+    @tool
+    def now() -> str:
+        """Say the time."""
+        return "12"
+
+    now.invoke({"type": "tool_call", "name": "now", "args": {}, "id": "call-1"})
+    assert [event.arguments for event in session.tool_events] == [{}]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("solver", "solver"), (None, "agent")])
+def test_the_tools_of_a_react_agent_are_its_own(name: str | None, expected: str, session: Session) -> None:
+    react(Model(tools=("shout",)), name=name).invoke(HI)
+    assert [event.caller and event.caller.name for event in session.tool_events] == [expected]
 
 
 def test_calls_of_one_node_differ_by_span_and_share_the_parent(session: Session) -> None:
@@ -374,7 +430,7 @@ def test_a_tool_that_waits_for_a_human_has_not_failed(session: Session) -> None:
     agent.invoke(HI, thread)
     assert statuses(session) == [("confirm", "unknown")]
     agent.invoke(Command(resume="yes"), thread)
-    assert [(event.status, event.output) for event in session.tool_events] == [("unknown", ""), ("ok", "yes")]
+    assert [(event.status, event.output) for event in session.tool_events] == [("ok", "yes")]
 
 
 # failures ---------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import agents
 import lightning
 import lightning_openai_agents
+import mcp.types
 import pytest
 from agents import (
     Agent,
@@ -22,10 +23,15 @@ from agents import (
     ModelResponse,
     RunConfig,
     Runner,
+    ToolGuardrailFunctionOutput,
+    ToolInputGuardrail,
+    ToolOutputGuardrail,
     Usage,
     function_tool,
 )
+from agents.mcp import MCPServer, MCPUtil
 from agents.models.interface import Model
+from agents.tool_context import ToolContext
 from agents.tracing import TracingProcessor, custom_span, generation_span, get_trace_provider, set_trace_provider, trace
 from agents.tracing.processors import BackendSpanExporter, default_processor
 from agents.tracing.provider import DefaultTraceProvider
@@ -314,7 +320,126 @@ async def test_a_tool_that_waits_for_an_approval_has_not_run(session: Session) -
     state.approve(waiting.interruptions[0])
     await Runner.run(agent, state)
     assert ran == ["hi"]
-    assert [status for _, status, _ in events(session)] == ["unknown", "ok"]
+    assert events(session) == [("pay", "ok", "call-1")], "one call is one event"
+
+
+async def test_a_run_that_a_person_refuses_is_blocked(session: Session) -> None:
+    @function_tool(needs_approval=True)
+    def pay(text: str) -> str:
+        """Pay."""
+        return "paid"
+
+    agent = agent_of("solver", Scripted(["pay"], ["pay"]), pay)
+    waiting = await Runner.run(agent, "hi")
+    state = waiting.to_state()
+    state.reject(waiting.interruptions[0], always_reject=True)
+    await Runner.run(agent, state)
+    assert events(session) == [("pay", "unknown", "call-1"), ("pay", "blocked", "call-2")], "the first never ran"
+
+
+async def test_a_tool_inside_a_tool_that_waits_for_an_approval_is_one_event(session: Session) -> None:
+    @function_tool(needs_approval=True)
+    def pay(text: str) -> str:
+        """Pay."""
+        return "paid"
+
+    math = Scripted()
+    math.turns, math.count = [["pay"]], 10
+    agent = agent_of(
+        "boss", Scripted([("ask_math", {"input": "a"})]), agent_of("math", math, pay).as_tool("ask_math", "")
+    )
+    waiting = await Runner.run(agent, "hi")
+    state = waiting.to_state()
+    state.approve(waiting.interruptions[0])
+    await Runner.run(agent, state)
+    assert sorted(events(session)) == [("ask_math", "ok", "call-1"), ("pay", "ok", "call-11")]
+
+
+async def test_two_identical_calls_keep_their_own_ids(session: Session) -> None:
+    """The first one ends last, and is the one that fails."""
+    slow = asyncio.Event()
+    begun: list[str] = []
+
+    @function_tool(failure_error_function=say_what_failed)
+    async def wait(context: ToolContext[Any], text: str) -> str:
+        """Wait."""
+        begun.append(context.tool_call_id)
+        if context.tool_call_id == "call-1":
+            await slow.wait()
+            raise ValueError("slow")
+        slow.set()
+        return text
+
+    await Runner.run(agent_of("solver", Scripted(["wait", "wait"]), wait), "hi")
+    assert sorted(begun) == ["call-1", "call-2"]
+    assert events(session) == [("wait", "ok", "call-2"), ("wait", "error", "call-1")]
+
+
+async def test_a_tool_that_is_out_of_time_has_failed(session: Session) -> None:
+    @function_tool(timeout=0.01)
+    async def wait(text: str) -> str:
+        """Wait for ever."""
+        await asyncio.Event().wait()
+        return text
+
+    await Runner.run(agent_of("solver", Scripted(["wait"]), wait), "hi")
+    assert events(session) == [("wait", "error", "call-1")]
+    assert "timed out after 0.01 seconds" in session.tool_events[0].error
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+async def test_what_a_guardrail_rejects_is_blocked(side: str, session: Session) -> None:
+    def reject(data: Any) -> ToolGuardrailFunctionOutput:
+        return ToolGuardrailFunctionOutput.reject_content("not that")
+
+    @function_tool
+    def pay(text: str) -> str:
+        """Pay."""
+        return "paid"
+
+    if side == "input":
+        pay.tool_input_guardrails = [ToolInputGuardrail(reject, "no")]
+    else:
+        pay.tool_output_guardrails = [ToolOutputGuardrail(reject, "no")]
+    await Runner.run(agent_of("solver", Scripted(["pay"]), pay), "hi")
+    assert events(session) == [("pay", "blocked", "call-1")]
+    assert session.tool_events[0].error == "not that"
+
+
+class Server(MCPServer):
+    """Has one tool, which answers that it failed."""
+
+    name = "shop"
+
+    async def connect(self) -> None: ...
+    async def cleanup(self) -> None: ...
+    async def list_prompts(self) -> Any: ...
+    async def get_prompt(self, name: str, arguments: Any = None) -> Any: ...
+
+    async def list_tools(self, run_context: Any = None, agent: Any = None) -> list[Any]:
+        schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+        return [mcp.types.Tool.model_validate({"name": "buy", "inputSchema": schema})]
+
+    async def call_tool(self, tool_name: str, arguments: Any, meta: Any = None) -> Any:
+        failed = arguments["text"] == "bad"
+        content = [{"type": "text", "text": "sold out" if failed else "bought"}]
+        return mcp.types.CallToolResult.model_validate({"content": content, "isError": failed})
+
+
+async def test_a_tool_of_an_mcp_server_fails_when_the_server_says_so(session: Session) -> None:
+    model = Scripted([("buy", {"text": "bad"}), ("buy", {"text": "good"})])
+    await Runner.run(agent_of("solver", model, mcp_servers=[Server()]), "hi")
+    assert sorted(events(session)) == [("buy", "error", "call-1"), ("buy", "ok", "call-2")]
+    assert {event.error for event in session.tool_events} == {"sold out", ""}
+
+
+async def test_the_sdk_is_as_it_was_after_the_undo() -> None:
+    owners = {ToolContext: "from_agent_context", ToolInputGuardrail: "run", MCPUtil: "invoke_mcp_tool"}
+    before = [vars(owner)[name] for owner, name in owners.items()]
+    undo = plugins().install_adapters(emit, ["openai-agents"])
+    assert [vars(owner)[name] for owner, name in owners.items()] != before
+    undo()
+    assert [vars(owner)[name] for owner, name in owners.items()] == before
 
 
 async def test_a_tool_that_returns_nothing_has_run(session: Session) -> None:
@@ -329,11 +454,11 @@ async def test_a_tool_that_returns_nothing_has_run(session: Session) -> None:
     assert before <= event.at <= time.time()
 
 
-async def test_without_data_in_traces_a_run_has_its_status_but_no_call(session: Session) -> None:
+async def test_without_data_in_traces_a_run_has_its_status_and_call_but_no_texts(session: Session) -> None:
     config = RunConfig(trace_include_sensitive_data=False)
     await Runner.run(agent_of("solver", Scripted([("shout", {"text": "bad"})]), shout), "hi", run_config=config)
     (event,) = session.tool_events
-    assert (event.status, event.call_id, event.arguments, event.output) == ("error", "", None, "")
+    assert (event.status, event.call_id, event.arguments, event.output) == ("error", "call-1", None, "")
 
 
 # the user's own tracing -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.instrument import components
 from lightning.instrument.tracer_provider import ProviderWatch, StandIn
+from lightning.plugins import plugins
 from lightning_otel import spans
 from lightning_otel.processor import LightningProcessor
 from opentelemetry import trace
@@ -215,10 +216,18 @@ def test_a_provider_that_takes_no_processors(warnings_of: Callable[[], list[str]
         lightning_otel.lightning_install(print)
 
 
-def test_a_disabled_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "TRUE")
-    with pytest.raises(lightning.LightningError, match="unset it"):
-        lightning_otel.lightning_install(print)
+@pytest.mark.parametrize("why", ["disabled", "missing"])
+def test_without_the_sdk_there_is_nothing_to_miss(
+    why: str, monkeypatch: pytest.MonkeyPatch, warnings_of: Callable[[], list[str]]
+) -> None:
+    if why == "disabled":
+        monkeypatch.setenv("OTEL_SDK_DISABLED", "TRUE")
+    else:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    undo = plugins().install_adapters(print, ["otel"])
+    assert plugins().identify() is None, "no call is marked"
+    undo()
+    assert warnings_of() == []
 
 
 def test_unsampled_traces_are_named_as_the_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,12 +239,6 @@ def test_unsampled_traces_are_named_as_the_cause(caplog: pytest.LogCaptureFixtur
         assert agent(trace.get_tracer("any")) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "OTEL_TRACES_SAMPLER=always_on" in caplog.text
-
-
-def test_a_missing_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(lightning.MissingExtraError, match=r"pip install 'lightning\[otel\]<1'"):
-        lightning_otel.lightning_install(print)
 
 
 @pytest.mark.parametrize("installed", ["1.33.1", "2.0.0"])

@@ -131,7 +131,7 @@ async def test_streams_are_named_like_plain_calls(server: ChatServer, session: S
 
 
 @pytest.mark.parametrize("ask", SYNC)
-def test_threads_that_lost_the_context_are_named_by_their_frames(
+def test_threads_belong_to_the_component_and_the_rollout_of_their_starter(
     ask: Callable[[Session], str], server: ChatServer, session: Session
 ) -> None:
     def checker() -> str:
@@ -141,8 +141,8 @@ def test_threads_that_lost_the_context_are_named_by_their_frames(
         assert pool.submit(checker).result() == "you said hi"
     call = server.calls[0]
     assert call.caller is not None
-    assert call.caller.path == ("checker", ask.__name__)
-    assert (call.rollout, call.key) == (None, "key-1"), "there the key says whose call it is"
+    assert call.caller.path == ("boss",)
+    assert (call.rollout, call.key) == ("key-1", "key-1")
 
 
 async def test_threads_with_a_copied_context_keep_everything(server: ChatServer, session: Session) -> None:

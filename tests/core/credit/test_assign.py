@@ -89,6 +89,19 @@ def test_an_agent_is_compared_with_itself_in_the_rollouts_in_which_it_called() -
     assert [part.tolist() for part in spread] == [[0.5, 0.25, 0.5], [0.0, -0.25], [-0.5, -0.5]]
 
 
+def test_agents_of_one_name_at_different_places_are_different_agents() -> None:
+    def named(paths: Sequence[str], index: int, reward: float) -> Trajectory:
+        made = by_agents(paths, index, reward)
+        calls = [
+            replace(call, caller=Caller("agent", tuple(call.caller.agent.split("/")))) for call in made.transitions
+        ]
+        return replace(made, transitions=tuple(calls))
+
+    members = (named(["math/agent", "art/agent"], 0, 1.0), named(["math/agent"], 1, 0.5), named(["art/agent"], 2, 0.0))
+    spread = per_agent(Group("g", members), centre)
+    assert [part.tolist() for part in spread] == [[0.25, 0.5], [-0.25], [-0.5]]
+
+
 def test_rewards_given_inside_a_rollout_count() -> None:
     trajectory = replace(make_trajectory(reward=1.0), step_rewards=(StepReward(0.25), StepReward(-0.5, "format")))
     assert rollout_return(trajectory) == 0.75

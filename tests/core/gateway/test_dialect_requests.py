@@ -281,7 +281,7 @@ def test_blocks_of_messages():
         ({"context_management": {"edits": [{}]}}, "context_management"),
         ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
         ({"compaction": {"type": "x"}}, "compaction"),
-        ({"thread": {"type": "create"}}, "thread"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
         ({"tools": [{**TOOL, "input_examples": [{"a": 1}]}]}, "tools[0].input_examples"),
         ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers"),
         ({"stream": "yes"}, "stream"),

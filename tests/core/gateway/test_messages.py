@@ -95,6 +95,40 @@ async def test_a_conversation_with_tools_has_the_prompts_it_has_through_chat(hou
     assert steps[0].constrained  # `strict` went on as it was sent
 
 
+@pytest.mark.parametrize("tools", [[], ["clock"]])
+async def test_a_tool_runner_with_a_thread_begins_and_is_told_how_to_go_on(house, tools):
+    """Its first request holds the whole conversation; the next would hold only what is new."""
+
+    @anthropic.beta_async_tool
+    async def clock() -> str:
+        """Say the time."""
+        return "12"
+
+    house.fake.queue(*[Reply(tool_calls=[ToolCall("clock", "{}", id="call_x")])] * len(tools), Reply("noon"))
+    client = await claude(house)
+    asked = {"model": "policy", "max_tokens": 64, "messages": HI, "tools": [clock]}
+    if tools:
+        with pytest.raises(anthropic.APIStatusError, match=r"thread=False"):
+            await client.beta.messages.tool_runner(**asked).until_done()
+        assert len(await house.transitions()) == 1
+    else:
+        answer = await client.beta.messages.tool_runner(**asked).until_done()
+        assert answer.content[0].text == "noon"
+
+
+async def test_a_tool_runner_without_a_thread_runs(house):
+    @anthropic.beta_async_tool
+    async def clock() -> str:
+        """Say the time."""
+        return "12"
+
+    house.fake.queue(Reply(tool_calls=[ToolCall("clock", "{}", id="call_x")]), Reply("noon"))
+    client = await claude(house)
+    asked = {"model": "policy", "max_tokens": 64, "messages": HI, "tools": [clock]}
+    answer = await client.beta.messages.tool_runner(**asked, thread=False).until_done()
+    assert answer.content[0].text == "noon"
+
+
 async def test_tokens_are_counted_as_they_would_be_sent(house):
     client = await claude(house)
     asked = {"model": "policy", "messages": HI, "system": "be terse", "tools": [ADD]}

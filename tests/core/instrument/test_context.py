@@ -115,6 +115,25 @@ def test_a_tool_event_keeps_its_own_time_and_gets_one_if_it_has_none() -> None:
     assert session.tool_events[1].at > 0
 
 
+def test_a_tool_run_that_is_reported_again_stays_one_event() -> None:
+    """By two adapters, or once when it began to wait and once when it ended. Runs under other ids, and without, are others."""
+    with activate(LLM("http://127.0.0.1:1/v1", "key", "policy")) as session:
+        emit(ToolEvent("pay", "ok", "call-1", arguments={"text": "a"}, output="paid"))
+        emit(ToolEvent("pay", "ok", "call-1", caller=Caller("boss")))
+        emit(ToolEvent("wait", "unknown", "call-2"))
+        emit(ToolEvent("wait", "error", "call-2", error="late"))
+        emit(ToolEvent("wait", "unknown", "call-2"))
+        for _ in range(2):
+            emit(ToolEvent("pay", "ok"))
+    found = [(event.name, event.status, event.call_id, event.output, event.error) for event in session.tool_events]
+    assert found == [
+        ("pay", "ok", "call-1", "paid", ""),
+        ("wait", "error", "call-2", "", "late"),
+        *[("pay", "ok", "", "", "")] * 2,
+    ]
+    assert (session.tool_events[0].arguments, session.tool_events[0].caller) == ({"text": "a"}, Caller("boss"))
+
+
 async def test_concurrent_rollouts_do_not_mix() -> None:
     async def rollout(number: int) -> tuple[float, ...]:
         with activate(LLM("http://127.0.0.1:1/v1", f"key-{number}", "policy")) as session:

@@ -67,6 +67,11 @@ async def test_async_and_streamed_requests_are_marked(
     assert (server.calls[0].rollout, server.calls[0].caller) == ("key-1", someone)
 
 
+def start_without_context(thread: threading.Thread) -> None:
+    """As what starts threads behind Python's back does."""
+    vars(threading.Thread)["start"].__wrapped__(thread)
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_thread_that_lost_the_context_is_named_but_gets_no_token(
     library: object, server: ChatServer, tapped: None, someone: Caller
@@ -79,7 +84,7 @@ def test_a_thread_that_lost_the_context_is_named_but_gets_no_token(
 
     with activate(llm):
         thread = threading.Thread(target=post)
-        thread.start()
+        start_without_context(thread)
         thread.join()
     assert (server.calls[0].rollout, server.calls[0].caller) == (None, someone)
 
@@ -181,7 +186,7 @@ def test_among_rollouts_a_thread_without_context_calls_for_the_one_whose_key_it_
     with activate(LLM(base, "key-a", "policy")) as first, activate(LLM(base, "key-b", "policy")) as second:
         for key in ("a", "b", "of nobody", "a"):
             thread = threading.Thread(target=post, args=(key,))
-            thread.start()
+            start_without_context(thread)
             thread.join()
         assert (first.calls.last(), second.calls.last()) == ("call-3", "call-1")
 

@@ -137,6 +137,11 @@ def test_a_host_may_be_listed_as_people_write_it(listed: str, server: ChatServer
         undo()
 
 
+def start_without_context(thread: threading.Thread) -> None:
+    """As what starts threads behind Python's back does."""
+    vars(threading.Thread)["start"].__wrapped__(thread)
+
+
 def test_a_thread_that_may_be_any_rollouts_says_that_its_call_goes_elsewhere(
     server: ChatServer, rerouted: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +153,7 @@ def test_a_thread_that_may_be_any_rollouts_says_that_its_call_goes_elsewhere(
 
     with activate(server.llm("key-1")), activate(server.llm("key-2")):
         thread = threading.Thread(target=call)
-        thread.start()
+        start_without_context(thread)
         thread.join()
     assert answered == [204]
     assert "may belong to any of several rollouts" in caplog.text

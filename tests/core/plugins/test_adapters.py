@@ -53,6 +53,20 @@ def test_install_and_undo(install) -> None:
     assert module.log == ["install", "undo"]
 
 
+def test_a_first_question_from_several_threads_loses_no_name(install) -> None:
+    slow = ADAPTER.replace(
+        "log, current = [], None", "import time; time.sleep(0.2); log, current = [], Caller('writer')"
+    )
+    install("fw", {"fw": "fw_plugin"}, {"fw_plugin": slow})
+    plugins, found = Plugins(), list[Caller | None]()
+    threads = [threading.Thread(target=lambda: found.append(plugins.identify())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [*found, plugins.identify()] == [Caller("writer")] * 5
+
+
 def test_an_adapter_waits_for_its_framework_and_the_watch_leaves_no_trace(install) -> None:
     install("lib", modules={"framework_x": "from framework_x_part import value", "framework_x_part": "value = 1"})
     install("fw", {"fw.framework_x": "fw_plugin"}, {"fw_plugin": ADAPTER})

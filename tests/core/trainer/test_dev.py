@@ -146,7 +146,8 @@ async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_
     assert "none of its model calls came to an end" in failed
     assert "2 of 2 were refused; the first: 'temperature' must be a number or null, not 'hot'." in failed
     assert (
-        refused[0] == "agent: 2 refused calls (invalid_parameter): 'temperature' must be a number or null, not 'hot'."
+        refused[0]
+        == "swallows: 2 refused calls (invalid_parameter): 'temperature' must be a number or null, not 'hot'."
     )
     assert len(refused) == 2
 

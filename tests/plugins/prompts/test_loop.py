@@ -174,7 +174,7 @@ def test_the_reward_rises_and_the_best_prompt_goes_live(tmp_path: Path, writer: 
 def test_the_optimiser_model_is_shown_what_happened(tmp_path: Path, writer: ChatServer) -> None:
     trainer(tmp_path, apo(writer, rounds=1)).fit(agent, TRAIN, VAL)
     asked = writer.calls[0].text
-    for part in (START, "Task: guest", "Greet guest", "[model call 1, by agent]", "[response]\nhello", "Reward: 0"):
+    for part in (START, "Task: guest", "Greet guest", "[model call 1, by greeter]", "[response]\nhello", "Reward: 0"):
         assert part in asked
     edits = [call.text for call in writer.calls if "<review>" in call.text]
     assert all("does not ask for politeness" in text and "fields {name}:" in text for text in edits)

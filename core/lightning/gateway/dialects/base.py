@@ -164,6 +164,20 @@ class Dialect(ABC):
         return payload
 
 
+def why_no_ids(plan: Plan, capture: Capture) -> str:
+    """Why a choice came without its ids, with the cure; empty where all have some. Each has one, unless it was aborted."""
+    body, choices = plan.body, capture.choices.values()
+    told = [choice for choice in choices if choice.response_ids or choice.finish_reason == "abort"]
+    if len(told) >= plan.choices or body.get("max_tokens") == 0:
+        return ""
+    if not body.get("return_token_ids"):
+        return "vLLM tells no ids of an echo unless its prompt is a whole text. Send text, or leave 'echo' out"
+    return (
+        "the policy server gave no token ids of its answer. Is it a vLLM of a release that lightning takes, and does nothing "
+        "between it and the gateway change answers?"
+    )
+
+
 def packed_ids(values: list[int]) -> TokenIds:
     """Token ids from an answer as the project's array; packing first is twice as fast as `array` on a list."""
     return array("i", struct.pack(f"{len(values)}i", *values))

@@ -135,8 +135,10 @@ REFUSED = {
     "container": "is not supported: there are no containers here. Run the code in a tool of the agent.",
     "compaction": "is not supported: the gateway summarizes nothing. Let the agent ask for a summary itself.",
     "mcp_servers": "is not supported: the gateway calls no tools. Connect the agent itself to the MCP servers.",
-    "thread": "is not supported: conversations are not kept. Send all of the messages.",
+    "thread": "continues a conversation, and none is kept here. Send all of the messages: `tool_runner(..., thread=False)`.",
 }
+NEW_THREAD = {"type": "create"}
+"""What `tool_runner` sends first: all of the messages are there, and nothing has to be known of others."""
 EDITED = "is not supported: the policy must see the context as it is. Shorten it in the agent."
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 IN_A_TOOL = ("name", "description", "strict", "defer_loading")
@@ -148,6 +150,8 @@ NOT_IN_A_TOOL = {
 
 def chat_request(asked: Body) -> Body:
     """The chat request. Raises `RefusalError` (422)."""
+    if asked.get("thread") == NEW_THREAD:
+        asked = {name: value for name, value in asked.items() if name != "thread"}
     chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
     _context(asked.get("context_management") or {})
     chat["messages"] = messages = messages_of(asked)

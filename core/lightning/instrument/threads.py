@@ -1,0 +1,97 @@
+"""Threads know who started them: `threading.Thread`, `ThreadPoolExecutor.submit`, and with it `loop.run_in_executor`.
+
+The invariant: of a thread's context only lightning's own variables are set, so the user's and the framework's are what they
+would be without us. Outside a rollout a thread and a pool's work begin as ever, and the undo puts the very functions back. The
+starter's context is kept aside: who called there is asked only where a model call in the thread has no framework's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from typing import ParamSpec, TypeVar
+
+from lightning.instrument.components import component_path
+from lightning.instrument.context import session_in_context
+from lightning.instrument.last_call import started_in
+from lightning.instrument.starters import Starter, starter
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _carried(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, to be run in another thread with the names of here; itself outside a rollout."""
+    session = session_in_context()
+    if session is None:
+        return function
+    here = Starter(copy_context(), session, component_path())
+
+    @functools.wraps(function, updated=())
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = starter.set(here)
+        try:
+            with started_in(here.context):
+                return function(*args, **kwargs)
+        finally:
+            starter.reset(token)
+
+    return run
+
+
+def _wrap_start(original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    @functools.wraps(original)
+    def start(self: threading.Thread) -> None:
+        # A pool's thread serves whoever gives it work.
+        pool = getattr(sys.modules.get("concurrent.futures.thread"), "_worker", None)
+        if getattr(self, "_target", None) is not pool and not self.ident:
+            function = _carried(self.run)
+            if function is not self.run and "run" not in vars(self):
+
+                def run() -> None:
+                    del self.run
+                    function()
+
+                self.run = run  # type: ignore[method-assign]  # until it runs
+        original(self)
+
+    return start
+
+
+def _wrap_submit(original: Callable[..., Future[object]]) -> Callable[..., Future[object]]:
+    @functools.wraps(original)
+    def submit(self: object, function: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
+        return original(self, _carried(function), *args, **kwargs)
+
+    return submit
+
+
+def carry_names() -> Callable[[], None]:
+    """Carry the rollout and the names into threads that begin from now on; returns the undo."""
+    undos = [
+        replace_method(threading.Thread, "start", _wrap_start),
+        replace_method(ThreadPoolExecutor, "submit", _wrap_submit),
+    ]
+
+    def undo() -> None:
+        for each in undos:
+            each()
+
+    return undo
+
+
+def replace_method(owner: type, name: str, wrap: Callable[..., Callable[..., object]]) -> Callable[[], None]:
+    """Put `wrap(the method)` in a method's place; returns the undo."""
+    original = vars(owner)[name]
+    ours = wrap(original)
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if vars(owner)[name] is ours:  # else somebody else stands before it now
+            setattr(owner, name, original)
+
+    return undo
