@@ -105,6 +105,17 @@ def test_a_streamed_response_is_the_whole_one(answer):
         assert "".join(pieces) == said
 
 
+def test_an_answer_that_was_cut_in_white_space_has_one_part_that_is_incomplete():
+    frame = {"id": "chatcmpl-1", "created": 5, "model": "tiny"}
+    deltas = [{"reasoning": "0"}, {"content": " "}]
+    translator = response_translator()
+    for delta in deltas:
+        translator.chunk({**frame, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    translator.chunk({**frame, "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+    done = [event["item"] for event in events_of(translator.end()) if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "incomplete"]
+
+
 def put_together(events: list[dict]) -> dict:
     """A message from its events, as Anthropic's documentation tells a client to do it."""
     message = next(event["message"] for event in events if event["type"] == "message_start")

@@ -196,10 +196,11 @@ class Parts:
             yield Step.ADD, part, piece
 
     def _enter(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Event]:
+        part = Part(kind, len(self.all), call_id, name)
+        self.all.append(part)  # before the one that is open ends: that is the last no more, and no answer was cut in it
         yield from self.close(at_least_one=False)
-        self._open = Part(kind, len(self.all), call_id, name)
-        self.all.append(self._open)
-        yield Step.OPEN, self._open, ""
+        self._open = part
+        yield Step.OPEN, part, ""
 
 
 class Translator(ABC):
