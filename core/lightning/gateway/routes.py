@@ -43,6 +43,10 @@ PREFIXES = ("/v1", "/r/{token}/v1")
 COUNT_PATH = f"{Messages.path}/count_tokens"
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
 LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
+OTHERS = (
+    " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
+    "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx; else give that client its own base_url and key."
+)
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
 CONTROL = "/api/"
@@ -169,6 +173,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"There is no {request.method} {path} here. {EXISTING}"
         if "/v1/v1/" in path:
             message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
+        elif request.method == "POST" and path.startswith("/v1/"):
+            message += OTHERS
         return _answer(RefusalError(404, "unknown_route", message))
     if error.status_code == 405:
         message = f"{request.method} is not allowed for {_without_token(request)}. {EXISTING}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from types import ModuleType
@@ -29,6 +30,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
+from lightning.instrument.providers import NOWHERE, elsewhere, is_policys
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
@@ -92,7 +94,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
     try:
         if hosts is not None:
             reroute(request, hosts)
-        if not is_gateway(request.url):
+        if not is_gateway(request.url) or (hosts is not None and send_elsewhere(request)):
             return None
         caller = current_caller()
         _say_if_nameless(caller)
@@ -230,7 +232,7 @@ def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
     Requests that a rollout sends by httpx to a host of `reroute` (a name, or a URL of it) go to its gateway instead. May be
     called any number of times and from any thread; the tap goes when every call has been undone.
     """
-    hosts = tuple(host_of(name) for name in reroute)
+    hosts = (NOWHERE, *(host_of(name) for name in reroute))
     _tap.acquire(hosts)
     done = threading.Lock()
 
@@ -244,6 +246,8 @@ def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
 """Hosts of the model APIs that the gateway speaks; other providers' are recognized only when they are listed."""
 VERSION = "/v1/"
+AZURE = re.compile(r"openai/deployments/[^/]+/([^?]*)")
+"""The path of Azure's clients, which names the deployment where others have a version."""
 
 
 class HttpxRequest(Protocol):
@@ -287,11 +291,45 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
             host,
         )
         return False
-    _, version, rest = url.partition(VERSION)
-    if not version:
+    rest = _below_version(url)
+    if not rest:
         log_once(f"no route {host}", "a call to %s is not brought to the policy: its path has no %s", url, VERSION)
         return False
     _redirect(request, session, rest)
+    return True
+
+
+def _below_version(url: str) -> str:
+    """The path below `/v1/`, with its query; of Azure's URLs what follows the deployment. Empty where there is neither."""
+    path = url.partition("//")[2].partition("/")[2]
+    if (azure := AZURE.match(path)) is not None:
+        return azure[1]
+    return f"/{path}".partition(VERSION)[2]
+
+
+def send_elsewhere(request: HttpxRequest) -> bool:
+    """Send a request that is not the policy's to where it would have gone without us; return whether it was one that can.
+
+    The gateway answers the others: it knows more providers, or says what is missing.
+    """
+    route = str(request.url).rpartition(VERSION)[2]
+    if not route or is_policys(route):
+        return False
+    found = elsewhere(route, anthropic="anthropic-version" in request.headers)
+    if found is None:
+        return False
+    url, key = found
+    for name in ("authorization", "x-api-key", "api-key"):
+        if name in request.headers:
+            del request.headers[name]
+    request.url = type(request.url)(url)
+    request.headers.update({**key, "host": request.url.netloc.decode()})
+    log_once(
+        f"route {route.partition('/')[0]}",
+        "%s is no call of the policy's: it goes to %s with the process's own key",
+        route.partition("?")[0],
+        url.partition("?")[0],
+    )
     return True
 
 
@@ -301,4 +339,6 @@ def _redirect(request: HttpxRequest, session: Session, rest: str) -> None:
     request.headers["host"] = request.url.netloc.decode()
     if "x-api-key" in request.headers:
         request.headers["x-api-key"] = session.llm.api_key
+    if "api-key" in request.headers:  # Azure's
+        del request.headers["api-key"]
     request.headers["authorization"] = f"Bearer {session.llm.api_key}"

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.errors import RunnerError
+from lightning.instrument.providers import for_import, own
 from lightning.runner import socket_framing
 from lightning.runner.forkserver_child import kill_group
 from lightning.runner.sandbox import PARENT
@@ -109,6 +110,7 @@ class ForkServer:
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
+            "own": own(os.environ),
         }
         self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
         self._process: subprocess.Popen[bytes] | None = None
@@ -305,11 +307,12 @@ async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> Non
 def _environment() -> dict[str, str]:
     """What agents get of the environment: not the token with which their runner talks to the server.
 
-    Clients that are made when the agent is imported read it here: loopback, where a gateway is by default, needs no proxy. The
-    gateway's own host is known when a rollout comes.
+    Clients that are made when the agent is imported read it here: they have no provider's address, so that their calls are
+    those of a rollout, and loopback, where a gateway is by default, needs no proxy. The gateway's own host is known when a
+    rollout comes.
     """
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    return {**kept, **without_proxy(kept, _LOOPBACK)}
+    return {**kept, **without_proxy(kept, _LOOPBACK), **for_import(kept)}
 
 
 class _Incoming:

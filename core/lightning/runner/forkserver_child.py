@@ -19,9 +19,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.instrument import emit
+from lightning.instrument.providers import remember
 from lightning.plugins import plugins
 from lightning.runner import socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
@@ -43,6 +44,7 @@ def main(descriptor: int, parent: int) -> None:
         if head is None or shipped is None:
             return
         setup = json.loads(head)
+        remember(setup["own"])
         error, threads = _prepare(setup, shipped)
         try:
             socket_framing.send(control, json.dumps({"ready": not error, "error": error, "threads": threads}).encode())
@@ -54,7 +56,7 @@ def main(descriptor: int, parent: int) -> None:
             _Template(control, parent, shipped, setup["adapters"], setup["reroute"]).serve()
 
 
-def _prepare(setup: dict[str, list[str] | None], shipped: bytes) -> tuple[str, str]:
+def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
     """Import once what every worker will need; return what went wrong, or nothing, and the threads that this started.
 
     The agent is unpickled and thrown away: that imports every module it refers to. The adapters are installed and

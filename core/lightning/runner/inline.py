@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
+from lightning.instrument.providers import own, remember
 from lightning.plugins import plugins
 from lightning.runner.agent_signature import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
@@ -61,6 +63,7 @@ class InlineRunner:
         if self._installed is not None:
             return
         self._slots = asyncio.Semaphore(self._config.concurrency)
+        remember(own(os.environ))
         with contextlib.ExitStack() as installing:
             installing.callback(install_tap(self._config.reroute))
             installing.callback(plugins().install_adapters(emit, self._config.adapters))

@@ -1,0 +1,66 @@
+"""Where a process's calls would have gone without us: the addresses and keys that its environment had before ours.
+
+The invariant: what is not a call of the policy's (embeddings, moderations, files) goes where it would have gone, with the
+process's own key, and a rollout's key never goes there. A client that is made while the agent's modules are imported has an
+address that leads nowhere, so that its calls belong to the rollout in which they are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+NOWHERE: Final = "policy.lightning.invalid"
+"""The host that clients have which are made before any rollout; names below `invalid` are nobody's (RFC 2606)."""
+NO_KEY: Final = "made-before-the-rollout"
+"""The key of such a client where the process has none of its own; without any a client cannot be made."""
+ADDRESSES: Final = {
+    "OPENAI_BASE_URL": f"http://{NOWHERE}/v1",
+    "OPENAI_API_BASE": f"http://{NOWHERE}/v1",
+    "ANTHROPIC_BASE_URL": f"http://{NOWHERE}",
+    "AZURE_OPENAI_ENDPOINT": f"http://{NOWHERE}",
+}
+KEYS: Final = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "AZURE_OPENAI_API_KEY")
+ONLY_CHANGED: Final = frozenset({"OPENAI_API_BASE", "AZURE_OPENAI_ENDPOINT"})
+"""Set only where the process has them: frameworks take another client where they find them."""
+OPENAI, ANTHROPIC = "https://api.openai.com/v1", "https://api.anthropic.com"
+POLICY_ROUTES: Final = ("chat/completions", "completions", "responses", "messages", "models", "traces")
+"""What is the gateway's own, below `/v1/`."""
+
+_original: dict[str, str] = {}
+
+
+def for_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to set while an agent's modules are imported: addresses that lead nowhere, and keys where there are none."""
+    addresses = {name: url for name, url in ADDRESSES.items() if name not in ONLY_CHANGED or environment.get(name)}
+    wanted = [name for name in KEYS if name != "AZURE_OPENAI_API_KEY" or "AZURE_OPENAI_ENDPOINT" in addresses]
+    return {**addresses, **{name: NO_KEY for name in wanted if not environment.get(name)}}
+
+
+def own(environment: Mapping[str, str]) -> dict[str, str]:
+    """The addresses and keys of an environment, for `remember`."""
+    return {name: value for name in (*ADDRESSES, *KEYS) if (value := environment.get(name))}
+
+
+def remember(original: Mapping[str, str]) -> None:
+    """These were the process's own (`own`)."""
+    _original.clear()
+    _original.update(original)
+
+
+def is_policys(route: str) -> bool:
+    """Whether a path below `/v1/` is a call of the policy's, or another of the gateway's own."""
+    path = route.partition("?")[0]
+    return any(path == known or path.startswith(f"{known}/") for known in POLICY_ROUTES)
+
+
+def elsewhere(route: str, *, anthropic: bool) -> tuple[str, dict[str, str]] | None:
+    """The URL that a path below `/v1/` would have had without us, and the header with the process's own key; None where it
+    has no key."""
+    if anthropic:
+        key = _original.get("ANTHROPIC_API_KEY", "")
+        base = _original.get("ANTHROPIC_BASE_URL", ANTHROPIC).rstrip("/")
+        return (f"{base}/v1/{route}", {"x-api-key": key}) if key else None
+    key = _original.get("OPENAI_API_KEY", "")
+    base = (_original.get("OPENAI_BASE_URL") or _original.get("OPENAI_API_BASE") or OPENAI).rstrip("/")
+    return (f"{base}/{route}", {"authorization": f"Bearer {key}"}) if key else None
