@@ -373,8 +373,9 @@ class RunnerConfig(Section):
     """Hosts whose calls go to the policy instead, for agents with a provider's address in their code (`api.openai.com`)."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
-    rollouts_per_process: int = Field(default=1000, ge=1)
-    """Number of rollouts after which a worker process is replaced."""
+    rollouts_per_process: int = Field(default=1, ge=1)
+    """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
+    of modules (a checkpointer, a cache, a global client). More save a fork for each rollout."""
     sandbox: Literal["none", "bwrap"] = "none"
     """Sandbox of the agents' processes. `bwrap` (Linux) shows them the system and the project read-only, and no other
     process."""

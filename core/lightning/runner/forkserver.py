@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ from lightning.runner import socket_framing
 from lightning.runner.forkserver_child import kill_group
 from lightning.runner.sandbox import PARENT
 from lightning.runner.worker import without_proxy
+
+logger = logging.getLogger(__name__)
 
 GRACE = 5.0
 """Seconds for a process that has been told to go, or for news of one that is gone."""
@@ -112,6 +115,7 @@ class ForkServer:
             "reroute": list(reroute),
             "own": own(os.environ),
         }
+        self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them
         self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -278,6 +282,13 @@ class ForkServer:
             self._answer(int(message["forked"]), (pid, exited))
         elif "failed" in message:
             self._answer(int(message["failed"]), WorkerDiedError(f"no worker process: {message['error']}"))
+        elif "warmed" in message:
+            self.warmed = int(message["warmed"])
+            logger.info(
+                "%d modules of the first rollout are imported for the next ones (not: %s)",
+                self.warmed,
+                message["error"],
+            )
         else:
             self._exits.pop(int(message["exited"])).set_result(int(message["status"]))
 

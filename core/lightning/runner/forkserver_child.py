@@ -32,6 +32,9 @@ _PR_SET_PDEATHSIG = 1
 MOST_NAMES = 8
 """Threads that are named in a message."""
 
+LONGEST_IMPORT = 60.0
+"""Seconds that the modules of the first rollout may take."""
+
 _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
 """They start their threads anew in a forked process, or do without."""
 
@@ -76,6 +79,17 @@ def _prepare(setup: dict[str, Any], shipped: bytes) -> tuple[str, str]:
     except BaseException:  # noqa: BLE001 — isolates the user's modules; the parent raises it
         return f"{doing} failed in a new process:\n{traceback.format_exc()}", ""
     return "", threads
+
+
+def _import_all(names: Sequence[str]) -> list[str]:
+    """Import the modules; return those that cannot be."""
+    failed = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException:  # noqa: BLE001 — isolates the user's modules; a rollout imports it again, and says what is wrong
+            failed.append(name)
+    return failed
 
 
 def _started_since(before: Sequence[threading.Thread]) -> str:
@@ -130,6 +144,10 @@ class _Template:
         self._children: set[int] = set()
         self._buffer = bytearray()
         self._descriptors: list[int] = []
+        self._imports, self._tell_imports = os.pipe()
+        os.set_blocking(self._imports, False)
+        self._told = bytearray()
+        self._reporter = 0  # the worker that is to tell its imports; -1 when one has
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -144,6 +162,7 @@ class _Template:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._control, selectors.EVENT_READ)
                 selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(self._imports, selectors.EVENT_READ)
                 # SIGTERM also comes when only the thread that started us has ended: then the parent is still there.
                 while os.getppid() == self._parent:
                     ready = {key.fileobj for key, _ in selector.select()}
@@ -151,6 +170,8 @@ class _Template:
                         self._drain()
                     if self._control in ready and not self._receive():
                         return
+                    if self._imports in ready:
+                        self._learn()
                     self._reap()
         except (BrokenPipeError, ConnectionResetError):
             return
@@ -183,6 +204,7 @@ class _Template:
             return
         if pid == 0:
             self._become_worker(descriptor)
+        self._reporter = self._reporter or pid
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
         os.close(descriptor)
@@ -200,9 +222,13 @@ class _Template:
                 os.setpgid(0, 0)
             for mine in (self._control, self._woken, self._wake):
                 mine.close()
+            os.close(self._imports)
+            tell = None if self._reporter else self._tell_imports
+            if tell is None:
+                os.close(self._tell_imports)
             die_with_parent(self._pid, signal.SIGKILL)
             with socket.socket(fileno=descriptor) as sock:
-                worker.serve(sock, self._shipped, self._adapters, self._reroute)
+                worker.serve(sock, self._shipped, self._adapters, self._reroute, tell)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
@@ -217,8 +243,50 @@ class _Template:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 self._children.discard(pid)
+                if pid == self._reporter and not self._told:
+                    self._reporter = 0
                 kill_group(pid)  # what the agent started and left behind
                 self._tell({"exited": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _learn(self) -> None:
+        """Import what the first rollout has imported, so that the processes of later ones begin with it."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._imports, 65536):
+                self._told += data
+        if not self._told.endswith(b"\n") or self._reporter < 0:
+            return
+        self._reporter = -1
+        names = [str(name) for name in json.loads(self._told) if name not in sys.modules]
+        if not names:
+            return
+        if threads := self._threads_of(names):
+            self._tell({"warmed": 0, "error": threads})
+            return
+        failed = _import_all(names)
+        gc.collect()
+        gc.freeze()
+        self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
+
+    def _threads_of(self, names: Sequence[str]) -> str:
+        """What is wrong with importing these here, tried in a fork: they start threads, which no worker would have."""
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                before = threading.enumerate()
+                _import_all(names)
+                os.write(writing, _started_since(before).encode()[:4096])
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as told, selectors.DefaultSelector() as selector:
+            selector.register(told, selectors.EVENT_READ)
+            ended = selector.select(LONGEST_IMPORT)
+            threads = told.read().decode() if ended else f"an import that takes longer than {LONGEST_IMPORT:g} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return threads
 
     def _tell(self, message: dict[str, int | str]) -> None:
         socket_framing.send(self._control, json.dumps(message).encode())

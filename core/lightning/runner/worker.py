@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import inspect
 import ipaddress
+import json
 import os
 import random
 import socket
@@ -30,8 +31,16 @@ from lightning.runner.protocol import Agent, Reward
 from lightning.types import LLM, Outcome, Task
 
 
-def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None, reroute: Sequence[str]) -> None:
-    """Answer requests until the parent closes the socket."""
+def serve(
+    sock: socket.socket,
+    shipped: bytes,
+    adapters: Sequence[str] | None,
+    reroute: Sequence[str],
+    imports: int | None = None,
+) -> None:
+    """Answer requests until the parent closes the socket. After the first, the names of the modules that were imported since
+    the fork are written to the descriptor `imports`, as a line of JSON."""
+    before = set(sys.modules)
     _reseed()
     agent = unpack_agent(shipped)
     install_tap(reroute)
@@ -41,6 +50,15 @@ def serve(sock: socket.socket, shipped: bytes, adapters: Sequence[str] | None, r
             outcome = run_agent(agent, *decode_request(request), loop)
             flush()
             socket_framing.send(sock, encode_outcome(outcome))
+            if imports is not None:
+                _tell_imports(imports, before)
+                imports = None
+
+
+def _tell_imports(descriptor: int, before: set[str]) -> None:
+    new = [name for name, module in list(sys.modules.items()) if name not in before and module is not None]
+    with contextlib.suppress(OSError), os.fdopen(descriptor, "wb") as told:  # the fork server may be gone
+        told.write(json.dumps(new).encode() + b"\n")
 
 
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import decimal
+import importlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -300,7 +302,7 @@ async def test_a_worker_killed_while_idle_is_not_used(lease: Leases, gone: Calla
 async def test_a_killed_fork_server_takes_its_workers_along_and_is_replaced(
     lease: Leases, gone: Callable[[int], bool]
 ) -> None:
-    async with runner_of(misbehave) as runner:
+    async with runner_of(misbehave, rollouts_per_process=9) as runner:
         worker = (await runner.run(lease("pid"), NOWHERE)).reward
         assert worker is not None
         hanging = asyncio.create_task(runner.run(lease("hang"), NOWHERE))
@@ -431,7 +433,7 @@ async def test_an_async_agent_keeps_its_client_across_rollouts(lease: Leases, se
         reply = await client.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)
         return float(reply.status_code == 200)
 
-    async with runner_of(agent, concurrency=1) as runner:
+    async with runner_of(agent, concurrency=1, rollouts_per_process=9) as runner:
         for number in range(4):
             assert (await runner.run(lease(), server.llm(f"key-{number}"))).reward == 1.0
     assert [call.rollout for call in server.calls] == [f"key-{number}" for number in range(4)]
@@ -452,7 +454,7 @@ async def test_objects_and_bound_methods_are_agents(lease: Leases) -> None:
         def method(self, task: Task, llm: LLM) -> float:
             return self.bonus
 
-    async with runner_of(CountingAgent(0.5), concurrency=1) as runner:
+    async with runner_of(CountingAgent(0.5), concurrency=1, rollouts_per_process=9) as runner:
         found = [await runner.run(lease(), NOWHERE) for _ in range(2)]
     assert [(outcome.reward, outcome.rewards["calls"]) for outcome in found] == [(0.5, 1.0), (0.5, 2.0)]
     async with runner_of(CountingAgent(0.25).method) as runner:
@@ -524,6 +526,65 @@ async def test_an_agent_that_cannot_travel_is_refused() -> None:
         ProcessRunner(lambda task, llm: float(lock.locked()), RunnerConfig())
     with pytest.raises(RunnerError, match="cannot be called"):
         ProcessRunner("agent", RunnerConfig())  # type: ignore[arg-type]
+
+
+REMEMBERS = """
+seen = []
+
+async def agent(task, llm):
+    import sys
+    fresh = "xmlrpc.client" not in sys.modules  # what nothing else here imports
+    import xmlrpc.client
+    seen.append(task.input)
+    return {"reward": 1.0, "seen": float(len(seen)), "fresh": float(fresh)}
+"""
+
+
+async def until_warm(runner: ProcessRunner) -> None:
+    async with asyncio.timeout(60):
+        while runner._server is None or runner._server.warmed is None:
+            await asyncio.sleep(0.01)
+
+
+async def test_each_rollout_has_a_process_of_its_own_that_begins_with_the_imports_of_the_first(
+    lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "remembers.py").write_text(REMEMBERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = importlib.import_module("remembers").agent
+    async with runner_of(agent) as runner:
+        first = await runner.run(lease(), NOWHERE)
+        await until_warm(runner)
+        later = [await runner.run(lease(), NOWHERE) for _ in range(2)]
+    assert [each.rewards["seen"] for each in (first, *later)] == [1.0, 1.0, 1.0]
+    assert [each.rewards["fresh"] for each in (first, *later)] == [1.0, 0.0, 0.0]
+    async with runner_of(agent, concurrency=1, rollouts_per_process=9) as runner:
+        assert [(await runner.run(lease(), NOWHERE)).rewards["seen"] for _ in range(3)] == [1.0, 2.0, 3.0]
+    sys.modules.pop("remembers")
+
+
+async def test_imports_that_start_threads_or_fail_stay_with_the_rollouts(
+    lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread of the fork server's would be in no worker; what fails there fails in the rollout, where it is said."""
+    (tmp_path / "beats.py").write_text(WITH_THREADS)
+    (tmp_path / "once.py").write_text("import os\nassert os.environ['OPENAI_API_KEY'] == 'a rollout'\nimport wave")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def agent(task: Task, llm: LLM) -> float:
+        importlib.import_module(str(task.input))
+        return float(any(thread.name == "heartbeat" for thread in threading.enumerate()))
+
+    caplog.set_level("INFO", logger="lightning.runner.forkserver")
+    async with runner_of(agent) as runner:
+        assert (await runner.run(lease("beats"), NOWHERE)).reward == 1.0
+        await until_warm(runner)
+        assert (await runner.run(lease("beats"), NOWHERE)).reward == 1.0
+    async with runner_of(agent) as runner:
+        assert (await runner.run(lease("once"), replace(NOWHERE, api_key="a rollout"))).reward == 0.0
+        await until_warm(runner)
+    assert "0 modules of the first rollout are imported for the next ones (not: 1 thread (heartbeat))" in caplog.text
+    assert "(not: once)" in caplog.text
 
 
 WITH_THREADS = """
