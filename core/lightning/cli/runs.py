@@ -24,6 +24,7 @@ from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
+from lightning.trainer.reasons import grouped, reason
 from lightning.trainer.summary import Summary, summarize
 from lightning.types import Rollout, Run, Status, StepRecord
 
@@ -231,12 +232,14 @@ def _show_run(
                 str(rollout.attempt),
                 _number(rollout.reward),
                 f"{rollout.seconds:.1f}",
-                escape(rollout.error.partition("\n")[0]),
+                escape(reason(rollout.error)) if rollout.error else "",
             ]
             for rollout in chosen
         ],
         title=f"rollouts ({len(chosen)} of {len(rollouts)})",
     )
+    for count, why in grouped(rollout.error for rollout in chosen if rollout.status is Status.FAILED):
+        say(f"{count} failed: {why}")
 
 
 def _number(value: float | None) -> str:

@@ -20,7 +20,7 @@ from lightning.gateway.dialects import Choice, Plan
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
-from lightning.gateway.redaction import redacted
+from lightning.gateway.redaction import printable, redacted
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, UNSERVED, Caller, CallStatus, Conversation, Transition, logprobs, token_ids
 
@@ -207,7 +207,7 @@ def described(error: Mapping[str, object]) -> str:
     """What an error object tells, as it is stored: with the field that it is about, and without credentials."""
     field, message = error.get("param"), str(error.get("message", ""))
     text = f"{field}: {message}" if field and str(field) not in message else message
-    return redacted(text[:LONGEST_ERROR], "error")
+    return printable(redacted(text[:LONGEST_ERROR], "error"))
 
 
 def _retrieve(task: asyncio.Task[int]) -> None:

@@ -19,6 +19,9 @@ from lightning.types import Conversation, Json, Outcome, Span, ToolEvent
 log = logging.getLogger(__name__)
 
 GONE = "[redacted]"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+LONGEST_NAME = 100
+"""Characters at the end of a name in which that of a credential is looked for: agents choose names, of any length."""
 DEEPEST = 200
 """Lists and mappings inside one another that are looked through; what is deeper is left out."""
 _NAMED_SO = (
@@ -111,16 +114,21 @@ def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
         return GONE
     if isinstance(value, Mapping):
         return {
-            name: GONE if item and SECRET_NAME.search(name) else redacted_json(item, where, depth + 1)
+            name: GONE if item and SECRET_NAME.search(name[-LONGEST_NAME:]) else redacted_json(item, where, depth + 1)
             for name, item in value.items()
         }
     return [redacted_json(item, where, depth + 1) for item in value]
 
 
+def printable(text: str) -> str:
+    """The text without what would steer a terminal that shows it: control characters but for line ends and tabs, as `\\x1b`."""
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def redacted_outcome(outcome: Outcome) -> Outcome:
-    """An outcome whose error and tool events may be stored."""
+    """An outcome whose error and tool events may be stored; the error may be shown on a terminal as well."""
     events = tuple(_redacted_event(event) for event in outcome.tool_events)
-    return replace(outcome, error=redacted(outcome.error, "outcome.error"), tool_events=events)
+    return replace(outcome, error=printable(redacted(outcome.error, "outcome.error")), tool_events=events)
 
 
 def _redacted_event(event: ToolEvent) -> ToolEvent:

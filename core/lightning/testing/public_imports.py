@@ -94,7 +94,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.tracking.trackers",
             "lightning.trainer.collect",
             "lightning.trainer.plan",
-            "lightning.trainer.sampling",
+            "lightning.trainer.reasons",
             "lightning.trainer.stack",
             "lightning.trainer.summary",
         ),

@@ -31,8 +31,8 @@ from lightning.trainer.metrics import (
     unmatched,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
+from lightning.trainer.reasons import grouped
 from lightning.trainer.rules import Attempted, diagnose
-from lightning.trainer.sampling import with_cure
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
@@ -144,7 +144,12 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
 
 def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: bool = True) -> list[str]:
     """`compared` says that the rollouts of a task are, so that they have to differ."""
-    problems = [f"task {row.task!r} failed: {with_cure(row.error)}" for row in rows if row.reward is None]
+    failed = [row for row in rows if row.reward is None]
+    problems = [
+        f"{count} of {len(rows)} rollouts failed: {why} (the first: task "
+        f"{next(row.task for row in failed if grouped([row.error])[0][1] == why)!r})"
+        for count, why in grouped(row.error for row in failed)
+    ]
     scored = [row for row in rows if row.reward is not None]
     callers = [caller for row in rows for caller in row.callers]
     media = sum(row.media_calls for row in scored)

@@ -20,11 +20,15 @@ from lightning.errors import RunnerError
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
 from lightning.trainer.collect import all_rollouts, load_groups, of_groups
 from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
+from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
+
+MOST_REASONS = 3
+"""Reasons that a warning names at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,12 @@ class Sampler(ABC):
         failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
         if not failed:
             return
-        first = last_line(failed[0].error)
-        logger.warning("%s: %d of %d failed; the first: %s", what, len(failed), len(rollouts), first)
+        reasons = [f"{count} x {why}" for count, why in grouped(rollout.error for rollout in failed)]
+        said = "; ".join(reasons[:MOST_REASONS]) + ("; ..." if len(reasons) > MOST_REASONS else "")
+        logger.warning("%s: %d of %d failed: %s", what, len(failed), len(rollouts), said)
         if is_lost(rollouts):
             raise RunnerError(
-                f"{what}: all {len(rollouts)} failed, there is nothing to learn from. The first: {first} "
+                f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said} "
                 f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
             )
 
@@ -169,16 +174,3 @@ class TurnSampler(Sampler):
         tasks = tasks_of_wave(self.tasks, step, wave, config.tasks_per_step, config.seed, config.order)
         first = wave * config.tasks_per_step
         return train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number, first=first)
-
-
-def last_line(error: str) -> str:
-    """What a traceback says in its end."""
-    lines = error.strip().splitlines()
-    return with_cure(lines[-1]) if lines else "no reason was given"
-
-
-def with_cure(error: str) -> str:
-    """An agent's error; where it is vLLM's refusal of a prompt that is too long, with the setting that allows longer ones."""
-    if "maximum context length" not in error or "policy_server.max_model_len" in error:
-        return error
-    return f"{error} (here that length is policy_server.max_model_len)"

@@ -20,7 +20,7 @@ from lightning.store.resource_ref import find, parse_reference
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL
-from lightning.trainer.sampling import last_line
+from lightning.trainer.reasons import reason
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import Fault, Json, Resource, Rollout, Task
@@ -224,7 +224,7 @@ class PromptBench:
         ended = [rollout for rollouts in found for rollout in rollouts]
         if ended and all(rollout.fault is Fault.INFRASTRUCTURE for rollout in ended):
             raise RunnerError(
-                f"all {len(ended)} rollouts were lost to the infrastructure; the first: {last_line(ended[0].error)} "
+                f"all {len(ended)} rollouts were lost to the infrastructure; the first: {reason(ended[0].error)} "
                 f"(resume the run when it is repaired; lightning runs show {self._stack.run.id} --failed)"
             )
         return found

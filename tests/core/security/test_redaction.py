@@ -149,6 +149,20 @@ def test_no_text_takes_long(piece: str) -> None:
     assert time.process_time() - began < 5.0  # quadratic, the shortest of these takes a minute
 
 
+@pytest.mark.parametrize("piece", ["a_", "secret_", "-", "api_key.", "x"])
+def test_no_name_takes_long(piece: str) -> None:
+    began = time.process_time()
+    name = piece * (4_000_000 // len(piece))
+    assert redacted_json({name: "kept", f"{name}_password": "12345"}, "x") == {name: "kept", f"{name}_password": GONE}
+    assert time.process_time() - began < 2.0  # a name of 4 MB took 8 s as a whole
+
+
+def test_what_steers_a_terminal_is_not_stored_in_an_error() -> None:
+    error = "ValueError: \x1b]0;owned\x07\x1b[2J\r\x9b31m\ttab\nline ü"
+    kept = redacted_outcome(Outcome(fault=Fault.AGENT, error=error)).error
+    assert kept == "ValueError: \\x1b]0;owned\\x07\\x1b[2J\\x0d\\x9b31m\ttab\nline ü"
+
+
 def test_values_under_the_names_of_credentials_go_whole() -> None:
     said = redacted_json(
         {

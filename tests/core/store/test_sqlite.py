@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import sqlite3
+import stat
 import subprocess
 import sys
 import textwrap
@@ -218,6 +219,19 @@ async def test_a_fork_that_opens_the_store_has_one_of_its_own(
     sqlite._writer, sqlite._readers, sqlite._bell, sqlite._process = writer, readers, bell, own
     assert await sqlite.get_state("run", "k") == 7
     await sqlite.put_state("run", "k", 8)
+
+
+async def test_a_new_file_is_its_owners_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.db", tmp_path / "old.db"
+    old.touch()
+    old.chmod(0o640)
+    for path in (new, old):
+        store = SqliteStore(path)
+        await store.open()
+        assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.glob(f"{path.name}*")} == {
+            0o600 if path is new else 0o640
+        }
+        await store.close()
 
 
 @pytest.mark.parametrize(("sync", "level"), [("normal", 1), ("full", 2)])

@@ -5,6 +5,8 @@ The invariant: no `sqlite3` exception leaves this package; each becomes an error
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Coroutine, Sequence
@@ -154,6 +156,8 @@ def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connectio
             ) from error
     connection: sqlite3.Connection | None = None
     try:
+        if not settings.in_memory and not read_only:
+            _make(settings.path)
         connection = sqlite3.connect(
             settings.path,
             timeout=settings.busy_timeout,
@@ -162,11 +166,19 @@ def connect(settings: Settings, *, read_only: bool = False) -> sqlite3.Connectio
             cached_statements=256,
         )
         _configure(connection, settings, read_only=read_only)
+    except OSError as error:
+        raise StoreError(f"cannot create the store {settings.path}: {error}. Choose another path") from error
     except (sqlite3.Error, StoreError) as error:
         if connection is not None:
             connection.close()
         raise translate(error, settings) from error
     return connection
+
+
+def _make(path: str) -> None:
+    """Make the file, for its owner alone: it holds the secret that signs agents' keys. What is there stays as it is."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _configure(connection: sqlite3.Connection, settings: Settings, *, read_only: bool) -> None:

@@ -1,0 +1,85 @@
+"""Why attempts failed, in a line that a person can read."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+
+import pytest
+from lightning.runner.policy_faults import described
+from lightning.trainer.reasons import grouped, reason
+
+
+def solve(number: int) -> object:
+    if number == 0:
+        return json.loads("{")  # the innermost frames are the standard library's
+    if number == 1:
+        try:
+            return {}["answer"]
+        except KeyError as error:
+            raise ValueError("first line\nsecond line") from error
+    if number == 2:
+        error = RuntimeError("no plan")
+        error.add_note("During task with name 'agent' and id 'x'")
+        raise error
+    if number == 3:
+        try:
+            raise OSError("gone")
+        except OSError as error:
+            raise ExceptionGroup("several", [error]) from None
+    raise ExceptionGroup("several", [OSError("was never raised")])
+
+
+def error_of(number: int) -> str:
+    try:
+        solve(number)
+    except Exception as error:
+        return "".join(traceback.format_exception(error)).rstrip()
+    raise AssertionError
+
+
+FILE = Path(__file__).name
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "json.decoder.JSONDecodeError: Expecting property name"),
+        (1, "ValueError: first line at"),
+        (2, "RuntimeError: no plan at"),
+        (3, "OSError: gone at"),
+        (4, "ExceptionGroup: several (1 sub-exception) at"),
+    ],
+)
+def test_the_exception_and_the_users_own_frame(number: int, said: str) -> None:
+    found = reason(error_of(number))
+    assert found.startswith(said)
+    assert f"at {FILE}:" in found
+    assert found.endswith(" in solve")
+    assert "\n" not in found
+
+
+def test_what_is_no_traceback_is_its_first_line() -> None:
+    assert (
+        reason("the agent ran for more than 5 s and was killed\nand more")
+        == "the agent ran for more than 5 s and was killed"
+    )
+    assert reason("") == "no reason was given"
+    assert len(reason("x" * 5000)) < 400
+    assert reason("max_turns (it did not end): over 5") == "max_turns (it did not end): over 5"
+
+
+def test_a_fault_of_the_policys_keeps_its_cause() -> None:
+    assert reason(described("cut_off", error_of(2))).startswith("cut_off: RuntimeError: no plan at ")
+
+
+def test_a_prompt_that_was_too_long_names_the_setting() -> None:
+    assert "policy_server.max_model_len" in reason("BadRequestError: This model's maximum context length is 9 tokens.")
+
+
+def test_alike_ones_are_counted_together() -> None:
+    errors = [error_of(0), "took 5 s", "took 6 s", "took 7 s"]
+    (three, one) = grouped(errors)
+    assert three == (3, "took 5 s")
+    assert one[0] == 1
