@@ -75,6 +75,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/plugins/prompts/test_files.py::test_a_component_writes_its_prompt_in_the_runs_folder_only",
     ),
     "Agents can be kept in a sandbox": (
+        "tests/core/runner/test_hostile_agents.py::test_an_attack",
         "tests/core/runner/test_sandbox.py::test_a_burglar_finds_nothing",
         "tests/core/runner/test_sandbox.py::test_a_burglar_who_waits_for_the_first_run_finds_nothing",
         "tests/core/runner/test_sandbox.py::test_hidden_folders_are_made_before_somebody_else_makes_them",

@@ -377,8 +377,12 @@ class RunnerConfig(Section):
     """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
     of modules (a checkpointer, a cache, a global client). More save a fork for each rollout."""
     sandbox: Literal["none", "bwrap"] = "none"
-    """Sandbox of the agents' processes. `bwrap` (Linux) shows them the system and the project read-only, and no other
-    process."""
+    """Sandbox of the agents' processes. With `bwrap` (Linux) each process has one of its own: the system and the project
+    read-only, no other process, no network but the gateway, and few variables of the environment."""
+    sandbox_network: tuple[str, ...] = ()
+    """Further hosts that agents in a sandbox may reach, each as `host:port` (`api.example.com:443`)."""
+    sandbox_environment: tuple[str, ...] = ()
+    """Further variables of the environment that agents in a sandbox get, as names with `*`."""
     sandbox_files: tuple[str, ...] = ()
     """Further files and folders that agents in a sandbox may read."""
     sandbox_hidden: tuple[str, ...] = ("runs",)

@@ -23,7 +23,8 @@ from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
 from lightning.runner import socket_framing
 from lightning.runner.forkserver_child import kill_group
-from lightning.runner.sandbox import PARENT
+from lightning.runner.sandbox import PARENT, Sandbox
+from lightning.runner.sandbox_network import Network, receive_listeners
 from lightning.runner.worker import without_proxy
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,11 @@ class Worker:
         exited: asyncio.Future[int | None],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        network: Network | None = None,
     ) -> None:
         self.pid, self.served = pid, 0
         self.exited = exited
+        self._network = network
         self._reader, self._writer = reader, writer
 
     async def ask(self, request: bytes) -> bytes:
@@ -88,6 +91,8 @@ class Worker:
     def hang_up(self) -> None:
         """Close the connection; an idle worker then leaves by itself."""
         self._writer.close()
+        if self._network is not None:
+            self._network.close()
 
     async def _exchange(self, request: bytes) -> bytes:
         self._writer.write(socket_framing.pack(request))
@@ -96,8 +101,7 @@ class Worker:
 
 
 class ForkServer:
-    """Start with `start`, end with `close`; both belong to one event loop. `sandbox` is the beginning of the command line that
-    runs it in one (`lightning.runner.sandbox`)."""
+    """Start with `start`, end with `close`; both belong to one event loop. All that it forks is in one `sandbox`, if any."""
 
     def __init__(
         self,
@@ -106,14 +110,14 @@ class ForkServer:
         preload: Sequence[str] = (),
         adapters: Sequence[str] | None = None,
         reroute: Sequence[str] = (),
-        sandbox: Sequence[str] = (),
+        sandbox: Sandbox | None = None,
     ) -> None:
-        self._shipped, self._sandbox = shipped, list(sandbox)
+        self._shipped, self.sandbox = shipped, sandbox
         self._setup = {
             "preload": list(preload),
             "adapters": None if adapters is None else list(adapters),
             "reroute": list(reroute),
-            "own": own(os.environ),
+            "own": own(os.environ if sandbox is None else sandbox.environment),
         }
         self.warmed: int | None = None  # modules that every rollout begins with since the first has imported them
         self.threads = ""  # once started: those that the agent's modules started there, in words; no worker has them
@@ -142,14 +146,7 @@ class ForkServer:
     async def _start(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
-            code = _COMMAND.format(descriptor=theirs.fileno(), parent=PARENT if self._sandbox else os.getpid())
-            self._process = subprocess.Popen(  # noqa: S603, ASYNC220 — our own code; a thread could end and take it along
-                [*self._sandbox, sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the trainer, which ends the agents itself
-                env={**_environment(), **dict.fromkeys(_ONE_THREAD, "1")},
-            )
+            self._process = self._start_process(theirs.fileno())
         self._control.setblocking(False)
         loop = asyncio.get_running_loop()
         setup = json.dumps(self._setup).encode()
@@ -170,6 +167,20 @@ class ForkServer:
         self.threads = str(answer["threads"])
         self._listener = asyncio.create_task(self._listen(incoming))
 
+    def _start_process(self, control: int) -> subprocess.Popen[bytes]:
+        code = _COMMAND.format(descriptor=control, parent=PARENT if self.sandbox else os.getpid())
+        threads = dict.fromkeys(_ONE_THREAD, "1")
+        if self.sandbox is not None:  # our arguments may hold passwords, and its processes can read their own
+            command = [sys.executable, "-c", code, json.dumps([sys.path, sys.argv[:1]])]
+            return self.sandbox.start(command, [control], {**for_import(self.sandbox.environment), **threads})
+        return subprocess.Popen(  # noqa: S603 — our own code; a thread could end and take it along
+            [sys.executable, "-c", code, json.dumps([sys.path, sys.argv])],
+            pass_fds=(control,),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the trainer, which ends the agents itself
+            env={**_environment(), **threads},
+        )
+
     async def fork(self) -> Worker:
         """A new worker process, in its turn (`FORKS`). Raises `WorkerDiedError` when there can be none now."""
         async with self._room:
@@ -178,23 +189,26 @@ class ForkServer:
     async def _fork(self) -> Worker:
         if not self.alive:
             raise WorkerDiedError("the fork server of the agents' processes is gone")
+        reached = self.sandbox.network if self.sandbox else ()
         ours, theirs = socket.socketpair()
         request = next(self._requests)
         forked: asyncio.Future[tuple[int, asyncio.Future[int | None]]] = asyncio.get_running_loop().create_future()
         try:
             with theirs:
-                await self._send({"fork": request}, theirs)
+                await self._send({"fork": request, "listen": [[each.inside, each.port] for each in reached]}, theirs)
             self._forks[request] = forked  # before anything can be heard of it
             pid, exited = await forked  # it may have exited by now, so the future comes with the news
+            ours.setblocking(False)
+            network = await receive_listeners(ours, reached) if reached else None
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException as error:
             ours.close()  # the worker, if there is one, reads the end and leaves
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | RunnerError):
                 raise WorkerDiedError(f"a worker process could not be forked: {error}") from error
             raise
         finally:
             self._forks.pop(request, None)
-        return Worker(pid, exited, reader, writer)
+        return Worker(pid, exited, reader, writer, network)
 
     def kill(self, worker: Worker) -> None:
         """Kill a worker's process group now, or as soon as the fork server can hear of it."""
@@ -211,7 +225,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             await self._send({"kill": pid})
 
-    async def _send(self, command: dict[str, int], passed: socket.socket | None = None) -> None:
+    async def _send(self, command: dict[str, Any], passed: socket.socket | None = None) -> None:
         """Send a command, and a socket with it, when the fork server has room for them. Raises `OSError` when it is gone."""
         async with self._sending:
             while not self._sent(command, passed):
@@ -219,7 +233,7 @@ class ForkServer:
                 assert self._listener is not None
                 await _writable(self._control, self._listener)
 
-    def _sent(self, command: dict[str, int], passed: socket.socket | None = None) -> bool:
+    def _sent(self, command: dict[str, Any], passed: socket.socket | None = None) -> bool:
         """Send a command if there is room for it now. Raises `OSError` when the fork server is gone."""
         if self._control is None or not self.alive:
             raise BrokenPipeError("the fork server of the agents' processes is gone")
@@ -235,6 +249,8 @@ class ForkServer:
 
     async def close(self) -> None:
         """Kill every worker and end the fork server. Idempotent."""
+        if self.sandbox is not None and self._process is not None:
+            self._process.kill()  # which ends all that is in it
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -270,7 +286,7 @@ class ForkServer:
 
         A sandbox ends with all that is in it, and its process ids mean others out here.
         """
-        if not self._sandbox:
+        if self.sandbox is None:
             for pid in self._exits:
                 kill_group(pid)
 

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from lightning.instrument import emit
 from lightning.instrument.providers import remember
 from lightning.plugins import plugins
-from lightning.runner import socket_framing, worker
+from lightning.runner import sandbox_network, socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
 
 _PR_SET_PDEATHSIG = 1
@@ -189,12 +189,12 @@ class _Template:
         while (message := socket_framing.unpack(self._buffer)) is not None:
             command = json.loads(message)
             if "fork" in command:
-                self._fork(command["fork"], self._descriptors.pop(0))
+                self._fork(command["fork"], self._descriptors.pop(0), command["listen"])
             elif command["kill"] in self._children:
                 kill_group(command["kill"])
         return bool(data)
 
-    def _fork(self, request: int, descriptor: int) -> None:
+    def _fork(self, request: int, descriptor: int, listen: list[list[str | int]]) -> None:
         worker.flush()  # or both processes would write what is buffered
         try:
             pid = os.fork()
@@ -203,7 +203,7 @@ class _Template:
             os.close(descriptor)
             return
         if pid == 0:
-            self._become_worker(descriptor)
+            self._become_worker(descriptor, listen)
         self._reporter = self._reporter or pid
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
@@ -211,7 +211,7 @@ class _Template:
         self._children.add(pid)
         self._tell({"forked": request, "pid": pid})
 
-    def _become_worker(self, descriptor: int) -> NoReturn:
+    def _become_worker(self, descriptor: int, listen: list[list[str | int]]) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -228,6 +228,8 @@ class _Template:
                 os.close(self._tell_imports)
             die_with_parent(self._pid, signal.SIGKILL)
             with socket.socket(fileno=descriptor) as sock:
+                if listen:
+                    sandbox_network.send_listeners(sock, sandbox_network.listen(listen))
                 worker.serve(sock, self._shipped, self._adapters, self._reroute, tell)
             code = 0
         except (BrokenPipeError, ConnectionResetError):

