@@ -17,8 +17,7 @@ import numpy as np
 
 from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
-from lightning.batch.flaws import is_trained
-from lightning.batch.trajectory import Group
+from lightning.batch.trajectory import Group, is_trained
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
