@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from lightning.instrument.address import Url
 from lightning.instrument.components import current_caller, is_framework
 from lightning.instrument.context import (
     Session,
@@ -30,7 +29,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
-from lightning.instrument.providers import NOWHERE, elsewhere, is_policys
+from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
