@@ -152,14 +152,14 @@ class _Tap:
             self.hosts = (*self.hosts, *hosts)
             if self._users > 1:
                 return
-            from lightning.instrument.other_clients import CLIENTS
+            from lightning.instrument.other_clients import OtherClients
             from lightning.instrument.threads import carry_names
             from lightning.plugins.importing import on_import
 
             self._undo.append(carry_names())
             for name in LIBRARIES:
                 self._undo.append(on_import(name, self._attach))
-            for name, tap in CLIENTS.items():
+            for name, tap in OtherClients(mark, answered).taps().items():
                 self._undo.append(on_import(name, functools.partial(self._attach_other, tap)))
 
     def release(self, hosts: Sequence[str]) -> None:
