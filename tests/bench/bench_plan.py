@@ -37,8 +37,7 @@ import numpy as np
 from bench_async import ScriptedPolicy
 from compare.page import replace_table
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.batch.digest import span_digest
-from lightning.batch.sample import FloatArray, Sample
+from lightning.batch.sample import FloatArray, Sample, span_digest
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.gateway import Gateway, Upstream

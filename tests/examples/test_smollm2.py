@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lightning.cli.installed import extras
+from lightning.cli.check import extras
 from lightning.errors import DataError, MissingExtraError
 from lightning_examples import smollm2
 from lightning_examples.smollm2 import INSTALL, SHA256, SUMS, model_folder

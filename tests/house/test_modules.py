@@ -26,7 +26,7 @@ MODULES = modules()
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Modules of ours that these statements import when they are run; those of functions and of type checkers are left out."""
+    """Modules of ours that these statements import, those of functions included; what is for type checkers is left out."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
@@ -36,7 +36,7 @@ def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
                 yield from (name for name in (inner, node.module) if name in MODULES)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from imported(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        else:
             yield from imported(ast.iter_child_nodes(node))
 
 
@@ -59,7 +59,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_file_is_imported_by_what_it_imports() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    # A package is imported with each of its modules, and names what it re-exports: that is no circle of files.
+    # An import in a function is one as well: it only hides what belongs together, or apart. A package is imported with each of
+    # its modules, and names what it re-exports: that is no circle of files.
     graph = {
         name: {other for other in imported(tree.body) if not name.startswith(f"{other}.")}
         for name, tree in MODULES.items()

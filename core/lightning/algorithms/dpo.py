@@ -12,9 +12,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from lightning.algorithms.intake import Intake, reason_to_skip, trains
+from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
 from lightning.algorithms.protocol import Batch
-from lightning.algorithms.returns import with_rules
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.intermediate import ToolReward, check_tool_reward
 from lightning.credit.protocol import Returns, group_returns

@@ -1,7 +1,8 @@
-"""What of a step's groups can be trained on, and the count of what cannot: the same for every algorithm.
+"""What of a step's groups can be trained on, what their returns are, and the count of what cannot: the same for all algorithms.
 
 The invariant: nothing is left out silently. A rollout that cannot be trained on is dropped and counted, and the first of each
-kind is named in the log; a group that teaches nothing is skipped and counted (`lightning.trainer.metrics` says why).
+kind is named in the log; a group that teaches nothing is skipped and counted (`lightning.trainer.metrics` says why). What tools
+earn and long answers cost is a pure function of what was recorded, which stays as it is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,17 +18,18 @@ import numpy.typing as npt
 
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import MAX_ADVANTAGE, Normalization, build_samples, name_of
-from lightning.batch.flaws import Flaw, first_flaw, is_trained
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.trajectory import Flaw, Group, Trajectory, first_flaw, is_trained
 from lightning.credit.advantage import ROUNDING, all_equal
+from lightning.credit.intermediate import ToolReward, with_tool_rewards
 from lightning.credit.protocol import group_returns
-from lightning.errors import DataError
+from lightning.errors import ConfigError, DataError
 from lightning.losses.custom_loss import as_loss
 from lightning.losses.protocol import Loss
 from lightning.types import Transition
 
 if TYPE_CHECKING:
     from lightning.losses.policy_gradient import OwnLoss
+
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +193,53 @@ def _check_reward(trajectory: Trajectory) -> None:
             f"rollout {trajectory.rollout.id} attempt {trajectory.rollout.attempt} has the reward {reward}: "
             "only finite rewards can be trained on"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), times `penalty`, on the tokens that all trained calls
+    of a rollout generated together: 0 up to `max_tokens` - `buffer`, from there falling linearly to -1 at `max_tokens`, and
+    -1 beyond."""
+
+    max_tokens: int
+    buffer: int = 0
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1 or not 0 <= self.buffer <= self.max_tokens:
+            raise ConfigError(
+                f"overlong_tokens={self.max_tokens} with overlong_buffer={self.buffer}: the tokens a rollout may generate "
+                "must be positive, and the buffer lies inside them"
+            )
+        if not 0.0 <= self.penalty < float("inf"):
+            raise ConfigError(f"overlong_penalty={self.penalty} must be a finite number that is not negative")
+
+    def __call__(self, tokens: int) -> float:
+        """What a rollout that generated so many tokens is punished with: a number from -`penalty` to 0."""
+        over = tokens - (self.max_tokens - self.buffer)
+        if over <= 0:
+            return 0.0
+        return -self.penalty * (min(1.0, over / self.buffer) if self.buffer else 1.0)
+
+
+def with_rules(group: Group, tool_reward: ToolReward | None = None, overlong: Overlong | None = None) -> Group:
+    """The group with what its tools earned as step rewards, and its punished lengths taken off the agents' rewards."""
+    members = group.trajectories
+    if tool_reward is not None:
+        members = tuple(with_tool_rewards(member, tool_reward) for member in members)
+    if overlong is not None:
+        members = tuple(_punished(member, overlong) for member in members)
+    return group if members is group.trajectories else Group(group.id, members)
+
+
+def trained_tokens(trajectory: Trajectory) -> int:
+    """Response tokens of the calls that are trained."""
+    calls = zip(trajectory.transitions, trajectory.trainable, strict=True)
+    return sum(len(call.response_ids) for call, trainable in calls if is_trained(call, trainable))
+
+
+def _punished(trajectory: Trajectory, overlong: Overlong) -> Trajectory:
+    punishment = overlong(trained_tokens(trajectory))
+    if not punishment:
+        return trajectory
+    return replace(trajectory, rollout=replace(trajectory.rollout, reward=trajectory.reward + punishment))

@@ -19,15 +19,16 @@ import numpy.typing as npt
 
 from lightning.algorithms.intake import (
     Intake,
+    Overlong,
     are_rounding,
     per_call,
     reason_to_doubt,
     reason_to_skip,
     reward_scale,
+    with_rules,
 )
 from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, unrounded, whiten
 from lightning.algorithms.protocol import Batch
-from lightning.algorithms.returns import Overlong, with_rules
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit.intermediate import ToolReward, check_tool_reward

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning.batch.build import Normalization
-from lightning.batch.flaws import is_trained
-from lightning.batch.trajectory import Trajectory
+from lightning.batch.trajectory import Trajectory, is_trained
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.protocol import GroupAdvantage, Returns
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from lightning.batch.build import Normalization, build_samples
-from lightning.batch.digest import sampler_logprobs, span_digest, transition_digest
-from lightning.batch.flaws import Flaw, find_flaw, first_flaw, is_trained
-from lightning.batch.sample import FloatArray, IntArray, Sample, TokenSpan
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.sample import (
+    FloatArray,
+    IntArray,
+    Sample,
+    TokenSpan,
+    sampler_logprobs,
+    span_digest,
+    transition_digest,
+)
+from lightning.batch.trajectory import Flaw, Group, Trajectory, find_flaw, first_flaw, is_trained
 
 __all__ = [
     "Flaw",

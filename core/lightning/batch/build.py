@@ -8,23 +8,21 @@ which calls share a row, so one row, two rows or a row for each call give the sa
     A: (P, R1)  B: (Q, S1)  A: (P+R1+O, R2) ...  ->   P R1 O R2 ; Q S1 ...           interleaved agents
     (P, R1)  (P', R2)                            ->   P R1 ; P' R2                   the system prompt changed, or compaction
 
-Rows of different rollouts share nothing yet.
+Rows of different rollouts share nothing yet. The states that a critic values are rows of the same kind.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.digest import sampler_logprobs
-from lightning.batch.flaws import find_flaw, is_trained
-from lightning.batch.sample import IntArray, Sample, TokenSpan
-from lightning.batch.trajectory import Trajectory
+from lightning.batch.sample import IntArray, Sample, TokenSpan, sampler_logprobs
+from lightning.batch.trajectory import Group, Trajectory, find_flaw, first_flaw, is_trained
 from lightning.errors import ConfigError, DataError
 from lightning.types import Transition
 
@@ -255,3 +253,24 @@ def _refuse_duplicates(rollouts: Sequence[Sequence[_Call]]) -> None:
 def name_of(call: Transition) -> str:
     """A call's key, for messages."""
     return f"rollout {call.rollout} attempt {call.attempt} call {call.seq}"
+
+
+StateValues = Mapping[tuple[str, int, int], float]
+"""The value of each call's state, by the call's key `(rollout, attempt, seq)`."""
+
+
+def state_rows(groups: Sequence[Group]) -> tuple[Sample, ...]:
+    """Rows with a span for each call that can be trained; rollouts with a flawed call are absent."""
+    whole = [member for group in groups for member in group.trajectories if first_flaw(member) is None]
+    return build_samples(whole, [np.zeros(len(member.transitions)) for member in whole])
+
+
+def with_values(groups: Sequence[Group], values: StateValues) -> list[Group]:
+    """The groups with `Trajectory.values` set: NaN for calls that `values` does not have."""
+    return [
+        replace(group, trajectories=tuple(_valued(member, values) for member in group.trajectories)) for group in groups
+    ]
+
+
+def _valued(member: Trajectory, values: StateValues) -> Trajectory:
+    return replace(member, values=tuple(values.get(call.key, float("nan")) for call in member.transitions))

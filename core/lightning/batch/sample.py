@@ -1,12 +1,25 @@
-"""Training rows: what the engine computes on, whatever algorithm made them."""
+"""Training rows: what the engine computes on, whatever algorithm made them; and the fingerprint of a trained call.
+
+The invariant: two calls have one digest exactly when their response ids and the sampler's logprobs are bit for bit the same, so
+what the engine saw and what the store holds are compared by it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from lightning.types import Transition
+
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -52,3 +65,32 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def sampler_logprobs(transition: Transition) -> FloatArray:
+    """The sampler's logprobs as a training row holds them: one for each response token, NaN where none can be compared.
+
+    That is the whole call when the policy server gave none, or when it sampled under a grammar or another logit mask.
+    """
+    if transition.constrained or not len(transition.logprobs):
+        return np.full(len(transition.response_ids), np.nan, dtype=np.float32)
+    return np.frombuffer(transition.logprobs, dtype=np.float32)
+
+
+def span_digest(ids: Sequence[int] | npt.NDArray[np.int32], logprobs: Sequence[float] | FloatArray) -> str:
+    """SHA-256 (hex) of response ids as little-endian int32, then logprobs as little-endian float32.
+
+    Missing logprobs (an empty sequence) count as one NaN for each token, as in a training row.
+    """
+    tokens = np.ascontiguousarray(ids, dtype="<i4")
+    values = np.ascontiguousarray(logprobs, dtype="<f4")
+    if not len(values):
+        values = np.full(len(tokens), np.nan, dtype="<f4")
+    digest = hashlib.sha256(tokens.tobytes())
+    digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def transition_digest(transition: Transition) -> str:
+    """The digest that the span of a recorded call must have."""
+    return span_digest(transition.response_ids, sampler_logprobs(transition))

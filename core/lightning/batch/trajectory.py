@@ -1,10 +1,16 @@
-"""Finished rollouts as the learning algorithms see them."""
+"""Finished rollouts as the learning algorithms see them, and what can be wrong with one of their calls.
+
+The invariant: a flaw belongs to one call alone. It does not depend on the model, the reward or on other calls, so a rollout
+that has one can be left out before anything is computed from its group.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning.types import Rollout, StepReward, ToolEvent, Transition
+import numpy as np
+
+from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +41,46 @@ class Group:
 
     id: str
     trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """`reason` is one of a few words to count by, `problem` says it of this very call."""
+
+    reason: str
+    problem: str
+
+
+def is_trained(call: Transition, trainable: bool) -> bool:
+    """Whether a call of the component of interest (`trainable`) gives tokens to train on: only such a call can be flawed."""
+    return trainable and call.status is CallStatus.OK and len(call.response_ids) > 0
+
+
+def find_flaw(call: Transition) -> Flaw | None:
+    """The first flaw of a call that has response tokens, or None when it can be trained on."""
+    tokens = len(call.response_ids)
+    if not len(call.prompt_ids):
+        return Flaw("no_prompt", "it has no prompt, so its first token has no probability")
+    for part, buffer in (("prompt", call.prompt_ids), ("response", call.response_ids)):
+        least = int(np.frombuffer(buffer, dtype=np.int32).min())
+        if least < 0:
+            return Flaw("bad_token_id", f"its {part} has token id {least}, but ids start at 0")
+    if len(call.logprobs) not in (0, tokens):
+        return Flaw("lengths_differ", f"it has {tokens} response tokens but {len(call.logprobs)} logprobs")
+    if not np.isfinite(np.frombuffer(call.logprobs, dtype=np.float32)).all():
+        return Flaw("logprob_not_finite", "a logprob is not finite")
+    if not (np.isfinite(call.temperature) and call.temperature >= 0):
+        return Flaw("bad_temperature", f"its temperature is {call.temperature}")
+    starts = [run.start for run in call.versions]
+    if not starts or starts[0] != 0 or starts != sorted(starts):
+        return Flaw("bad_versions", "its policy versions do not begin at response token 0 and go on from there")
+    return None
+
+
+def first_flaw(trajectory: Trajectory) -> tuple[Transition, Flaw] | None:
+    """The first trained call of a rollout that has a flaw, or None when all can be trained on."""
+    for call, trainable in zip(trajectory.transitions, trajectory.trainable, strict=False):
+        flaw = find_flaw(call) if is_trained(call, trainable) else None
+        if flaw is not None:
+            return call, flaw
+    return None

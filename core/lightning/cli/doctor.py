@@ -17,9 +17,7 @@ from typing import Annotated
 import typer
 
 from lightning._version import __version__
-from lightning.cli.check import Check, Status
-from lightning.cli.gpus import check_gpus
-from lightning.cli.installed import Extra, extras, version_of
+from lightning.cli.check import Check, Extra, Status, check_gpus, extras, version_of
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.config import Config
 from lightning.engines.plugin import torch_engine

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lightning.cli.agents import load_agent
+from lightning.cli.locate import load_agent
 from lightning.cli.output import fail, say
 from lightning.config import load_config
 

@@ -77,7 +77,7 @@ async def _serve_model(
 
 
 async def _serve_store(console: Console, place: str, settings: Config, out: Path | None, seconds: float | None) -> None:
-    from lightning.server.stateless import serve_store
+    from lightning.server.serving import serve_store
 
     url = place if "://" in place else existing_store(place)
     async with serve_store(url, settings, out or _folder(url)) as server:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lightning.cli.agents import load_agent
+from lightning.cli.locate import load_agent
 from lightning.cli.output import stoppable
 from lightning.config import load_config
 from lightning.errors import DataError

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
-from lightning.credit.assign import Decayed, Discounted, identical, per_agent
-from lightning.credit.calls import returns_to_go, state_ids
+from lightning.credit.assign import Decayed, Discounted, identical, per_agent, returns_to_go, state_ids
 from lightning.credit.critic import Critic
 from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, Returns, group_returns, rollout_return

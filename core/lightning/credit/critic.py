@@ -13,8 +13,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning.batch.flaws import is_trained
-from lightning.batch.trajectory import Group, Trajectory
+from lightning.batch.trajectory import Group, Trajectory, is_trained
 from lightning.credit.intermediate import call_rewards
 from lightning.credit.protocol import GroupAdvantage
 from lightning.errors import ConfigError, DataError

@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from lightning.batch.trajectory import Group
 from lightning.credit.advantage import centre, rloo
-from lightning.credit.assign import check_discount
-from lightning.credit.calls import returns_to_go, state_ids
+from lightning.credit.assign import check_discount, returns_to_go, state_ids
 from lightning.credit.protocol import GroupAdvantage, group_returns
 from lightning.errors import ConfigError
 

@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning.batch.digest import span_digest
-from lightning.batch.sample import Sample
+from lightning.batch.sample import Sample, span_digest
 from lightning.engines.logprob_gap import quantile
 from lightning.engines.rows import Ints, Numbers, States, Tokens, row_order
 from lightning.losses.protocol import LossOutput, TokenBatch
-from lightning.losses.terms import mismatch_metrics
-from lightning.losses.value import value_loss, value_metrics
+from lightning.losses.terms import mismatch_metrics, value_loss, value_metrics
 
 
 def token_batch(tokens: Tokens, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[TokenBatch, torch.Tensor]:

@@ -26,9 +26,9 @@ from dataclasses import replace
 from types import FrameType
 
 from lightning.errors import DataError
-from lightning.instrument.address import Address, Url, place_of
 from lightning.instrument.last_call import Trail
 from lightning.instrument.otel_parent import parent_of_spans
+from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
 from lightning.spans.trace import traceparent_of

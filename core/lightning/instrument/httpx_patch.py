@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from lightning.instrument.address import Url
 from lightning.instrument.components import current_caller, is_framework
 from lightning.instrument.context import (
     Session,
@@ -30,7 +29,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
-from lightning.instrument.providers import NOWHERE, elsewhere, is_policys
+from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
 from lightning.types import Caller
 
 ROLLOUT_HEADER = "x-lightning-rollout"
@@ -153,14 +152,14 @@ class _Tap:
             self.hosts = (*self.hosts, *hosts)
             if self._users > 1:
                 return
-            from lightning.instrument.other_clients import CLIENTS
+            from lightning.instrument.other_clients import OtherClients
             from lightning.instrument.threads import carry_names
             from lightning.plugins.importing import on_import
 
             self._undo.append(carry_names())
             for name in LIBRARIES:
                 self._undo.append(on_import(name, self._attach))
-            for name, tap in CLIENTS.items():
+            for name, tap in OtherClients(mark, answered).taps().items():
                 self._undo.append(on_import(name, functools.partial(self._attach_other, tap)))
 
     def release(self, hosts: Sequence[str]) -> None:

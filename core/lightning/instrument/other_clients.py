@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from lightning.instrument.context import active, log_once
-from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent, answered, mark
 from lightning.instrument.threads import replace_method
+
+if TYPE_CHECKING:
+    from lightning.instrument.httpx_patch import HttpxRequest, HttpxResponse, Sent
 
 
 class PlainUrl:
@@ -37,100 +40,100 @@ def _host(name: str) -> bytes:
         return name.encode("idna")
 
 
-def _marked(url: str, headers: Iterable[tuple[str, str]]) -> tuple[Sent | None, Mapping[str, str]]:
-    """The call that a request is, and the headers that it needs as well; `headers` are those that it has."""
-    had = {name.lower(): value for name, value in headers}
-    request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
-    sent = mark(cast("HttpxRequest", request))
-    return sent, {name: value for name, value in request.headers.items() if had.get(name) != value}
+@dataclass(frozen=True, slots=True)
+class OtherClients:
+    """What taps each client's module, and returns the undo. `mark` says whose call a request is, in its headers, and `answered`
+    keeps that it was answered: those of the tap on httpx."""
 
+    mark: Callable[[HttpxRequest], Sent | None]
+    answered: Callable[[Sent, HttpxResponse], None]
 
-# http.client ------------------------------------------------------------------------------------------------------------
-def _tap_http_client(module: ModuleType) -> Callable[[], None]:
-    undos = [
-        replace_method(module.HTTPConnection, "endheaders", _wrap_endheaders),
-        replace_method(module.HTTPConnection, "getresponse", _wrap_getresponse),
-    ]
+    def taps(self) -> Mapping[str, Callable[[ModuleType], Callable[[], None]]]:
+        """Module -> what taps it."""
+        return {"http.client": self._tap_http_client, "aiohttp": self._tap_aiohttp}
 
-    def undo() -> None:
-        for each in undos:
-            each()
+    def _marked(self, url: str, headers: Iterable[tuple[str, str]]) -> tuple[Sent | None, Mapping[str, str]]:
+        """The call that a request is, and the headers that it needs as well; `headers` are those that it has."""
+        had = {name.lower(): value for name, value in headers}
+        request = SimpleNamespace(url=PlainUrl(url), headers=dict(had))
+        sent = self.mark(cast("HttpxRequest", request))
+        return sent, {name: value for name, value in request.headers.items() if had.get(name) != value}
 
-    return undo
+    def _tap_http_client(self, module: ModuleType) -> Callable[[], None]:
+        undos = [
+            replace_method(module.HTTPConnection, "endheaders", self._wrap_endheaders),
+            replace_method(module.HTTPConnection, "getresponse", self._wrap_getresponse),
+        ]
 
+        def undo() -> None:
+            for each in undos:
+                each()
 
-def _wrap_endheaders(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def endheaders(self: HTTPConnection, *args: Any, **more: Any) -> None:
-        if active():
-            _mark_connection(self)
-        original(self, *args, **more)
+        return undo
 
-    return endheaders
+    def _wrap_endheaders(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def endheaders(connection: HTTPConnection, *args: Any, **more: Any) -> None:
+            if active():
+                self._mark_connection(connection)
+            original(connection, *args, **more)
 
+        return endheaders
 
-def _mark_connection(connection: Any) -> None:
-    """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
-    try:
-        first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
-        target = first.split(" ")[1]
-        if not target.startswith("http"):  # else it goes by a proxy
-            host = f"[{connection.host}]" if ":" in connection.host else connection.host
-            scheme = "https" if connection.default_port == 443 else "http"
-            target = f"{scheme}://{host}:{connection.port}{target}"
-        pairs = [(name, value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
-        connection._lightning_sent, added = _marked(target, pairs)  # noqa: SLF001 — our own mark
-        for name, value in added.items():
-            connection.putheader(name, value)
-    except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
-        log_once("http.client", "a model call goes out without the name of its agent: %r", error)
+    def _mark_connection(self, connection: Any) -> None:
+        """Add our headers behind those that wait to be sent, which `http.client` keeps as lines."""
+        try:
+            first, *lines = [line.decode("latin-1") for line in connection._buffer]  # noqa: SLF001 — there is no other way
+            target = first.split(" ")[1]
+            if not target.startswith("http"):  # else it goes by a proxy
+                host = f"[{connection.host}]" if ":" in connection.host else connection.host
+                scheme = "https" if connection.default_port == 443 else "http"
+                target = f"{scheme}://{host}:{connection.port}{target}"
+            pairs = [(name, value.strip()) for name, colon, value in (line.partition(":") for line in lines) if colon]
+            connection._lightning_sent, added = self._marked(target, pairs)  # noqa: SLF001 — our own mark
+            for name, value in added.items():
+                connection.putheader(name, value)
+        except Exception as error:  # noqa: BLE001 — a request must go out even if nobody can say whose it is
+            log_once("http.client", "a model call goes out without the name of its agent: %r", error)
 
+    def _wrap_getresponse(self, original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
+        @functools.wraps(original)
+        def getresponse(connection: Any, *args: Any, **more: Any) -> HTTPResponse:
+            reply = original(connection, *args, **more)
+            sent = vars(connection).pop("_lightning_sent", None)
+            if sent is not None:
+                self.answered(
+                    sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers))
+                )
+            return reply
 
-def _wrap_getresponse(original: Callable[..., HTTPResponse]) -> Callable[..., HTTPResponse]:
-    @functools.wraps(original)
-    def getresponse(self: Any, *args: Any, **more: Any) -> HTTPResponse:
-        reply = original(self, *args, **more)
-        sent = vars(self).pop("_lightning_sent", None)
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers)))
-        return reply
+        return getresponse
 
-    return getresponse
+    def _tap_aiohttp(self, module: ModuleType) -> Callable[[], None]:
+        return replace_method(module.ClientSession, "_request", self._wrap_request)
 
+    def _wrap_request(self, original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(original)
+        async def request(session: Any, method: str, url: Any, **more: Any) -> Any:
+            sent = self._mark_aiohttp(session, url, more) if active() else None
+            reply = await original(session, method, url, **more)
+            if sent is not None:
+                self.answered(
+                    sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers))
+                )
+            return reply
 
-# aiohttp ----------------------------------------------------------------------------------------------------------------
-def _tap_aiohttp(module: ModuleType) -> Callable[[], None]:
-    return replace_method(module.ClientSession, "_request", _wrap_request)
+        return request
 
-
-def _wrap_request(original: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @functools.wraps(original)
-    async def request(self: Any, method: str, url: Any, **more: Any) -> Any:
-        sent = _mark_aiohttp(self, url, more) if active() else None
-        reply = await original(self, method, url, **more)
-        if sent is not None:
-            answered(sent, cast("HttpxResponse", SimpleNamespace(status_code=reply.status, headers=reply.headers)))
-        return reply
-
-    return request
-
-
-def _mark_aiohttp(session: Any, url: Any, more: dict[str, Any]) -> Sent | None:
-    try:
-        kind = type(session.headers)
-        own = kind(more.get("headers") or ())
-        sent, added = _marked(str(session._build_url(url)), {**session.headers, **own}.items())  # noqa: SLF001 — as aiohttp does
-        if added:
-            own.update(added)
-            more["headers"] = own
-    except Exception as error:  # noqa: BLE001 — as above
-        log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
-        return None
-    return sent
-
-
-CLIENTS: Mapping[str, Callable[[ModuleType], Callable[[], None]]] = {
-    "http.client": _tap_http_client,
-    "aiohttp": _tap_aiohttp,
-}
-"""Module -> what taps it and returns the undo."""
+    def _mark_aiohttp(self, session: Any, url: Any, more: dict[str, Any]) -> Sent | None:
+        try:
+            kind = type(session.headers)
+            own = kind(more.get("headers") or ())
+            sent, added = self._marked(str(session._build_url(url)), {**session.headers, **own}.items())  # noqa: SLF001 — as aiohttp does
+            if added:
+                own.update(added)
+                more["headers"] = own
+        except Exception as error:  # noqa: BLE001 — as above
+            log_once("aiohttp", "a model call goes out without the name of its agent: %r", error)
+            return None
+        return sent

@@ -1,14 +1,17 @@
-"""Where a process's calls would have gone without us: the addresses and keys that its environment had before ours.
+"""Where calls go: whether a request goes to the rollout's gateway, and where it would have gone without us, by the addresses
+and keys that the process's environment had before ours.
 
 The invariant: what is not a call of the policy's (embeddings, moderations, files) goes where it would have gone, with the
 process's own key, and a rollout's key never goes there. A client that is made while the agent's modules are imported has an
-address that leads nowhere, so that its calls belong to the rollout in which they are made.
+address that leads nowhere, so that its calls belong to the rollout in which they are made. Addresses are compared as the client
+that sends the request reads them (capitals, default ports, names beyond ASCII), by parsing the gateway's with the client's own
+class, once for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 NOWHERE: Final = "policy.lightning.invalid"
 """The host that clients have which are made before any rollout; names below `invalid` are nobody's (RFC 2606)."""
@@ -64,3 +67,58 @@ def elsewhere(route: str, *, anthropic: bool) -> tuple[str, dict[str, str]] | No
     key = _original.get("OPENAI_API_KEY", "")
     base = (_original.get("OPENAI_BASE_URL") or _original.get("OPENAI_API_BASE") or OPENAI).rstrip("/")
     return (f"{base}/{route}", {"authorization": f"Bearer {key}"}) if key else None
+
+
+PORTS = {"http": 80, "https": 443}
+
+
+class Url(Protocol):
+    """What httpx's and httpx2's URLs have in common."""
+
+    def __init__(self, url: str) -> None: ...
+
+    @property
+    def scheme(self) -> str:
+        """In lower case."""
+
+    @property
+    def raw_host(self) -> bytes:
+        """In lower case, and as IDNA."""
+
+    @property
+    def port(self) -> int | None:
+        """None when it is the scheme's own."""
+
+    @property
+    def netloc(self) -> bytes:
+        """Host and port, as in the header `host`."""
+
+    @property
+    def raw_path(self) -> bytes:
+        """With the query."""
+
+
+Place: TypeAlias = tuple[tuple[str, bytes, int | None], bytes]
+"""The server, and what is asked of it."""
+
+
+def place_of(url: Url) -> Place:
+    """What of a URL decides where a request goes."""
+    scheme = url.scheme
+    return (scheme, url.raw_host, url.port or PORTS.get(scheme)), url.raw_path
+
+
+class Address:
+    """The root of a gateway, from the base URL that agents have of it."""
+
+    def __init__(self, base_url: str) -> None:
+        # A slash at its end, so that /lightning is not a prefix of /lightning2.
+        self._root = base_url.rstrip("/").removesuffix("/v1").rstrip("/") + "/"
+        self._parsed: dict[type[Url], Place] = {}
+
+    def covers(self, kind: type[Url], place: Place) -> bool:
+        """Whether a URL of this class, at this place, is the gateway's."""
+        own = self._parsed.get(kind)
+        if own is None:
+            own = self._parsed[kind] = place_of(kind(self._root))
+        return own[0] == place[0] and place[1].startswith(own[1])

@@ -18,8 +18,7 @@ from lightning.maintenance.relational import RelationalKeeper
 from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite import SqliteStore
-from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
-from lightning.store.sqlite.migrations import refuse_foreign
+from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, refuse_foreign, translate
 from lightning.store.url import parse, sqlite_url
 
 T = TypeVar("T")

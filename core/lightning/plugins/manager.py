@@ -20,8 +20,7 @@ from lightning import hooks
 from lightning.errors import PluginError
 from lightning.plugins.adapters import Adapters, Installation
 from lightning.plugins.importing import imported, on_import
-from lightning.plugins.info import DISABLE, GROUP, PluginInfo, discover, near
-from lightning.plugins.names import KINDS, Kind, RegisteredNames, one
+from lightning.plugins.info import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.types import Caller, ToolEvent
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from lightning.errors import RunnerError
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.instrument.providers import own, remember
 from lightning.plugins import plugins
-from lightning.runner.agent_signature import check_agent
+from lightning.runner.agent_serialization import check_agent
 from lightning.runner.outcomes import failed, raised, returned, sanitized
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.worker import is_async

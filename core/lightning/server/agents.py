@@ -9,15 +9,42 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
 
 from lightning.errors import StoreError
 from lightning.gateway import Gateway
-from lightning.server.endpoint_info import TRAIN, HowToCall
 from lightning.server.names import Names
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, LLM, Lease, ResourceKind
+
+STATE = "how_to_call"
+TRAIN = "train"
+"""The split of rollouts that are trained on; all others evaluate."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowToCall:
+    """`own` are prompt templates by component, `bound` the resources of the other components, `versions` what a rollout runs
+    with unless it says otherwise, by resource. `eval_temperature` is that of evaluations, None for the agent's own."""
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    bound: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    eval_temperature: float | None = None
+
+    @classmethod
+    async def of_run(cls, store: Store, run: str) -> HowToCall:
+        """What the run's trainer has kept; of a run without one, nothing."""
+        kept = await store.get_state(run, STATE)
+        return cls(**cast("dict[str, Any]", kept)) if isinstance(kept, Mapping) else cls()
+
+    async def keep(self, store: Store, run: str) -> None:
+        """Tell every server."""
+        await store.put_state(run, STATE, asdict(self))
+
 
 REMEMBERED = 1024
 """Runs, and texts of prompts, that a server has at hand."""

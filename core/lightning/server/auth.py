@@ -1,7 +1,8 @@
-"""Who is asking: scoped tokens of people and programs for the control API.
+"""Who is asking: scoped tokens of people and programs for the control API; and whether a server may listen beyond this machine.
 
 The invariant: a secret is known to its holder alone. The store has its SHA-256, no log and no error has any part of it, and a
-token that was revoked or has expired opens nothing on any server `CACHE_SECONDS` later.
+token that was revoked or has expired opens nothing on any server `CACHE_SECONDS` later. Nothing listens beyond loopback before
+a person has decided who gets in: a token that somebody made must be there, which one that a server made by itself is not.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from lightning.errors import DataError
+from lightning.addresses import is_loopback
+from lightning.errors import ConfigError, DataError
 from lightning.server.errors import ApiError
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
 # Who may use a route, beside admins, who may use every one.
@@ -175,3 +178,25 @@ class Authenticator:
 def _refused(kind: str, why: str) -> ApiError:
     cure = "" if kind == "missing_token" else " Make one with: lightning token create"
     return ApiError(401, kind, why + cure)
+
+
+AUTOMATIC = "made by the server at its first start"
+"""The name of the token that a server makes when there is none."""
+
+
+async def check_exposure(store: Store, host: str, *, place: str = "") -> None:
+    """Return when a server of this store may bind `host`. Raises `ConfigError` unless that is loopback, or there is a token
+    that a person made and that still opens something. `place` is the store's URL, for the message."""
+    if is_loopback(host):
+        return
+    now = time.time()
+    for token in await store.list_tokens():
+        alive = token.revoked_at is None and (token.expires_at is None or token.expires_at > now)
+        if alive and token.name != AUTOMATIC:
+            return
+    where = f" --store {redacted(place)}" if place else ""
+    raise ConfigError(
+        f"this server will not listen on {host}, beyond this machine: nobody has made a token for it yet. Make one with "
+        f"`lightning token create admin{where}`, and put a proxy with TLS before the server, since it speaks plain HTTP and "
+        "tokens travel with each request. For this machine alone leave the host at 127.0.0.1"
+    )

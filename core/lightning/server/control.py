@@ -20,8 +20,7 @@ from lightning.gateway import Gateway
 from lightning.runner.attempt_completion import report
 from lightning.server.agents import AgentAccess
 from lightning.server.api import Api, Limits
-from lightning.server.auth import ALL_PROJECTS, PLAIN, Authenticator, check_project, digest_of, issue_token
-from lightning.server.exposure import AUTOMATIC
+from lightning.server.auth import ALL_PROJECTS, AUTOMATIC, PLAIN, Authenticator, check_project, digest_of, issue_token
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import DEFAULT_PROJECT, Scope, Token

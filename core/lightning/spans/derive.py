@@ -12,19 +12,20 @@ from typing import cast
 
 import orjson
 
-from lightning.spans.genai import (
+from lightning.spans.attributes import (
     AGENT_NAME,
     ERROR_TYPE,
     EXECUTE_TOOL,
     INVOKE_AGENT,
+    MAX_NAME,
     OPERATION,
     RESPONSE_ID,
     TOOL_ARGUMENTS,
     TOOL_CALL_ID,
     TOOL_NAME,
     TOOL_RESULT,
+    text,
 )
-from lightning.spans.values import MAX_NAME, text
 from lightning.types import Caller, Json, Outcome, Span, ToolEvent, Transition
 
 FRAMEWORK = "otel"

@@ -17,8 +17,15 @@ import orjson
 
 from lightning.errors import DataError, MissingExtraError
 from lightning.instrument.texts import clip
-from lightning.spans.genai import ERROR_TYPE, EXCEPTION_MESSAGE, EXCEPTION_TYPE, SERVICE_NAME
-from lightning.spans.values import MAX_NAME, bounded, text
+from lightning.spans.attributes import (
+    ERROR_TYPE,
+    EXCEPTION_MESSAGE,
+    EXCEPTION_TYPE,
+    MAX_NAME,
+    SERVICE_NAME,
+    bounded,
+    text,
+)
 from lightning.types import Json, Span
 
 if TYPE_CHECKING:

@@ -38,8 +38,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a server of any kind": ("lightning.addresses", "lightning.asyncio_utils"),
         "a command, a check": (
             "lightning.cli.check",
-            "lightning.cli.gpus",
-            "lightning.cli.installed",
             "lightning.cli.locate",
             "lightning.cli.output",
             "lightning.cli.train",
@@ -60,7 +58,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.relational.store",
             "lightning.store.relational.transaction",
             "lightning.store.sqlite.connection",
-            "lightning.store.sqlite.migrations",
         ),
         "a keeper of databases": (
             "lightning.maintenance.files",
@@ -69,7 +66,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a runner": (
             "lightning.runner.agent_serialization",
-            "lightning.runner.agent_signature",
             "lightning.runner.inline",
             "lightning.runner.outcomes",
             "lightning.runner.process",
@@ -87,7 +83,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
-        "a tracker": ("lightning.spans.genai", "lightning.spans.trace"),
+        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace"),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.resource_ref",

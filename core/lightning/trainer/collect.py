@@ -20,9 +20,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from lightning.algorithms.protocol import Batch
-from lightning.batch.digest import transition_digest
-from lightning.batch.sample import FloatArray, Sample
-from lightning.batch.states import StateValues, state_rows, with_values
+from lightning.batch.build import StateValues, state_rows, with_values
+from lightning.batch.sample import FloatArray, Sample, transition_digest
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.errors import StoreError
 from lightning.losses.correction import Correction

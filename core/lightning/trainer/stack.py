@@ -31,9 +31,9 @@ from lightning.policy_server.weight_transfer import Sender
 from lightning.policy_server.weight_transfer.folder import WeightsFolder
 from lightning.runner.lease_loop import Source
 from lightning.runner.protocol import ClientRunner, Runner, Site
+from lightning.server.agents import HowToCall
+from lightning.server.auth import check_exposure
 from lightning.server.control import Control, on_server_port, runner_token
-from lightning.server.endpoint_info import HowToCall
-from lightning.server.exposure import check_exposure
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
 from lightning.store.rollout_state import EXCUSED

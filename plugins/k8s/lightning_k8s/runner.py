@@ -14,8 +14,7 @@ import socket
 from lightning.addresses import leads_to_itself
 from lightning.config import KubernetesConfig, RunnerConfig
 from lightning.errors import ConfigError, RunnerError
-from lightning.runner.agent_serialization import name_of
-from lightning.runner.agent_signature import check_agent
+from lightning.runner.agent_serialization import check_agent, name_of
 from lightning.runner.protocol import Agent, Site
 from lightning.types import LLM, Lease, Outcome
 

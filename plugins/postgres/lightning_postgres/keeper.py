@@ -22,9 +22,9 @@ from lightning.store.relational.schema import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction
 from lightning.store.sqlite.connection import Settings as SqliteSettings
 from lightning.store.sqlite.connection import connect as connect_sqlite
+from lightning.store.sqlite.connection import migrate as migrate_sqlite
+from lightning.store.sqlite.connection import refuse_foreign
 from lightning.store.sqlite.connection import translate as translate_sqlite
-from lightning.store.sqlite.migrations import migrate as migrate_sqlite
-from lightning.store.sqlite.migrations import refuse_foreign
 from lightning.store.url import redacted
 
 from lightning_postgres import failures

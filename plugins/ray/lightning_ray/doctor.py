@@ -9,8 +9,7 @@ import os
 import socket
 from collections.abc import Iterator
 
-from lightning.cli.check import Check, ProbeError, probe
-from lightning.cli.installed import version_of
+from lightning.cli.check import Check, ProbeError, probe, version_of
 
 CONNECT_SECONDS, RAY_SECONDS = 3, 60
 """Time limits: for a connection, for attaching to a cluster."""

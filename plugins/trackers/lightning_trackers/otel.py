@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from lightning.errors import ConfigError, MissingExtraError
-from lightning.spans.genai import SERVICE_NAME
+from lightning.spans.attributes import SERVICE_NAME
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Json
 

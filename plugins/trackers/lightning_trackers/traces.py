@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from lightning.spans import genai
+from lightning.spans import attributes as genai
 from lightning.spans.trace import root_span_id
 from lightning.tracking.protocol import AttemptRecord
 from lightning.types import Caller, Json, Span, StepReward, ToolEvent, Transition

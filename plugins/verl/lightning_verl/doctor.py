@@ -9,9 +9,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from lightning.cli.check import Check, ProbeError, probe
-from lightning.cli.gpus import list_gpus
-from lightning.cli.installed import version_of
+from lightning.cli.check import Check, ProbeError, list_gpus, probe, version_of
 
 VERL_SECONDS = 300
 """Time limit for importing verl."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.algorithms.intake import Overlong, trained_tokens
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.returns import Overlong, trained_tokens
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
 from lightning.testing.trajectories import make_trajectory

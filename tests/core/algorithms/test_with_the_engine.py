@@ -14,8 +14,7 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.algorithms.sft import SFT
-from lightning.batch.build import build_samples
-from lightning.batch.states import state_rows, with_values
+from lightning.batch.build import build_samples, state_rows, with_values
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from lightning.batch import build_samples
-from lightning.batch.states import state_rows, with_values
+from lightning.batch.build import state_rows, with_values
 from lightning.batch.trajectory import Group
 from lightning.testing.trajectories import make_trajectory
 from lightning.types import logprobs

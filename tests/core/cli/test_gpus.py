@@ -7,9 +7,8 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from lightning.cli import gpus
-from lightning.cli.check import Check
-from lightning.cli.gpus import TorchView, check_gpus
+from lightning.cli import check as gpus
+from lightning.cli.check import Check, TorchView, check_gpus
 
 H100 = "NVIDIA H100 80GB HBM3, 81559, {used}, 570.86\n"
 CUDA = TorchView("12.8", "2.27.3", 8)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from lightning import __version__
-from lightning.cli import adapters, doctor, installed
+from lightning.cli import adapters, doctor
+from lightning.cli import check as installed
 from lightning.plugins import Plugins
 from lightning.testing.tiny_models import make_tiny_family
 

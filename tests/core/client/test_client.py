@@ -19,8 +19,8 @@ from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.identity import seconds_left
 from lightning.instrument import emit
 from lightning.runner.attempt_completion import NEVER_CALLED, OUTLIVED
+from lightning.server.agents import HowToCall
 from lightning.server.auth import issue_token
-from lightning.server.endpoint_info import HowToCall
 from lightning.store.epochs import mark_over
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError, TooLongError

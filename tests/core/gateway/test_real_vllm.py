@@ -11,8 +11,7 @@ import pytest
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.gateway.dialects.base import Capture
-from lightning.gateway.dialects.chat import Chat
-from lightning.gateway.dialects.completions import Completions
+from lightning.gateway.dialects.completions import Chat, Completions
 from lightning.gateway.http import EventCutter, data_of
 from lightning.policy_server import OwnedVLLM
 from lightning.policy_server.packed_logprobs import HEADER, WANTED

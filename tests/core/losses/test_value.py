@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.losses.value import value_loss, value_metrics
+from lightning.losses.terms import value_loss, value_metrics
 
 NUMBERS = st.lists(
     st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.floats(0.01, 2)), min_size=2, max_size=12

@@ -14,8 +14,7 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import RunnerError
-from lightning.runner.agent_serialization import pack_agent
-from lightning.runner.agent_signature import check_agent
+from lightning.runner.agent_serialization import check_agent, pack_agent
 from lightning.runner.inline import InlineRunner
 from lightning.runner.worker import run_agent
 from lightning.types import LLM, Task
@@ -180,7 +179,7 @@ def test_what_cannot_be_told_is_left_to_the_first_rollout(agent: Any) -> None:
 
 def test_a_partial_may_leave_places_open(monkeypatch: pytest.MonkeyPatch) -> None:
     place = object()
-    monkeypatch.setattr("lightning.runner.agent_signature.PLACEHOLDER", place)
+    monkeypatch.setattr("lightning.runner.agent_serialization.PLACEHOLDER", place)
     check_agent(functools.partial(plain, place, None))
 
 

@@ -10,10 +10,9 @@ import pytest
 from lightning.addresses import is_loopback
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError
-from lightning.server.auth import issue_token
+from lightning.server.auth import AUTOMATIC, check_exposure, issue_token
 from lightning.server.control import on_server_port
-from lightning.server.exposure import AUTOMATIC, check_exposure
-from lightning.server.stateless import serve_store
+from lightning.server.serving import serve_store
 from lightning.store import Store
 from lightning.store.url import sqlite_url
 from lightning.types import Scope

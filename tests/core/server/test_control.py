@@ -10,10 +10,9 @@ import pytest
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins
-from lightning.server.auth import ALL_PROJECTS, Authenticator
+from lightning.server.auth import ALL_PROJECTS, AUTOMATIC, Authenticator
 from lightning.server.control import first_admin_token, runner_token
-from lightning.server.exposure import AUTOMATIC
-from lightning.server.stateless import serve_store
+from lightning.server.serving import serve_store
 from lightning.store.memory import MemoryStore
 from lightning.store.url import sqlite_url
 from lightning.types import Scope, Token

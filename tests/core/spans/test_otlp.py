@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.errors import DataError
 from lightning.spans import otlp
-from lightning.spans.values import MAX_ATTRIBUTES
+from lightning.spans.attributes import MAX_ATTRIBUTES
 from lightning.store import rows
 from lightning.types import Json, Span
 

@@ -63,8 +63,8 @@ ADDED = """
     types.Rollout = Rollout
 
     # ... and one migration.
-    from lightning.store.sqlite import migrations
-    migrations.MIGRATIONS = (*migrations.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",))
+    from lightning.store.sqlite import connection
+    connection.MIGRATIONS = (*connection.MIGRATIONS, ("ALTER TABLE rollouts ADD COLUMN parent TEXT NOT NULL DEFAULT ''",))
 
     from lightning.store import json_codec, rows
     from lightning.store.sqlite import SqliteStore

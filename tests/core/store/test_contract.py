@@ -16,7 +16,7 @@ from lightning.store import Store
 from lightning.store.http import HttpStore
 from lightning.store.pages import each_step
 from lightning.store.protocol import KNOWN_SECONDS, Attempt
-from lightning.store.relational import idempotency
+from lightning.store.relational import transaction
 from lightning.store.relational.store import RelationalStore
 from lightning.store.rollout_state import EXCUSED
 from lightning.types import (
@@ -933,7 +933,7 @@ async def test_a_call_that_comes_again_under_its_id_is_done_once(store: Store) -
 
 
 async def test_an_answer_is_known_for_its_time_and_no_longer(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "FORGOTTEN_AT_ONCE", 0)  # what is old stays in the database, and is not known
+    monkeypatch.setattr(transaction, "FORGOTTEN_AT_ONCE", 0)  # what is old stays in the database, and is not known
     store = plugins().store(store_url)
     assert isinstance(store, RelationalStore)
     await store.open()

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
-from lightning.batch.digest import span_digest
-from lightning.batch.sample import FloatArray, Sample
+from lightning.batch.sample import FloatArray, Sample, span_digest
 from lightning.config import Config, with_settings
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.errors import PolicyServerError

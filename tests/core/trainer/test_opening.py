@@ -24,7 +24,7 @@ from lightning.gateway.fleet.records import gateway_secret
 from lightning.gateway.upstream.servers import Found, Pool, Slot
 from lightning.policy_server.protocol import Probe, Update
 from lightning.runner.plugin import RemoteRunner
-from lightning.server.endpoint_info import HowToCall
+from lightning.server.agents import HowToCall
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM

@@ -25,7 +25,7 @@ from lightning.gateway.fleet.records import Seat, seat_key
 from lightning.gateway.identity import TokenSigner
 from lightning.gateway.traces import TraceBook
 from lightning.store import rollout_state
-from lightning.store.relational import rollouts, tokens, transitions
+from lightning.store.relational import records, rollouts, transitions
 from lightning.store.relational.notify import Bell
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -209,7 +209,7 @@ async def test_a_call_whose_first_try_is_still_on_its_way_is_waited_for(
     done, let_go, here = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     async def first(tx: Any) -> None:
-        await tokens.put(tx, token, names[0])
+        await records.put_token(tx, token, names[0])
         await rollouts.lease(tx, "run", "w", 1, 60.0, names[1])
         here.call_soon_threadsafe(done.set)
         while not let_go.is_set():

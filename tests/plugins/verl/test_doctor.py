@@ -6,8 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from lightning.cli.check import Check
-from lightning.cli.gpus import Gpu
+from lightning.cli.check import Check, Gpu
 from lightning_verl import doctor
 from lightning_verl.doctor import check_verl
 

@@ -1,8 +1,7 @@
 """The API shapes the gateway speaks. A new one is a module here and a line in `DIALECTS`."""
 
 from lightning.gateway.dialects.base import Capture, Choice, Dialect, Plan
-from lightning.gateway.dialects.chat import Chat
-from lightning.gateway.dialects.completions import Completions
+from lightning.gateway.dialects.completions import Chat, Completions
 from lightning.gateway.dialects.messages import Messages
 from lightning.gateway.dialects.responses import Responses
 from lightning.gateway.dialects.translated import Translator

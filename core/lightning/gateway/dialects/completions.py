@@ -1,11 +1,15 @@
-"""`/v1/completions` as vLLM speaks it: text or token-id prompts, one or many.
+"""`/v1/chat/completions` and `/v1/completions` as vLLM speaks them.
 
-The invariant: prompt ids and response ids are those of each choice itself, so that several prompts in one request become
-several transitions with their own prompts. An answer with `echo` begins with its prompt. The gateway puts that text there: for
-those who ask for ids vLLM 0.31 leaves it out. vLLM itself is asked to echo only for an agent that wants logprobs: a stream of
-several choices can fail in it when the logprobs of the prompt come late. Where the text is not known here (a prompt of token
-ids, or one that vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request passes through untouched and
-without ids of ours.
+The invariant: of a chat, prompt ids are the answer's own `prompt_token_ids`, response ids each choice's `token_ids`
+(end-of-sequence included), and logprobs line up with them one to one or are left out. vLLM gives neither for a call that hides
+the model's reasoning (`include_reasoning`): it is asked for all, and the reasoning is taken out here.
+
+Of a completion, prompt ids and response ids are those of each choice itself, so that several prompts in one request (text or
+token ids) become several transitions with their own prompts. An answer with `echo` begins with its prompt. The gateway puts
+that text there: for those who ask for ids vLLM 0.31 leaves it out. vLLM itself is asked to echo only for an agent that wants
+logprobs: a stream of several choices can fail in it when the logprobs of the prompt come late. Where the text is not known
+here (a prompt of token ids, or one that vLLM cuts) and where nothing is to be sampled (`max_tokens` 0), such a request passes
+through untouched and without ids of ours.
 """
 
 from __future__ import annotations
@@ -21,6 +25,106 @@ from lightning.gateway.dialects.base import (
     take_out,
 )
 from lightning.gateway.http import Body
+from lightning.gateway.sampling import has_grammar
+
+REASONING = ("reasoning", "reasoning_content")
+"""What a message or a delta calls the model's reasoning."""
+
+
+class Chat(Dialect):
+    """OpenAI chat completions."""
+
+    path = upstream = "/chat/completions"
+    id_prefix = "chatcmpl-"
+
+    def plan(self, body: Body) -> Plan:
+        """See `Dialect`."""
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise refuse_parameter("messages", "is missing or empty; send a list of chat messages.")
+        stream, n = check_common(body)
+        hides = _hides_reasoning(body)
+        plan = Plan(
+            body, stream, n, n, bool(body.get("return_token_ids")), _wants_logprobs(body), hides_reasoning=hides
+        )
+        if hides:
+            body["include_reasoning"] = True
+        body["return_token_ids"] = True
+        if not plan.keep_logprobs and not body.get("top_logprobs"):
+            body["logprobs"], body["top_logprobs"] = True, 0
+        return plan
+
+    def read(self, answer: Body, capture: Capture) -> None:
+        """See `Dialect`."""
+        if (prompt := answer.get("prompt_token_ids")) is not None and capture.prompt_ids is None:
+            capture.prompt_ids = packed_ids(prompt)
+        for said in choices_of(answer):
+            choice = capture.choice(said.get("index", 0))
+            choice.read(said, _chat_logprobs)
+            message = said.get("delta") or said.get("message")
+            if message and (calls := message.get("tool_calls")):
+                choice.tool_calls += [
+                    name for call in calls if (name := call.get("id")) and name not in choice.tool_calls
+                ]
+
+    def strip(self, answer: Body, plan: Plan) -> bool:
+        """See `Dialect`."""
+        changed = strip_reasoning(answer, plan)
+        changed |= not plan.keep_ids and take_out(answer, "prompt_token_ids")
+        for choice in choices_of(answer):
+            changed |= not plan.keep_ids and take_out(choice, "token_ids")
+            changed |= not plan.keep_logprobs and take_out(choice, "logprobs")
+        return changed
+
+    def exists_only_for_us(self, chunk: Body, plan: Plan) -> bool:
+        """See `Dialect`. While a tool parser buffers, vLLM sends `{"delta": {}}` chunks only to those who want ids; and what
+        has nothing but reasoning only to those who want to see it."""
+        if (plan.keep_ids or plan.keep_logprobs) and not plan.hides_reasoning:
+            return False
+        choices = choices_of(chunk)
+        return bool(choices) and all(_says_nothing(said, plan) for said in choices)
+
+
+def strip_reasoning(answer: Body, plan: Plan) -> bool:
+    """Take the model's reasoning, and the ids and logprobs that would show it, out of an answer or a chunk that is not to have
+    it, as a vLLM with a parser of tool calls or of reasoning does; return whether anything was."""
+    changed = False
+    for said in choices_of(answer) if plan.hides_reasoning else ():
+        message = said.get("delta") or said.get("message") or {}
+        for holder, names in ((message, REASONING), (said, ("token_ids", "logprobs"))):
+            for name in names:
+                changed |= take_out(holder, name)
+    return changed
+
+
+def _says_nothing(said: Body, plan: Plan) -> bool:
+    """Whether a choice of a chunk was sent for its ids or its reasoning alone, of which the agent is shown neither."""
+    delta = said.get("delta")
+    if said.get("finish_reason") or not isinstance(delta, dict):
+        return False
+    return not (any(delta[name] for name in delta if name not in REASONING) if plan.hides_reasoning else delta)
+
+
+def _hides_reasoning(body: Body) -> bool:
+    """Whether the agent asked to be shown no reasoning. Raises `RefusalError` (422) where that would change the answer, too."""
+    wanted = body.get("include_reasoning")
+    if wanted is not None and not isinstance(wanted, bool):
+        raise refuse_parameter("include_reasoning", f"must be true or false, not {wanted!r:.80}.")
+    if wanted is False and has_grammar(body):  # vLLM would hold the reasoning to the grammar as well
+        why = "cannot be false together with structured output, a forced or a strict tool: such a call cannot be recorded."
+        raise refuse_parameter("include_reasoning", f"{why} Leave it out, and leave the reasoning aside in the agent.")
+    return wanted is False
+
+
+def _wants_logprobs(body: Body) -> bool:
+    """As vLLM decides it: `logprobs` true and `top_logprobs` (default 0) not null."""
+    wanted = bool(body.get("logprobs"))
+    return wanted and (body.get("top_logprobs", 0) is not None or bool(body.get("logprob_token_ids")))
+
+
+def _chat_logprobs(holder: Body, count: int) -> list[float | None] | None:
+    content = holder.get("content")
+    return None if content is None else [token["logprob"] for token in content]
 
 
 class Completions(Dialect):

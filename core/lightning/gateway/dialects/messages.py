@@ -3,6 +3,11 @@
 The invariant: the prompt is the one that the same conversation would have had through `/v1/chat/completions`. The blocks of a
 stream, put together, are those of the whole answer; only arguments that are no JSON object differ, which a stream passes on as
 they come and a whole answer wraps, as Anthropic asks for it, in `INVALID_JSON`.
+
+Law 7: what vLLM understands goes on under the name it has there, unknown parameters as they are; what could only be ignored
+although it means something is refused with the cure. The chat messages are those of vLLM's own translation. A tool's result is
+its text, whether it was an error or not; results come before what else the user says in that message; cache marks have no
+meaning here.
 """
 
 from __future__ import annotations
@@ -13,9 +18,231 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from lightning.gateway.dialects.base import refuse_parameter
-from lightning.gateway.dialects.messages_request import chat_request
-from lightning.gateway.dialects.translated import Event, Kind, Part, Step, Translated, Translator, event, readable
+from lightning.gateway.dialects.translated import (
+    Event,
+    Kind,
+    Part,
+    Step,
+    Translated,
+    Translator,
+    ask_for_stream,
+    event,
+    items_of,
+    object_field,
+    passed_on,
+    readable,
+    text_field,
+)
 from lightning.gateway.http import Body, RefusalError
+
+BILLING = "x-anthropic-billing-header"
+"""Claude Code's first system block: it differs with every request, and says nothing to the model."""
+
+
+def messages_of(asked: Body) -> list[Body]:
+    """`system` and `messages` of a request. Raises `RefusalError` (422) for what only Anthropic's servers can read."""
+    found: list[Body] = []
+    _system(found, asked.get("system"), "system")
+    for number, message in enumerate(items_of(asked.get("messages"), "messages")):
+        where = f"messages[{number}]"
+        role, content = text_field(message, "role", where), message.get("content")
+        if role == "system":
+            _system(found, content, f"{where}.content")
+        elif role not in {"user", "assistant"}:
+            raise refuse_parameter(f"{where}.role", f"must be 'user', 'assistant' or 'system', not {role!r}.")
+        elif isinstance(content, str):
+            found.append({"role": role, "content": content})
+        elif role == "user":
+            _user(found, items_of(content, f"{where}.content"), f"{where}.content")
+        else:
+            found.append(_assistant(items_of(content, f"{where}.content"), f"{where}.content"))
+    return found
+
+
+def _system(found: list[Body], said: object, where: str) -> None:
+    if said is None:
+        return
+    texts = [said] if isinstance(said, str) else [_text(block, where) for block in items_of(said, where)]
+    text = "".join(text for text in texts if not text.startswith(BILLING))
+    if text:
+        found.append({"role": "system", "content": text})
+
+
+def _text(block: Body, where: str) -> str:
+    if block.get("type") != "text":
+        why = f"has the type {block.get('type')!r}, which the model cannot read here; send its text instead."
+        raise refuse_parameter(where, why)
+    return text_field(block, "text", where)
+
+
+def _user(found: list[Body], blocks: list[Body], where: str) -> None:
+    parts: list[Body] = []
+    for number, block in enumerate(blocks):
+        place = f"{where}[{number}]"
+        if block.get("type") == "tool_result":
+            _result(found, block, place)
+        elif block.get("type") == "image":
+            parts.append(_image(block))
+        elif text := _text(block, place):
+            parts.append({"type": "text", "text": text})
+    if parts:
+        found.append({"role": "user", "content": _joined(parts)})
+
+
+def _joined(parts: list[Body]) -> str | list[Body]:
+    """One text as it is, else the parts."""
+    only = parts[0] if len(parts) == 1 else {}
+    return only["text"] if only.get("type") == "text" else parts
+
+
+def _result(found: list[Body], block: Body, where: str) -> None:
+    call_id, content = text_field(block, "tool_use_id", where), block.get("content")
+    texts, images = [content] if isinstance(content, str) else [], []
+    if content is not None and not isinstance(content, str):
+        for number, item in enumerate(items_of(content, f"{where}.content")):
+            if item.get("type") == "image":
+                images.append(_image(item))
+            else:
+                texts.append(_text(item, f"{where}.content[{number}]"))
+    found.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(texts)})
+    if images:
+        found.append({"role": "user", "content": images})
+
+
+def _image(block: Body) -> Body:
+    source = block.get("source") or {}
+    if source.get("type") == "url":
+        url = source.get("url", "")
+    else:
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _assistant(blocks: list[Body], where: str) -> Body:
+    parts: list[Body] = []
+    calls: list[Body] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(blocks):
+        kind, place = block.get("type"), f"{where}[{number}]"
+        if kind == "thinking":
+            thoughts.append(text_field(block, "thinking", place))
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {})
+            function = {"name": text_field(block, "name", place), "arguments": arguments}
+            calls.append({"id": text_field(block, "id", place), "type": "function", "function": function})
+        elif kind != "redacted_thinking" and (text := _text(block, place)):
+            parts.append({"type": "text", "text": text})
+    message: Body = {"role": "assistant"}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        message["content"] = _joined(parts)
+    return message
+
+
+RENAMED = {"stop_sequences": "stop"}
+ELSEWHERE = frozenset(
+    {"messages", "system", "stream", "tools", "tool_choice", "thinking", "output_config", "output_format"}
+)
+"""Translated by a function of their own."""
+WITHOUT_EFFECT = frozenset(
+    {"model", "metadata", "service_tier", "inference_geo", "cache_control", "speed", "diagnostics", "billing_policy"}
+    | {"user_profile_id", "workspace_id", "fallbacks", "fallback_credit_token", "context_management"}
+)
+"""They concern Anthropic's accounts, caches and other models, not the answer; context that is not edited may stay as it is."""
+REFUSED = {
+    "container": "is not supported: there are no containers here. Run the code in a tool of the agent.",
+    "compaction": "is not supported: the gateway summarizes nothing. Let the agent ask for a summary itself.",
+    "mcp_servers": "is not supported: the gateway calls no tools. Connect the agent itself to the MCP servers.",
+    "thread": "continues a conversation, and none is kept here. Send all of the messages: `tool_runner(..., thread=False)`.",
+}
+NEW_THREAD = {"type": "create"}
+"""What `tool_runner` sends first: all of the messages are there, and nothing has to be known of others."""
+EDITED = "is not supported: the policy must see the context as it is. Shorten it in the agent."
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+IN_A_TOOL = ("name", "description", "strict", "defer_loading")
+NOT_IN_A_TOOL = {
+    "input_examples": "cannot be shown to the model. Write the examples into the description.",
+    "allowed_callers": "cannot be limited to code: there are no containers here. Leave it out, or allow 'direct'.",
+}
+
+
+def chat_request(asked: Body) -> Body:
+    """The chat request. Raises `RefusalError` (422)."""
+    if asked.get("thread") == NEW_THREAD:
+        asked = {name: value for name, value in asked.items() if name != "thread"}
+    chat = passed_on(asked, WITHOUT_EFFECT | ELSEWHERE, RENAMED, REFUSED)
+    _context(asked.get("context_management") or {})
+    chat["messages"] = messages = messages_of(asked)
+    if not messages:
+        raise refuse_parameter("messages", "is missing or empty; send a list of messages.")
+    if messages[-1]["role"] == "assistant":  # the beginning of the answer, which the model is to continue
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    ask_for_stream(chat, asked)
+    _thinking(chat, asked)
+    _tools(chat, asked)
+    return chat
+
+
+def _context(management: Body) -> None:
+    """Refuse edits of the context but the one that Claude Code always sends, which keeps all thinking and changes nothing."""
+    for edit in management.get("edits") or []:
+        if not (str(edit.get("type")).startswith("clear_thinking_") and edit.get("keep") in ("all", {"type": "all"})):
+            raise refuse_parameter("context_management", EDITED)
+
+
+def _thinking(chat: Body, asked: Body) -> None:
+    """`output_config` and `thinking`, as vLLM reads them: adaptive thinking is the model's own affair."""
+    config, thinking = object_field(asked, "output_config"), object_field(asked, "thinking")
+    wanted = asked.get("output_format") or config.get("format")
+    if wanted:
+        schema = {"name": "json_schema", "schema": wanted.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config.get("effort") is not None:
+        chat["reasoning_effort"] = config["effort"]
+    if thinking.get("type") == "disabled":
+        chat["reasoning_effort"] = "none"
+    elif thinking.get("type") == "enabled":
+        chat["thinking_token_budget"] = thinking.get("budget_tokens")
+
+
+def _tools(chat: Body, asked: Body) -> None:
+    tools = items_of(asked.get("tools") or [], "tools")
+    if tools:
+        chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    choice = asked.get("tool_choice")
+    if choice is None:
+        return
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        name = text_field(choice, "name", "tool_choice")
+        chat["tool_choice"] = {"type": "function", "function": {"name": name}}
+    elif kind not in CHOICES:
+        raise refuse_parameter("tool_choice", f"must be of type 'auto', 'any', 'tool' or 'none', not {choice!r}.")
+    elif tools or kind == "any":
+        chat["tool_choice"] = CHOICES[kind]
+    if tools:
+        chat["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+
+
+def _tool(tool: Body, where: str) -> Body:
+    schema = tool.get("input_schema")
+    if tool.get("type") not in {None, "custom"} or not isinstance(schema, dict):
+        why = (
+            f"is {tool.get('type')!r}, which only Anthropic's models know. Give the agent a tool with an input_schema."
+        )
+        raise refuse_parameter(where, why)
+    for name, why in NOT_IN_A_TOOL.items():
+        if tool.get(name) and "direct" not in tool[name]:
+            raise refuse_parameter(f"{where}.{name}", why)
+    function = {name: tool[name] for name in IN_A_TOOL if tool.get(name) is not None}
+    text_field(tool, "name", where)
+    # The order of keys is the prompt's: what is missing comes last.
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
+
 
 TYPES = {
     401: "authentication_error",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning.gateway.dialects.base import Plan, refuse_parameter
-from lightning.gateway.dialects.chat import Chat, strip_reasoning
+from lightning.gateway.dialects.completions import Chat, strip_reasoning
 from lightning.gateway.http import Body, RefusalError, write_object
 
 

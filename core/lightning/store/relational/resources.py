@@ -13,8 +13,7 @@ from typing import cast
 from lightning.errors import ConflictError, StoreError
 from lightning.store import rollout_state, rows, sql
 from lightning.store.protocol import LATEST, Alias, ResourceUse
-from lightning.store.relational import idempotency
-from lightning.store.relational.transaction import Transaction
+from lightning.store.relational.transaction import Transaction, done_once
 from lightning.types import Json, Resource
 
 
@@ -122,7 +121,7 @@ async def _once(
         moved = await move()
         return [moved.version, moved.at]
 
-    version, at = cast("tuple[int, float]", await idempotency.once(transaction, known_as, "", work))
+    version, at = cast("tuple[int, float]", await done_once(transaction, known_as, "", work))
     return Alias(name, alias, version, at)
 
 

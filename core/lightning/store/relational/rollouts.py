@@ -1,25 +1,25 @@
-"""Creating, leasing and ending rollouts.
+"""Creating, leasing and ending rollouts, and the names that an agent gives to its model calls at the end.
 
 The invariant: of all processes on the database, one holds the running attempt of a rollout; each lease raises the attempt
-number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first.
+number, so whoever held an earlier one is fenced off. Who ends, renews or writes into an attempt locks its rollout first. Labels
+are written in the transaction that ends their attempt, to calls of that attempt only, and a row that was damaged before stays
+recognizably damaged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
-from lightning.errors import ConflictError, DataError, StaleAttemptError
-from lightning.store import json_text, rollout_state, rows, sql
+from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
+from lightning.store import codec, json_text, rollout_state, rows, sql
 from lightning.store.protocol import KNOWN_SECONDS, Page, RolloutCount
-from lightning.store.relational import idempotency
-from lightning.store.relational.labels import name_callers
-from lightning.store.relational.transaction import Transaction
+from lightning.store.relational.transaction import Transaction, keep_answer, kept_answer
 from lightning.store.rollout_state import Position
 from lightning.store.rows import Row
-from lightning.types import Json, Lease, Rollout, Status
+from lightning.types import Caller, Json, Lease, Rollout, Status, Transition, logprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ async def lease(
     await transaction.many(sql.INSERT_ATTEMPT, begun)
     if known_as and leases:
         given: list[Json] = [[lease.rollout.id, lease.attempt] for lease in leases]
-        await idempotency.keep(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
+        await keep_answer(transaction, known_as, run, min(ttl, KNOWN_SECONDS), given)
     return leases
 
 
 async def _leased_before(transaction: Transaction, known_as: str, worker: str, ttl: float) -> list[Lease]:
     """What the same call was given before its answer was lost and is still the worker's, for another `ttl` seconds."""
     await transaction.alone(f"call {known_as}")
-    given = cast("list[tuple[str, int]]", await idempotency.recalled(transaction, known_as) or [])
+    given = cast("list[tuple[str, int]]", await kept_answer(transaction, known_as) or [])
     # In the order of their ids, so that two that share rollouts do not wait for one another.
     standings = {rollout: await held_standing(transaction, rollout) for rollout, _ in sorted(given)}
     mine = [
@@ -256,3 +256,35 @@ async def release(transaction: Transaction, worker: str) -> int:
 def _check_ttl(ttl: float) -> None:
     if not (math.isfinite(ttl) and ttl >= 0):
         raise DataError(f"ttl={ttl!r} must be a number of seconds, 0 or more")
+
+
+async def name_callers(
+    transaction: Transaction, n: int, rollout: str, attempt: int, labels: Mapping[str, Caller]
+) -> None:
+    """Make `labels` the callers of the calls with these response ids. `n` is the row of the rollout."""
+    if not labels:
+        return
+    changes: list[tuple[str, bytes, int]] = []
+    for call, digest, head, *described in await transaction.all(sql.SELECT_HEADS, (codec.HEAD_BYTES, n, attempt)):
+        transition = _intact(rollout, attempt, tuple(described), head, digest)
+        caller = labels.get(transition.id) if transition is not None else None
+        if transition is None or caller is None:
+            continue
+        labelled = rollout_state.transition_digest(replace(transition, caller=caller), codec.stored_digest(head))
+        changes.append((json_text.dump(json_text.caller_to_json(caller)), labelled, call))
+    await transaction.many(sql.NAME_CALLER, changes)
+
+
+async def labels_of(transaction: Transaction, rollout: str, attempt: int) -> dict[str, Caller]:
+    """The labels an attempt was completed with."""
+    row = await transaction.one(sql.SELECT_LABELS, (rollout, attempt))
+    return {} if row is None else json_text.labels_from_text(row[0])
+
+
+def _intact(rollout: str, attempt: int, described: Row, head: bytes, digest: bytes) -> Transition | None:
+    """A stored call without its tokens; None for a damaged row, since a new digest would make it look whole."""
+    try:
+        transition = rows.transition_from_row(rollout, attempt, described, token_ids(), token_ids(), logprobs())
+        return transition if rollout_state.transition_digest(transition, codec.stored_digest(head)) == digest else None
+    except (StoreError, ValueError, TypeError):
+        return None

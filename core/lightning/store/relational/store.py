@@ -14,13 +14,11 @@ from typing import ClassVar, TypeVar, cast
 
 from lightning.store import json_text, rollout_state
 from lightning.store.protocol import LATEST, Alias, Attempt, MetricPoint, Page, ResourceUse, RolloutCount
-from lightning.store.relational import idempotency, records
+from lightning.store.relational import records
 from lightning.store.relational import resources as resource_ops
 from lightning.store.relational import rollouts as rollout_ops
-from lightning.store.relational import spans as span_ops
-from lightning.store.relational import tokens as token_ops
 from lightning.store.relational import transitions as transition_ops
-from lightning.store.relational.transaction import Again, Operation
+from lightning.store.relational.transaction import Again, Operation, done_once
 from lightning.types import (
     Json,
     Lease,
@@ -134,7 +132,7 @@ class RelationalStore(ABC):
         known_as = self._known_as(once, "release", worker)
         return cast(
             "int",
-            await self._write(lambda tx: idempotency.once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
+            await self._write(lambda tx: done_once(tx, known_as, "", lambda: rollout_ops.release(tx, worker))),
         )
 
     # transitions ------------------------------------------------------------------------------------------------
@@ -167,11 +165,11 @@ class RelationalStore(ABC):
     # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
         """See `Store.append_spans`."""
-        return await self._write(lambda tx: span_ops.append(tx, spans))
+        return await self._write(lambda tx: transition_ops.append_spans(tx, spans))
 
     async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
         """See `Store.spans`."""
-        return await self._read(lambda tx: span_ops.read(tx, rollout, attempt))
+        return await self._read(lambda tx: transition_ops.read_spans(tx, rollout, attempt))
 
     # steps, metrics, small state --------------------------------------------------------------------------------
     async def commit_step(self, record: StepRecord) -> None:
@@ -191,9 +189,7 @@ class RelationalStore(ABC):
     async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
         """See `Store.log_metrics`."""
         known_as = self._known_as(once, "log_metrics", run, step, dict(values))
-        await self._write(
-            lambda tx: idempotency.once(tx, known_as, run, lambda: records.log_metrics(tx, run, step, values))
-        )
+        await self._write(lambda tx: done_once(tx, known_as, run, lambda: records.log_metrics(tx, run, step, values)))
 
     async def metrics(self, run: str) -> list[MetricPoint]:
         """See `Store.metrics`."""
@@ -203,7 +199,7 @@ class RelationalStore(ABC):
         """See `Store.put_state`."""
         text = json_text.dump(value, f"the state {key!r}")
         known_as = self._known_as(once, "put_state", run, key, text)
-        await self._write(lambda tx: idempotency.once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
+        await self._write(lambda tx: done_once(tx, known_as, run, lambda: records.put_state(tx, run, key, text)))
 
     async def keep_state(self, run: str, key: str, value: Json) -> Json:
         """See `Store.keep_state`."""
@@ -218,19 +214,19 @@ class RelationalStore(ABC):
     async def put_token(self, token: Token, *, once: str = "") -> Token:
         """See `Store.put_token`."""
         known_as = self._known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
-        return await self._write(lambda tx: token_ops.put(tx, token, known_as))
+        return await self._write(lambda tx: records.put_token(tx, token, known_as))
 
     async def get_token(self, token: str) -> Token | None:
         """See `Store.get_token`."""
-        return await self._read(lambda tx: token_ops.get(tx, token))
+        return await self._read(lambda tx: records.get_token(tx, token))
 
     async def list_tokens(self) -> list[Token]:
         """See `Store.list_tokens`."""
-        return await self._read(token_ops.all_tokens)
+        return await self._read(records.list_tokens)
 
     async def revoke_token(self, token: str) -> Token:
         """See `Store.revoke_token`."""
-        return await self._write(lambda tx: token_ops.revoke(tx, token))
+        return await self._write(lambda tx: records.revoke_token(tx, token))
 
     # resources --------------------------------------------------------------------------------------------------
     async def put_resource(self, resource: Resource) -> Resource:

@@ -1,18 +1,25 @@
-"""What an operation sees of a database while its transaction is open.
+"""What an operation sees of a database while its transaction is open, and operations that are done once however often they are
+asked for, because an answer was lost.
 
 The invariant: an operation touches the database through these methods only, and it may be run again from its beginning:
-whatever it did before was rolled back with its transaction.
+whatever it did before was rolled back with its transaction. What a call changes and what it is answered are committed together;
+whoever makes the same call while the first one is on its way waits for its end.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
+from lightning.store import sql
+from lightning.store.protocol import KNOWN_SECONDS
 from lightning.store.rows import Row, Value
+from lightning.types import Json
 
 if TYPE_CHECKING:
     from lightning.store.relational.prefix_parents import KnownTransition
+
 
 T = TypeVar("T")
 
@@ -80,3 +87,45 @@ Operation: TypeAlias = Callable[[Transaction], Coroutine[Any, Any, T]]
 """One unit of work."""
 Again: TypeAlias = Callable[[Transaction, T], Coroutine[Any, Any, T]]
 """What is run when nobody knows whether the operation that would have given this result was committed."""
+
+
+FORGOTTEN_AT_ONCE: Final = 8
+"""Old answers that go whenever one is added: they never become many, and nobody waits for their removal."""
+
+
+async def done_once(transaction: Transaction, known_as: str, run: str, work: Callable[[], Awaitable[Json]]) -> Json:
+    """What `work` is answered, which is done once for each `rules.known_as`; each time for a call without a name.
+
+    `run` is the one that the answer goes with, empty for none.
+    """
+    if not known_as:
+        return await work()
+    # The row keeps others out who make the same call, from here on.
+    if not await _keep_if_new(transaction, known_as, run, KNOWN_SECONDS, None):
+        return await kept_answer(transaction, known_as)
+    answer = await work()
+    if answer is not None:
+        await keep_answer(transaction, known_as, run, KNOWN_SECONDS, answer)
+    return answer
+
+
+async def kept_answer(transaction: Transaction, known_as: str) -> Json:
+    """What a call of this name was answered; None when nobody made it, when it was answered nothing, or too long ago."""
+    row = await transaction.one(sql.SELECT_ANSWER, (known_as, await transaction.now()))
+    answer: Json = None if row is None else json.loads(row[0])
+    return answer
+
+
+async def keep_answer(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> None:
+    """Keep for `seconds` what the call of this name is answered, in place of what it was answered before."""
+    until = await transaction.now() + seconds
+    if not await transaction.run(sql.KEEP_ANSWER, (json.dumps(answer), until, known_as)):
+        await _keep_if_new(transaction, known_as, run, seconds, answer)
+
+
+async def _keep_if_new(transaction: Transaction, known_as: str, run: str, seconds: float, answer: Json) -> bool:
+    """Whether nothing was known under this name, or no more."""
+    now = await transaction.now()
+    for (old,) in await transaction.free(sql.SELECT_OLD_ANSWERS, (now, FORGOTTEN_AT_ONCE)):
+        await transaction.run(sql.FORGET_ANSWER, (old,))
+    return bool(await transaction.run(sql.INSERT_ANSWER, (known_as, run, now + seconds, json.dumps(answer), now)))

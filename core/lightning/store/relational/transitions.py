@@ -1,7 +1,8 @@
-"""Appending model calls and reading them back.
+"""Appending what an attempt reports, model calls and spans, and reading it back.
 
-The invariant: one key has one content for ever, but for the caller that a label names, and what is read back is checked against
-the digest written with it.
+The invariant: one key has one content for ever, but for the caller that a label names, and a call that is read back is checked
+against the digest written with it. A span belongs to the attempt that was current when it arrived, its first content stays, and
+no attempt has more than `MAX_SPANS` of them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final
 
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.store import codec, rollout_state, rows, sql
-from lightning.store.relational.labels import labels_of
+from lightning.store.protocol import MAX_SPANS
 from lightning.store.relational.prefix_parents import CANDIDATES, Decoder, Fingerprint, KnownTransition, Prompt, choose
-from lightning.store.relational.rollouts import Standing, held_standing, standing
+from lightning.store.relational.rollouts import Standing, held_standing, labels_of, standing
 from lightning.store.relational.transaction import Transaction
 from lightning.store.rows import Row
-from lightning.types import Transition
+from lightning.types import Span, Transition
 
 LOADED_CALLS: Final = 8
 """The newest calls of an attempt, which are read when it is not at hand: the last ones of agents that take turns."""
@@ -182,3 +183,38 @@ async def next_seq(transaction: Transaction, rollout: str, attempt: int) -> int:
     """See `Store.next_seq`."""
     row = await transaction.one(sql.SELECT_NEXT_SEQ, (rollout, attempt))
     return int(row[0]) if row else 0
+
+
+async def append_spans(transaction: Transaction, spans: Sequence[Span]) -> int:
+    """See `Store.append_spans`."""
+    attempts: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        attempts.setdefault((span.rollout, span.attempt), []).append(span)
+    return sum([await _append_spans(transaction, *attempt, attempts[attempt]) for attempt in sorted(attempts)])
+
+
+async def _append_spans(transaction: Transaction, rollout: str, attempt: int, spans: Sequence[Span]) -> int:
+    try:
+        where = await held_standing(transaction, rollout)
+    except StoreError:  # a rollout nobody created must not cost the spans of the others
+        return 0
+    if attempt < 1 or where.position.attempt != attempt:
+        return 0
+    key = (where.n, attempt)
+    (count,) = await transaction.one(sql.COUNT_SPANS, key) or (0,)
+    stored = 0
+    for span in spans:
+        if count < MAX_SPANS:
+            count += await transaction.run(sql.INSERT_SPAN, (*key, *rows.SPANS.values(span)))
+            stored += 1
+        else:
+            stored += await transaction.one(sql.SELECT_SPAN, (*key, span.span_id)) is not None
+    return stored
+
+
+async def read_spans(transaction: Transaction, rollout: str, attempt: int | None) -> list[Span]:
+    """See `Store.spans`."""
+    where = await standing(transaction, rollout)
+    attempt = where.position.attempt if attempt is None else attempt
+    found = await transaction.all(sql.SELECT_SPANS, (where.n, attempt))
+    return [rows.SPANS.read(row, rollout=rollout, attempt=attempt) for row in found]

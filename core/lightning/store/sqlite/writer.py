@@ -21,8 +21,16 @@ from lightning.errors import StoreError
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Operation
-from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, is_busy, translate
-from lightning.store.sqlite.migrations import migrate, refuse_foreign
+from lightning.store.sqlite.connection import (
+    Settings,
+    SqliteTransaction,
+    connect,
+    drive,
+    is_busy,
+    migrate,
+    refuse_foreign,
+    translate,
+)
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512

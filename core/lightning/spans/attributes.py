@@ -1,6 +1,8 @@
-"""Attributes of spans as bounded JSON.
+"""Attributes of spans: the names of the GenAI semantic conventions, which are still in development there, and values as
+bounded JSON.
 
-The invariant: whatever a sender puts into an attribute, what is kept is JSON of at most `MAX_TEXT` characters a value.
+The invariant: no other module spells out such a name, so that a renamed one is changed in one place; and whatever a sender
+puts into an attribute, what is kept is JSON of at most `MAX_TEXT` characters a value.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from lightning.instrument.texts import clip
 from lightning.types import Json
@@ -50,3 +53,25 @@ def text(attributes: Mapping[str, Json], key: str) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+OPERATION: Final = "gen_ai.operation.name"
+AGENT_NAME: Final = "gen_ai.agent.name"
+TOOL_NAME: Final = "gen_ai.tool.name"
+TOOL_CALL_ID: Final = "gen_ai.tool.call.id"
+TOOL_ARGUMENTS: Final = "gen_ai.tool.call.arguments"
+TOOL_RESULT: Final = "gen_ai.tool.call.result"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+RESPONSE_ID: Final = "gen_ai.response.id"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+ERROR_TYPE: Final = "error.type"
+SERVICE_NAME: Final = "service.name"
+EXCEPTION_MESSAGE: Final = "exception.message"
+EXCEPTION_TYPE: Final = "exception.type"
+
+INVOKE_AGENT: Final = "invoke_agent"
+EXECUTE_TOOL: Final = "execute_tool"
+CHAT: Final = "chat"

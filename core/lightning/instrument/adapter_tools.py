@@ -1,4 +1,7 @@
-"""Refuses a framework that an adapter was not made for, before it attaches to what may have changed."""
+"""What adapters ask of a framework: whether its version is one that they were made for, and what an exception of it is.
+
+The invariant: nothing of the framework is imported to answer.
+"""
 
 from __future__ import annotations
 
@@ -35,3 +38,12 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def by_type(error: BaseException, table: Mapping[str, str]) -> str | None:
+    """The table's word for the type of an error, or for the nearest type that it is derived from; None where it has none.
+
+    Types are written as the package and the class: `openai.LengthFinishReasonError`, whichever module of the package has it.
+    """
+    names = (f"{each.__module__.partition('.')[0]}.{each.__name__}" for each in type(error).__mro__)
+    return next((table[name] for name in names if name in table), None)
