@@ -22,14 +22,6 @@ from lightning.store.protocol import Store
 from lightning.store.url import redacted
 from lightning.types import DEFAULT_PROJECT, Scope, Token
 
-# Who may use a route, beside admins, who may use every one.
-PUBLIC: tuple[Scope, ...] | None = None
-ADMIN: tuple[Scope, ...] = ()
-TRAIN = (Scope.TRAINER,)
-RUN = (Scope.RUNNER, Scope.TRAINER)
-LOOK = (Scope.VIEWER, Scope.TRAINER)
-ANY = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
-
 ALL_PROJECTS = "*"
 """The `project` of an admin's token that is bound to none."""
 CACHE_SECONDS = 1.0

@@ -8,40 +8,22 @@ found to be taken elsewhere, since the ids of runs and rollouts are one name spa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from lightning.errors import ConflictError, DataError, StoreError
 from lightning.server.names import KnownIds, Names, check_id, check_run_id, is_of_servers
-from lightning.store.protocol import (
-    LATEST,
-    Alias,
-    Attempt,
-    MetricPoint,
-    Page,
-    ResourceUse,
-    RolloutCount,
-    RunWatch,
-    Store,
-)
+from lightning.store.operation import Operation
+from lightning.store.operations import Operations
+from lightning.store.protocol import Alias, Page, ResourceUse, RunWatch, Store
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import (
-    DEFAULT_PROJECT,
-    Json,
-    Lease,
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Span,
-    Status,
-    StepRecord,
-    Token,
-    Transition,
-)
+from lightning.types import DEFAULT_PROJECT, Lease, Resource, Rollout, Run, Span, StepRecord, Token, Transition
 
 VIEWS = 1024
+NAMES = frozenset({"run", "rollout", "name", "token", "worker", "key"})
+"""Arguments that are ids."""
 WHOLE_STORE = ""
 """The `run` of state that belongs to no run."""
 
@@ -57,6 +39,10 @@ def of_project(store: Store, project: str) -> Store:
     if project == DEFAULT_PROJECT or (isinstance(store, ProjectStore) and store.project is not None):
         return store
     return ProjectStore(store, project)
+
+
+class _UnseenError(StoreError):
+    """What is asked for is not there, or is another project's."""
 
 
 class Projects:
@@ -77,8 +63,12 @@ class Projects:
         return view
 
 
-class ProjectStore:
-    """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair."""
+class ProjectStore(Operations):
+    """A `Store` of one project over a store of many; with `project=None` of all. Opening and closing are the owner's affair.
+
+    What an operation touches is told by its arguments: runs, rollouts and tokens must be the project's, resources and workers
+    get its names. An operation is refused otherwise, or answered as one on nothing, as the table of operations says.
+    """
 
     def __init__(self, store: Store, project: str | None) -> None:
         self._store, self._project = store, project
@@ -96,7 +86,40 @@ class ProjectStore:
     async def close(self) -> None:
         """Nothing: others look at the store under it too."""
 
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Do an operation on what the project sees."""
+        try:
+            for kind, identity in dict.fromkeys(_touched(arguments)):
+                await self._check(kind, identity)
+        except _UnseenError:
+            if operation.empty:
+                return operation.nothing()
+            raise
+        inward = {name: self._in(name, value) for name, value in arguments.items()}
+        return await self._out(await getattr(self._store, operation.name)(**inward))
+
     # what is seen -----------------------------------------------------------------------------------------------
+    async def _check(self, kind: str, identity: str) -> None:
+        """Raise `_UnseenError` for what the project does not see, `DataError` for what can be no name."""
+        if kind == "run" and not await self._sees_run(identity):
+            raise _UnseenError(f"run {identity!r} is unknown: create it with put_run() first")
+        if kind == "rollout" and not await self._sees(identity):
+            raise _UnseenError(str(unknown_rollout(identity)))
+        if kind == "name" and not self._names.may_have(identity):
+            raise _UnseenError(f"the resource {identity!r} is unknown: list_resources() says which there are")
+        if kind == "token" and not await self._sees_token(identity):
+            raise _UnseenError(f"there is no token {identity!r}: list_tokens() says which there are")
+        if kind == "project" and self._project not in (None, identity):
+            raise DataError(f"a token of project {self._project!r} makes nothing for {identity!r}")
+        if kind == "worker":
+            check_id(identity, "worker")
+        if kind == "key":
+            if is_secret(identity):
+                raise _UnseenError(
+                    f"the state {identity!r} is a secret of the servers: use a key without the word secret"
+                )
+            check_id(identity, "key of the state")
+
     async def _sees_run(self, run: str) -> bool:
         if is_of_servers(run):
             return False
@@ -121,16 +144,54 @@ class ProjectStore:
         self._known.add("rollout", [rollout])
         return True
 
-    async def _check_run(self, run: str) -> None:
-        if not await self._sees_run(run):
-            raise StoreError(f"run {run!r} is unknown: create it with put_run() first")
+    async def _sees_token(self, token: str) -> bool:
+        found = await self._store.get_token(token)
+        return found is not None and self._project in (None, found.project)
 
-    async def _check(self, *rollouts: str) -> None:
-        for rollout in dict.fromkeys(rollouts):
-            if not await self._sees(rollout):
-                raise unknown_rollout(rollout)
+    # names on the way in and out --------------------------------------------------------------------------------
+    def _in(self, name: str, value: Any) -> Any:
+        """An argument as it is stored. Raises `DataError` for a name that is reserved."""
+        match value:
+            case Resource():
+                return replace(value, name=self._names.resource_in(value.name))
+            case Lease():
+                return self._names.lease_in(value)
+            case str() if name == "name":
+                return self._names.resource_in(value)
+            case str() if name == "worker":
+                return self._names.worker_in(value)
+        return value
 
-    # runs -------------------------------------------------------------------------------------------------------
+    async def _out(self, value: Any) -> Any:
+        """An answer as the project sees it. Of a list what is not the project's is left out."""
+        match value:
+            case list():
+                return [await self._out(item) for item in value if await self._owns(item)]
+            case Page():
+                if self._project is not None:
+                    self._known.add("rollout", [rollout.id for rollout in value.rollouts])
+                return replace(value, rollouts=tuple(map(self._names.rollout_out, value.rollouts)))
+            case Rollout():
+                return self._names.rollout_out(value)
+            case Lease():
+                return self._names.lease_out(value)
+            case Resource():
+                return self._names.resource_out(value)
+            case Alias():
+                return self._names.alias_out(value)
+        return value
+
+    async def _owns(self, item: object) -> bool:
+        match item:
+            case Resource() | Alias():
+                return self._names.owns(item.name)
+            case Run() | Token():
+                return self._project in (None, item.project)
+            case ResourceUse():
+                return await self._sees_run(item.run)
+        return True
+
+    # what has rules of its own ----------------------------------------------------------------------------------
     async def put_run(self, run: Run) -> Run:
         """See `Store.put_run`. A run that names no project becomes one of this; raises `DataError` for another's,
         `ConflictError` when another project has the id."""
@@ -143,11 +204,6 @@ class ProjectStore:
         if stored.project != self._project:
             raise ConflictError(f"the id {run.id!r} of a run is taken: choose another one")
         return stored
-
-    async def get_run(self, run: str) -> Run | None:
-        """See `Store.get_run`."""
-        found = await self._store.get_run(run)
-        return found if found is None or self._project in (None, found.project) else None
 
     async def list_runs(
         self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
@@ -165,15 +221,14 @@ class ProjectStore:
 
     @asynccontextmanager
     async def _watch(self, run: str) -> AsyncIterator[RunWatch]:
-        await self._check_run(run)
+        await self._check("run", run)
         async with self._store.watch(run) as watch:
             yield watch
 
-    # rollouts ---------------------------------------------------------------------------------------------------
     async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
         """See `Store.create_rollouts`. Raises `StoreError` for a run that is not there."""
         for run in dict.fromkeys(rollout.run for rollout in rollouts):
-            await self._check_run(run)
+            await self._check("run", run)
         for rollout in rollouts:
             check_id(rollout.id, "rollout")
         try:
@@ -184,187 +239,10 @@ class ProjectStore:
                 "of their run"
             ) from error
 
-    async def get_rollout(self, rollout: str) -> Rollout | None:
-        """See `Store.get_rollout`."""
-        found = await self._store.get_rollout(rollout)
-        if found is None or not await self._sees_run(found.run):
-            return None
-        return self._names.rollout_out(found)
-
-    async def list_rollouts(
-        self,
-        run: str,
-        *,
-        split: str | None = None,
-        step: int | None = None,
-        status: Status | None = None,
-        cursor: str = "",
-        limit: int = 1000,
-    ) -> Page:
-        """See `Store.list_rollouts`."""
-        if not await self._sees_run(run):
-            return Page(())
-        page = await self._store.list_rollouts(run, split=split, step=step, status=status, cursor=cursor, limit=limit)
-        if self._project is not None:
-            self._known.add("rollout", [rollout.id for rollout in page.rollouts])
-        return replace(page, rollouts=tuple(self._names.rollout_out(rollout) for rollout in page.rollouts))
-
-    async def count_rollouts(self, run: str) -> list[RolloutCount]:
-        """See `Store.count_rollouts`."""
-        return await self._store.count_rollouts(run) if await self._sees_run(run) else []
-
-    async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
-        """See `Store.lease`. Workers of two projects may have one name and stay two."""
-        if not await self._sees_run(run):
-            return []
-        check_id(worker, "worker")
-        leases = await self._store.lease(run, self._names.worker_in(worker), limit=limit, ttl=ttl, once=once)
-        return [self._names.lease_out(lease) for lease in leases]
-
-    async def renew(self, lease: Lease, *, ttl: float = 60.0) -> Lease:
-        """See `Store.renew`."""
-        await self._check(lease.rollout.id)
-        held = await self._store.renew(self._names.lease_in(lease), ttl=ttl)
-        return self._names.lease_out(held)
-
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
-        """See `Store.complete`."""
-        await self._check(rollout)
-        return self._names.rollout_out(await self._store.complete(rollout, attempt, outcome, spend=spend))
-
-    async def release(self, worker: str, *, once: str = "") -> int:
-        """See `Store.release`: of this project's workers the one with the name."""
-        return await self._store.release(self._names.worker_in(worker), once=once)
-
-    # transitions ------------------------------------------------------------------------------------------------
-    async def append(self, transitions: Sequence[Transition]) -> int:
-        """See `Store.append`."""
-        await self._check(*(transition.rollout for transition in transitions))
-        return await self._store.append(transitions)
-
-    async def next_seq(self, rollout: str, attempt: int) -> int:
-        """See `Store.next_seq`."""
-        return await self._store.next_seq(rollout, attempt) if await self._sees(rollout) else 0
-
-    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
-        """See `Store.transitions`."""
-        await self._check(rollout)
-        return await self._store.transitions(rollout, attempt)
-
-    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
-        """See `Store.transitions_of`."""
-        await self._check(*(rollout for rollout, _ in attempts))
-        return await self._store.transitions_of(attempts)
-
-    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-        """See `Store.attempts_of`."""
-        await self._check(*(rollout for rollout, _ in attempts))
-        return await self._store.attempts_of(attempts)
-
-    # spans ------------------------------------------------------------------------------------------------------
     async def append_spans(self, spans: Sequence[Span]) -> int:
         """See `Store.append_spans`: those of other projects are refused as those of unknown rollouts are."""
         seen = {rollout: await self._sees(rollout) for rollout in dict.fromkeys(span.rollout for span in spans)}
         return await self._store.append_spans([span for span in spans if seen[span.rollout]])
-
-    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
-        """See `Store.spans`."""
-        await self._check(rollout)
-        return await self._store.spans(rollout, attempt)
-
-    # steps and metrics ------------------------------------------------------------------------------------------
-    async def commit_step(self, record: StepRecord) -> None:
-        """See `Store.commit_step`."""
-        await self._check_run(record.run)
-        await self._check(*(rollout for rollout, _ in record.rollouts))
-        await self._store.commit_step(record)
-
-    async def steps(
-        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
-    ) -> list[StepRecord]:
-        """See `Store.steps`."""
-        seen = await self._sees_run(run)
-        return await self._store.steps(run, after=after, limit=limit, brief=brief) if seen else []
-
-    async def last_step(self, run: str) -> StepRecord | None:
-        """See `Store.last_step`."""
-        return await self._store.last_step(run) if await self._sees_run(run) else None
-
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
-        """See `Store.log_metrics`. Raises `StoreError` for a run that is not there."""
-        await self._check_run(run)
-        await self._store.log_metrics(run, step, values, once=once)
-
-    async def metrics(self, run: str) -> list[MetricPoint]:
-        """See `Store.metrics`."""
-        return await self._store.metrics(run) if await self._sees_run(run) else []
-
-    # small state ------------------------------------------------------------------------------------------------
-    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """See `Store.put_state`. Raises `StoreError` for a run that is not there and for a secret."""
-        await self._check_state(run, key)
-        await self._store.put_state(run, key, value, once=once)
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """See `Store.keep_state`. Raises as `put_state` does."""
-        await self._check_state(run, key)
-        return await self._store.keep_state(run, key, value)
-
-    async def get_state(self, run: str, key: str) -> Json:
-        """See `Store.get_state`. A secret is not there."""
-        if is_secret(key) or not await self._sees_run(run):
-            return None
-        return await self._store.get_state(run, key)
-
-    async def _check_state(self, run: str, key: str) -> None:
-        await self._check_run(run)
-        check_id(key, "key of the state")
-        if is_secret(key):
-            raise StoreError(f"the state {key!r} is a secret of the servers: use a key without the word secret")
-
-    # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token, *, once: str = "") -> Token:
-        """See `Store.put_token`. Raises `DataError` for a token of another project."""
-        if self._project not in (None, token.project):
-            raise DataError(f"a token of project {self._project!r} makes no tokens for {token.project!r}")
-        return await self._store.put_token(token, once=once)
-
-    async def get_token(self, token: str) -> Token | None:
-        """See `Store.get_token`."""
-        found = await self._store.get_token(token)
-        return found if found is None or self._project in (None, found.project) else None
-
-    async def list_tokens(self) -> list[Token]:
-        """See `Store.list_tokens`."""
-        return [token for token in await self._store.list_tokens() if self._project in (None, token.project)]
-
-    async def revoke_token(self, token: str) -> Token:
-        """See `Store.revoke_token`."""
-        if await self.get_token(token) is None:
-            raise StoreError(f"there is no token {token!r}: list_tokens() says which there are")
-        return await self._store.revoke_token(token)
-
-    # resources --------------------------------------------------------------------------------------------------
-    async def put_resource(self, resource: Resource) -> Resource:
-        """See `Store.put_resource`. Raises `DataError` for a name that is reserved."""
-        stored = await self._store.put_resource(replace(resource, name=self._names.resource_in(resource.name)))
-        return self._names.resource_out(stored)
-
-    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
-        """See `Store.get_resource`."""
-        if not self._names.may_have(name):
-            return None
-        found = await self._store.get_resource(self._names.resource_in(name), which)
-        return None if found is None else self._names.resource_out(found)
-
-    async def list_resources(self, name: str | None = None) -> list[Resource]:
-        """See `Store.list_resources`."""
-        if name is not None:
-            named = self._names.may_have(name)
-            found = await self._store.list_resources(self._names.resource_in(name)) if named else []
-        else:
-            found = [item for item in await self._store.list_resources() if self._names.owns(item.name)]
-        return [self._names.resource_out(resource) for resource in found]
 
     async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
         """See `Store.set_alias`."""
@@ -379,30 +257,34 @@ class ProjectStore:
         moved = await self._store.roll_back_alias(self._names.resource_in(name), alias, once=once)
         return self._names.alias_out(moved)
 
-    async def list_aliases(self, name: str | None = None) -> list[Alias]:
-        """See `Store.list_aliases`."""
-        if name is not None:
-            named = self._names.may_have(name)
-            found = await self._store.list_aliases(self._names.resource_in(name)) if named else []
-        else:
-            found = [alias for alias in await self._store.list_aliases() if self._names.owns(alias.name)]
-        return [self._names.alias_out(alias) for alias in found]
-
-    async def alias_history(self, name: str, alias: str) -> list[Alias]:
-        """See `Store.alias_history`."""
-        if not self._names.may_have(name):
-            return []
-        moves = await self._store.alias_history(self._names.resource_in(name), alias)
-        return [self._names.alias_out(move) for move in moves]
-
-    async def resource_uses(self, name: str) -> list[ResourceUse]:
-        """See `Store.resource_uses`: by runs of this project."""
-        if not self._names.may_have(name):
-            return []
-        uses = await self._store.resource_uses(self._names.resource_in(name))
-        return [use for use in uses if await self._sees_run(use.run)]
-
     async def _check_version(self, name: str, version: int) -> None:
         if await self.get_resource(name, version) is None:
             known = ", ".join(str(resource.version) for resource in await self.list_resources(name)) or "none"
             raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
+
+
+def _touched(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What the arguments of an operation name: the kind of each thing, and its id."""
+    for name, value in arguments.items():
+        if name in NAMES and isinstance(value, str):
+            yield name, value
+        elif name == "attempts":
+            yield from (("rollout", rollout) for rollout, _ in value)
+        else:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                yield from _named_by(item)
+
+
+def _named_by(noun: object) -> Iterator[tuple[str, str]]:
+    match noun:
+        case Run() | Token():
+            yield "project", noun.project
+        case Lease():
+            yield "rollout", noun.rollout.id
+        case StepRecord():
+            yield "run", noun.run
+            yield from (("rollout", rollout) for rollout, _ in noun.rollouts)
+        case Rollout():
+            yield "run", noun.run
+        case Transition() | Span():
+            yield "rollout", noun.rollout

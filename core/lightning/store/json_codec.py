@@ -18,7 +18,7 @@ import json
 import math
 import types
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -70,7 +70,8 @@ class AnyJson:
     """Stands for `Json` where a type is needed at run time."""
 
 
-_LOCAL: Final = {"TokenIds": _Ids, "LogProbs": _LogProbs, "Json": AnyJson}
+LOCAL: Final = {"TokenIds": _Ids, "LogProbs": _LogProbs, "Json": AnyJson}
+"""Names that mean something else while the hints of what travels are resolved."""
 
 
 def write(value: Json) -> bytes:
@@ -210,7 +211,7 @@ _SCALARS: Final[Mapping[object, Codec[Any]]] = {
 
 
 def codec_of(hint: object, *, sparse: bool = False) -> Codec[Any]:
-    """The codec of a type: a scalar, an enumeration, a dataclass, or a tuple, mapping or optional of such.
+    """The codec of a type: a scalar, an enumeration, a dataclass, or a sequence, mapping or optional of such.
 
     A `sparse` one leaves out fields at their default: of requests, since a server of the release before refuses what it does
     not know.
@@ -230,6 +231,8 @@ def _codec_of(hint: Any, sparse: bool) -> Codec[Any]:
         return _slice(of(parts[0]))
     if origin is tuple:
         return _list(of(parts[0])) if parts[-1] is ... else _fixed([of(part) for part in parts])
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return _list(of(parts[0]), list if origin is list else tuple)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _mapping(of(parts[1]))
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -248,11 +251,13 @@ def _optional(inner: Codec[Any]) -> Codec[Any]:
     )
 
 
-def _list(inner: Codec[Any]) -> Codec[Any]:
-    def decode(value: object, where: str, strict: bool) -> tuple[Any, ...]:
+def _list(inner: Codec[Any], kind: type[Sequence[Any]] = tuple) -> Codec[Any]:
+    make = cast("Callable[[Iterable[Any]], Sequence[Any]]", kind)
+
+    def decode(value: object, where: str, strict: bool) -> Sequence[Any]:
         if not isinstance(value, list):
             raise wrong(value, where, "a list")
-        return tuple(inner.decode(item, f"{where}[{i}]", strict) for i, item in enumerate(value))
+        return make(inner.decode(item, f"{where}[{i}]", strict) for i, item in enumerate(value))
 
     def encode(value: Sequence[Any]) -> Json:
         return [inner.encode(item) for item in value]
@@ -350,7 +355,7 @@ def _record(cls: type, sparse: bool) -> Codec[Any]:
 
 
 def _fields(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
-    hints = get_type_hints(cls, localns=_LOCAL)
+    hints = get_type_hints(cls, localns=LOCAL)
     return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
 
 

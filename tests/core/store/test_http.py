@@ -21,6 +21,7 @@ from lightning.store import messages
 from lightning.store.http import HttpStore, long_poll, transport
 from lightning.store.http.long_poll import HttpWatch
 from lightning.store.memory import MemoryStore
+from lightning.store.operations import OPERATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.control import ControlServer
 from lightning.types import (
@@ -169,8 +170,10 @@ async def test_another_server_answers_when_one_does_not() -> None:
 
 
 async def test_a_server_that_is_frozen_costs_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LEASE_ANSWER", "OUTCOME_ANSWER"):
-        monkeypatch.setattr(f"lightning.store.http.store.{name}", 0.1)
+    monkeypatch.setattr("lightning.store.http.store.LEASE_ANSWER", 0.1)
+    for operation in OPERATIONS:
+        if operation.name in ("complete", "release"):
+            monkeypatch.setattr(operation, "answer_seconds", 0.1)
     frozen = asyncio.Event()
 
     async def freezing(request: web.Request) -> web.StreamResponse:
@@ -606,7 +609,7 @@ async def test_a_wrong_token_is_said_at_once(control: ControlServer, caplog: pyt
 async def test_long_lists_travel_in_pieces(control: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.store.http.store.BODY_BYTES", 4000)
     monkeypatch.setattr("lightning.store.http.store.PAGE", 7)
-    monkeypatch.setattr("lightning.server.api.rollouts.PAGE_BYTES", 3000)
+    monkeypatch.setattr("lightning.server.api.paging.PAGE_BYTES", 3000)
     url, token = control.add(MemoryStore())
     store = HttpStore(url, token=token)
     await store.open()

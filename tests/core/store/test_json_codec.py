@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jsonschema_rs import Draft202012Validator
 from lightning.errors import DataError
 from lightning.store import json_codec, messages
+from lightning.store.operations import OPERATIONS
 from lightning.store.protocol import Alias, MetricPoint, ResourceUse
 from lightning.types import (
     Outcome,
@@ -48,8 +49,16 @@ NOUNS = (
     MetricPoint,
     ResourceUse,
 )
-MESSAGES = tuple(
-    cls for _, cls in inspect.getmembers(messages, dataclasses.is_dataclass) if cls.__module__ == messages.__name__
+
+
+def is_derived(cls: Any) -> bool:
+    """Whether an operation's request or answer is a class that the table has made."""
+    return dataclasses.is_dataclass(cls) and getattr(cls, "__module__", "").partition(".")[0] == "types"
+
+
+MESSAGES = (
+    *(cls for _, cls in inspect.getmembers(messages, dataclasses.is_dataclass) if cls.__module__ == messages.__name__),
+    *(cls for cls in dict.fromkeys(made for one in OPERATIONS for made in (one.sent, one.answered)) if is_derived(cls)),
 )
 TEXT = st.text(st.characters(codec=None), max_size=8)
 FLOATS = st.floats(width=32)
@@ -79,6 +88,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.none() | of(next(part for part in parts if part is not type(None)))
     if origin is tuple and parts[-1] is ...:
         return st.lists(of(parts[0]), max_size=2).map(tuple)
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not tuple:
+        return st.lists(of(parts[0]), max_size=2).map(list if origin is list else tuple)
     if origin is tuple:
         return st.tuples(*map(of, parts))
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -87,7 +98,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(list(hint))
     if hint is Task:
         return st.builds(Task, JSON, JSON, st.dictionaries(TEXT, JSON, max_size=2), TEXT)
-    hints = get_type_hints(hint, localns=json_codec._LOCAL)
+    hints = get_type_hints(hint, localns=json_codec.LOCAL)
     return st.builds(hint, **{field.name: of(hints[field.name]) for field in dataclasses.fields(hint)})
 
 
@@ -200,8 +211,8 @@ def test_a_wrong_field_is_named(change: dict[str, object], message: str) -> None
 
 
 def test_what_a_newer_server_adds_is_passed_over() -> None:
-    codec = json_codec.codec_of(messages.Created)
-    assert codec.decode({"created": 1, "of": 2}, "the answer", False) == messages.Created(1)
+    codec = json_codec.codec_of(messages.Expiry)
+    assert codec.decode({"expires_at": 1.0, "of": 2}, "the answer", False) == messages.Expiry(1.0)
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"\xff\xfe", b"NaN", b"[1e5000]"[:-1], b"[" * 100_000, b"9" * 10_000])

@@ -19,21 +19,27 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.errors import DataError
 from lightning.gateway.http import ClientGoneError, read_body
-from lightning.server.api import meta, records, resources, rollouts
+from lightning.server.api import handlers, meta
 from lightning.server.api.answers import RETRY, answer, refusal_of, refuse
 from lightning.server.api.change_waiters import Watchers
 from lightning.server.api.events import stream
 from lightning.server.api.openapi import describe
+from lightning.server.api.store_routes import route_of
 from lightning.server.api.table import PREFIX, ApiCall, Finish, LlmFor, Route, Served, Services, query_of
 from lightning.server.auth import Authenticator, Principal
 from lightning.server.errors import ApiError
 from lightning.server.projects import Projects
 from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Changed
+from lightning.store.operations import OPERATIONS
 from lightning.store.protocol import Store
 from lightning.types import Scope as TokenScope
 
-ROUTES: tuple[Route, ...] = (*meta.ROUTES, *rollouts.ROUTES, *records.ROUTES, *resources.ROUTES)
+ROUTES: tuple[Route, ...] = (
+    *meta.ROUTES,
+    *(route_of(operation, handlers.HANDLERS.get(operation.name)) for operation in OPERATIONS),
+    *handlers.ROUTES,
+)
 LONGEST_ONCE = 255
 LONG = 65_536
 """Bytes of a body that is read beside the event loop."""
@@ -129,11 +135,11 @@ class Api:
             with self._room(route):
                 body = None if route.body is None else await _beside(len(payload) > LONG, _read, route, payload)
                 call = ApiCall(principal, self._projects.of(principal.project), self._services, path, query, body, once)
-                if route is records.WATCH and _wants_events(scope):
+                if route is handlers.WATCH and _wants_events(scope):
                     await self._stream(call, authorization, receive, send)
                     return
                 answered = await route.handler(call)
-                if route is records.WATCH:
+                if route is handlers.WATCH:
                     await self._authenticator.principal(authorization)  # it may have been revoked during the wait
                 written = await _beside(route.heavy, _written, route, answered)
         await answer(send, 200, written)
@@ -142,7 +148,7 @@ class Api:
         asked = call.query
 
         async def wait(since: str, timeout: float) -> Changed:
-            changed = await records.watch(replace(call, query=replace(asked, since=since, timeout=timeout)))
+            changed = await handlers.watch(replace(call, query=replace(asked, since=since, timeout=timeout)))
             await self._authenticator.principal(authorization)  # a token that was revoked meanwhile hears no more
             return changed
 
@@ -152,7 +158,7 @@ class Api:
     async def _share(self, route: Route, principal: Principal) -> AsyncIterator[None]:
         """Wait until less than a quarter of the room is this token's. Raises `ApiError` (429) when too many wait, or for too
         long."""
-        if route.scopes is None or route is records.WATCH:
+        if route.scopes is None or route is handlers.WATCH:
             yield
             return
         most, limits = max(1, self._limits.requests // 4), self._limits
@@ -184,7 +190,7 @@ class Api:
         if route.scopes is None:
             yield
             return
-        waits = route is records.WATCH
+        waits = route is handlers.WATCH
         count, most = (self._watches, self._limits.watches) if waits else (self._requests, self._limits.requests)
         if count >= most:
             what = "wait for changes" if waits else "are in flight"

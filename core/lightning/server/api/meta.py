@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from lightning._version import __version__
 from lightning.server.api.table import ApiCall, NoQuery, Route
-from lightning.server.auth import ALL_PROJECTS, ANY, PUBLIC
+from lightning.server.auth import ALL_PROJECTS
 from lightning.store import json_codec, messages
+from lightning.store.operations import ANY
 from lightning.types import Json
 
 
@@ -31,7 +32,7 @@ async def openapi(call: ApiCall[NoQuery, None]) -> Json:
 
 
 ROUTES = (
-    Route("GET", "/health", health, PUBLIC, messages.Health),
+    Route("GET", "/health", health, None, messages.Health),
     Route("GET", "/version", version, ANY, messages.Version),
-    Route("GET", "/openapi.json", openapi, PUBLIC, json_codec.AnyJson),
+    Route("GET", "/openapi.json", openapi, None, json_codec.AnyJson),
 )

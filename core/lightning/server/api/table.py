@@ -126,7 +126,7 @@ def query_of(route: Route, given: list[tuple[str, str]]) -> Any:
         raise DataError("the query has a parameter twice: send each of them once")
     hints = _hints(route.query)
     json_codec.check_names(found, hints, "the query")
-    return route.query(**{name: _parsed(text, hints[name], name) for name, text in found.items()})
+    return route.query(**{name: parsed(text, hints[name], f"the parameter {name}") for name, text in found.items()})
 
 
 @cache
@@ -141,8 +141,10 @@ def parameters(query: type) -> dict[str, Field[Any]]:
     return found
 
 
-def _parsed(text: str, hint: Any, name: str) -> Any:
-    where = f"the parameter {name}"
+def parsed(text: str, hint: Any, where: str) -> Any:
+    """A value of the query or of the path. Raises `DataError` that names `where`."""
+    if hint == int | str:
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else text
     if hint in (int, int | None):
         return _integer(text, where)
     if hint is bool:

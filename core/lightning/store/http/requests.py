@@ -150,28 +150,13 @@ class Asking:
         except NotFoundError as error:
             raise StoreError(str(error)) from error
 
-    async def _find(self, path: Sequence[str], answer: Any) -> Any:
+    async def _find(self, path: Sequence[str], answer: Any, query: Mapping[str, object]) -> Any:
         if not all(path):
             return None
         try:
-            return await self._send("GET", path, answer)
+            return await self._send("GET", path, answer, query=query)
         except NotFoundError:
             return None
-
-    async def _all(
-        self, path: Sequence[str], item: Any, cursor: str = "", most: int | None = None, **query: object
-    ) -> list[Any]:
-        """The items of every page from a cursor on, or the first `most` of them (at least 1)."""
-        found: list[Any] = []
-        while True:
-            limit = PAGE if most is None else min(most - len(found), PAGE)
-            page = await self._ask(
-                "GET", path, json_codec.Slice[item], query={**query, "cursor": cursor, "limit": limit}
-            )
-            found += page.items
-            cursor = page.cursor
-            if not cursor or len(found) == most:
-                return found
 
 
 def written(body: object) -> bytes:

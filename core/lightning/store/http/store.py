@@ -11,69 +11,103 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 from lightning.errors import DataError, StoreError, UnavailableError
 from lightning.store import json_codec, json_text, messages, rollout_state, rows
 from lightning.store.http.long_poll import HttpWatch
 from lightning.store.http.requests import PAGE, Asking, written
-from lightning.store.http.transport import LEASE_ANSWER, OUTCOME_ANSWER, NotFoundError
-from lightning.store.protocol import (
-    LATEST,
-    Alias,
-    Attempt,
-    MetricPoint,
-    Page,
-    ResourceUse,
-    RolloutCount,
-    RunWatch,
-)
-from lightning.types import (
-    LLM,
-    Json,
-    Lease,
-    Outcome,
-    Resource,
-    Rollout,
-    Run,
-    Span,
-    Status,
-    StepRecord,
-    Token,
-    Transition,
-)
+from lightning.store.http.transport import NotFoundError
+from lightning.store.operation import REQUIRED, Operation
+from lightning.store.operations import LEASE_ANSWER, Operations
+from lightning.store.protocol import Page, RunWatch
+from lightning.types import LLM, Lease, Rollout, Span
 
-T = TypeVar("T")
 BODY_BYTES: Final = 8 * 1024 * 1024
 """Longer lists are sent in several requests; what is one unit is sent in one."""
 
 SHORTEST_ANSWER: Final = 3.0
 """Seconds a server is given at least: what it has leased after that waits until the lease expires."""
+CHECKS: Final[Mapping[type, Callable[[Any], object]]] = {Rollout: rows.rollout_values, Span: rows.SPANS.values}
+"""What says of a noun that has no JSON what is wrong with it, better than JSON can."""
 
 
-class HttpStore(Asking):
+class HttpStore(Operations, Asking):
     """The store behind the servers at `urls` (any of them answers any request), opened with a scoped `token`.
 
     A path names a file with the token, which is read again when servers refuse what it had: tokens may expire and be renewed
     there. Without `token` it is the environment's `LIGHTNING_TOKEN`. When no server answers, requests are repeated with growing
     pauses for `patience` seconds, then raise `UnavailableError`. Raises `ConfigError` for settings that cannot be meant.
+
+    `create_rollouts`, `append` and `append_spans` send more than `BODY_BYTES` in several requests: all or none of each. State
+    that is a secret of the servers is not there, and cannot be kept.
     """
 
-    # runs -------------------------------------------------------------------------------------------------------
-    async def put_run(self, run: Run) -> Run:
-        """See `Store.put_run`."""
-        return cast("Run", await self._ask("POST", ("runs",), Run, run))
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Ask for an operation."""
+        path = _path(operation, arguments)
+        query = {part.name: _shown(arguments[part.name]) for part in operation.query if _is_sent(part, arguments)}
+        if operation.item is not None:
+            return await self._pages(operation, path, query, arguments)
+        if operation.is_optional:
+            return await self._find(path, operation.answered, query)
+        how = {"query": query, "answer_seconds": operation.answer_seconds, "once": _once(operation, arguments)}
+        if operation.is_in_parts:
+            found = [
+                await self._told(operation, path, body, how)
+                for body in _bodies(operation.body[0].name, _items(arguments[operation.body[0].name]))
+            ]
+            return sum(found)
+        if operation.is_read_in_parts:
+            return await self._in_parts(operation, path, arguments[operation.body[0].name], how)
+        body = _body(operation, arguments)
+        return await self._told(operation, path, None if body is None else written(body), how)
 
-    async def get_run(self, run: str) -> Run | None:
-        """See `Store.get_run`."""
-        return cast("Run | None", await self._find(("runs", run), Run))
+    async def _told(
+        self, operation: Operation, path: Sequence[str], payload: bytes | None, how: Mapping[str, Any]
+    ) -> Any:
+        """What a server answers to one request."""
+        try:
+            answer = await self._send(operation.method, path, operation.answered, payload, **how)
+        except NotFoundError as error:
+            raise StoreError(str(error)) from error
+        if operation.result is type(None):
+            return None
+        return getattr(answer, operation.field) if operation.field else answer
 
-    async def list_runs(
-        self, project: str | None = None, *, after: str = "", limit: int | None = None, brief: bool = False
-    ) -> list[Run]:
-        """See `Store.list_runs`."""
-        rollout_state.check_page(limit)
-        return await self._all(("runs",), Run, after, limit, project=project, brief="true" if brief else None)
+    async def _pages(
+        self, operation: Operation, path: Sequence[str], query: Mapping[str, object], arguments: Mapping[str, Any]
+    ) -> Any:
+        """The items of every page from a cursor on, or the first `limit` of them."""
+        most: int | None = arguments.get("limit")
+        if operation.result is Page:
+            cursor = arguments["cursor"]
+        else:
+            rollout_state.check_page(most)
+            after = arguments.get("after", "")
+            cursor = "" if isinstance(after, int) and after < 0 else str(after)
+        found: list[Any] = []
+        while True:
+            limit = PAGE if most is None else min(most - len(found), PAGE)
+            asked = {**query, "cursor": cursor, "limit": limit}
+            page = await self._ask(operation.method, path, operation.answered, query=asked)
+            found += page.items
+            cursor = page.cursor
+            if not cursor or (most is not None and len(found) >= most):
+                return Page(tuple(found), cursor) if operation.result is Page else found
+
+    async def _in_parts(
+        self, operation: Operation, path: Sequence[str], asked: Sequence[Any], how: Mapping[str, Any]
+    ) -> list[Any]:
+        """What is told of all that is asked for, from answers that tell it of some."""
+        found: list[Any] = []
+        while len(found) < len(asked):
+            body = _body(operation, {operation.body[0].name: tuple(asked[len(found) : len(found) + PAGE])})
+            some = await self._told(operation, path, written(body), how)
+            if not some:
+                raise StoreError(f"the server at {self._urls[0]} gave nothing of {asked[len(found)]}: update it")
+            found += some
+        return found
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:
         """See `Store.watch`."""
@@ -92,46 +126,7 @@ class HttpStore(Asking):
             return None
         return cast("messages.Changed", changed)
 
-    # rollouts ---------------------------------------------------------------------------------------------------
-    async def create_rollouts(self, rollouts: Sequence[Rollout]) -> int:
-        """See `Store.create_rollouts`. More than `BODY_BYTES` of them are created in several requests: all or none of each."""
-        total = 0
-        for body in _bodies("rollouts", [_item(Rollout, one, rows.rollout_values) for one in rollouts]):
-            total += (await self._send("POST", ("rollouts",), messages.Created, body)).created
-        return total
-
-    async def get_rollout(self, rollout: str) -> Rollout | None:
-        """See `Store.get_rollout`."""
-        return cast("Rollout | None", await self._find(("rollouts", rollout), Rollout))
-
-    async def list_rollouts(
-        self,
-        run: str,
-        *,
-        split: str | None = None,
-        step: int | None = None,
-        status: Status | None = None,
-        cursor: str = "",
-        limit: int = 1000,
-    ) -> Page:
-        """See `Store.list_rollouts`."""
-        found: list[Rollout] = []
-        while True:
-            query = {"split": split, "step": step, "status": status, "cursor": cursor}
-            path = ("runs", run, "rollouts")
-            page = await self._ask(
-                "GET", path, json_codec.Slice[Rollout], query={**query, "limit": min(limit - len(found), PAGE)}
-            )
-            found += page.items
-            cursor = page.cursor
-            if not cursor or len(found) >= limit:
-                return Page(tuple(found), cursor)
-
-    async def count_rollouts(self, run: str) -> list[RolloutCount]:
-        """See `Store.count_rollouts`."""
-        found = await self._ask("GET", ("runs", run, "rollout_counts"), messages.RolloutCounts)
-        return list(cast("messages.RolloutCounts", found).counts)
-
+    # leases -----------------------------------------------------------------------------------------------------
     async def lease(self, run: str, worker: str, *, limit: int = 1, ttl: float = 60.0, once: str = "") -> list[Lease]:
         """See `Store.lease`. What was not answered in time is asked for first when the worker leases again."""
         return [held.lease for held in (await self._lease(run, worker, limit, ttl, once)).leases]
@@ -171,166 +166,11 @@ class HttpStore(Asking):
         )
         return replace(lease, expires_at=found.expires_at)
 
-    async def complete(self, rollout: str, attempt: int, outcome: Outcome, *, spend: bool = True) -> Rollout:
-        """See `Store.complete`. The server judges the outcome by the calls that were recorded before it keeps it, and decides
-        by them whether the attempt is spent, whatever `spend` says."""
-        path = ("rollouts", rollout, "attempts", str(attempt), "complete")
-        body = messages.Completion(outcome)
-        return cast("Rollout", await self._ask("POST", path, Rollout, body, answer_seconds=OUTCOME_ANSWER))
-
     async def release(self, worker: str, *, once: str = "") -> int:
         """See `Store.release`."""
-        path, body = ("leases", "release"), messages.Release(worker)
-        how = {"answer_seconds": LEASE_ANSWER, "once": once or _id()}
-        found = await self._ask("POST", path, messages.Released, body, **how)
+        found = await super().release(worker, once=once)
         self._unanswered.forget(worker)
-        return cast("int", found.released)
-
-    # transitions ------------------------------------------------------------------------------------------------
-    async def append(self, transitions: Sequence[Transition]) -> int:
-        """See `Store.append`. More than `BODY_BYTES` of them are stored in several requests."""
-        codec, total = json_codec.codec_of(Transition, sparse=True), 0
-        for body in _bodies("transitions", [json_codec.write(codec.encode(item)) for item in transitions]):
-            total += (await self._send("POST", ("transitions",), messages.Appended, body)).appended
-        return total
-
-    async def next_seq(self, rollout: str, attempt: int) -> int:
-        """See `Store.next_seq`."""
-        path = ("rollouts", rollout, "attempts", str(attempt), "next_seq")
-        return cast("int", (await self._ask("GET", path, messages.NextSeq)).seq)
-
-    async def transitions(self, rollout: str, attempt: int | None = None) -> list[Transition]:
-        """See `Store.transitions`."""
-        return await self._all(("rollouts", rollout, "transitions"), Transition, attempt=attempt)
-
-    async def transitions_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Transition]]:
-        """See `Store.transitions_of`."""
-        found: list[list[Transition]] = []
-        while len(found) < len(attempts):
-            asked = messages.Attempts(tuple(attempts[len(found) : len(found) + PAGE]))
-            some = await self._ask("POST", ("transitions", "read"), messages.TransitionsOf, asked)
-            if not some.transitions:
-                raise StoreError(f"the server at {self._urls[0]} gave no calls of {attempts[len(found)]}: update it")
-            found += [list(calls) for calls in some.transitions]
         return found
-
-    async def attempts_of(self, attempts: Sequence[tuple[str, int | None]]) -> list[Attempt]:
-        """See `Store.attempts_of`."""
-        found: list[Attempt] = []
-        while len(found) < len(attempts):
-            asked = messages.AnyAttempts(tuple(attempts[len(found) : len(found) + PAGE]))
-            some = await self._ask("POST", ("attempts", "read"), messages.AttemptsOf, asked)
-            if not some.attempts:
-                raise StoreError(f"the server at {self._urls[0]} gave nothing of {attempts[len(found)]}: update it")
-            found += some.attempts
-        return found
-
-    # spans ------------------------------------------------------------------------------------------------------
-    async def append_spans(self, spans: Sequence[Span]) -> int:
-        """See `Store.append_spans`."""
-        total = 0
-        for body in _bodies("spans", [_item(Span, span, rows.SPANS.values) for span in spans]):
-            total += (await self._send("POST", ("spans",), messages.Stored, body)).stored
-        return total
-
-    async def spans(self, rollout: str, attempt: int | None = None) -> list[Span]:
-        """See `Store.spans`."""
-        return await self._all(("rollouts", rollout, "spans"), Span, attempt=attempt)
-
-    # steps, metrics, small state --------------------------------------------------------------------------------
-    async def commit_step(self, record: StepRecord) -> None:
-        """See `Store.commit_step`."""
-        await self._ask("POST", ("steps",), StepRecord, record)
-
-    async def steps(
-        self, run: str, *, after: int = -1, limit: int | None = None, brief: bool = False
-    ) -> list[StepRecord]:
-        """See `Store.steps`."""
-        rollout_state.check_page(limit)
-        cursor = str(after) if after >= 0 else ""
-        return await self._all(("runs", run, "steps"), StepRecord, cursor, limit, brief="true" if brief else None)
-
-    async def last_step(self, run: str) -> StepRecord | None:
-        """See `Store.last_step`."""
-        found = await self._ask("GET", ("runs", run, "steps"), json_codec.Slice[StepRecord], query={"last": "true"})
-        return cast("StepRecord", found.items[0]) if found.items else None
-
-    async def log_metrics(self, run: str, step: int, values: Mapping[str, float], *, once: str = "") -> None:
-        """See `Store.log_metrics`."""
-        body = messages.Metrics(step, values)
-        await self._ask("POST", ("runs", run, "metrics"), messages.Metrics, body, once=once or _id())
-
-    async def metrics(self, run: str) -> list[MetricPoint]:
-        """See `Store.metrics`."""
-        return await self._all(("runs", run, "metrics"), MetricPoint)
-
-    async def put_state(self, run: str, key: str, value: Json, *, once: str | None = "") -> None:
-        """See `Store.put_state`. Raises `StoreError` for a secret of the servers."""
-        body, name = _state(key, value), _id() if once == "" else once or ""
-        await self._ask("PUT", ("state", key), messages.StateValue, body, query={"run": run}, once=name)
-
-    async def keep_state(self, run: str, key: str, value: Json) -> Json:
-        """See `Store.keep_state`. Raises `StoreError` for a secret of the servers."""
-        path = ("state", key, "keep")
-        found = await self._ask("POST", path, messages.StateValue, _state(key, value), query={"run": run})
-        return cast("messages.StateValue", found).value
-
-    async def get_state(self, run: str, key: str) -> Json:
-        """See `Store.get_state`. A secret of the servers is not there."""
-        found = await self._ask("GET", ("state", key), messages.StateValue, query={"run": run})
-        return cast("messages.StateValue", found).value
-
-    # tokens -----------------------------------------------------------------------------------------------------
-    async def put_token(self, token: Token, *, once: str = "") -> Token:
-        """See `Store.put_token`."""
-        return cast("Token", await self._ask("POST", ("tokens",), Token, token, once=once or _id()))
-
-    async def get_token(self, token: str) -> Token | None:
-        """See `Store.get_token`."""
-        return cast("Token | None", await self._find(("tokens", token), Token))
-
-    async def list_tokens(self) -> list[Token]:
-        """See `Store.list_tokens`."""
-        return await self._all(("tokens",), Token)
-
-    async def revoke_token(self, token: str) -> Token:
-        """See `Store.revoke_token`."""
-        return cast("Token", await self._ask("DELETE", ("tokens", token), Token))
-
-    # resources --------------------------------------------------------------------------------------------------
-    async def put_resource(self, resource: Resource) -> Resource:
-        """See `Store.put_resource`."""
-        return cast("Resource", await self._ask("POST", ("resources",), Resource, resource))
-
-    async def get_resource(self, name: str, which: int | str = LATEST) -> Resource | None:
-        """See `Store.get_resource`."""
-        return cast("Resource | None", await self._find(("resources", name, "versions", str(which)), Resource))
-
-    async def list_resources(self, name: str | None = None) -> list[Resource]:
-        """See `Store.list_resources`."""
-        return await self._all(("resources",), Resource, name=name)
-
-    async def set_alias(self, name: str, alias: str, version: int, *, once: str = "") -> Alias:
-        """See `Store.set_alias`."""
-        path = ("resources", name, "aliases", alias)
-        return cast("Alias", await self._ask("PUT", path, Alias, messages.Target(version), once=once or _id()))
-
-    async def roll_back_alias(self, name: str, alias: str, *, once: str = "") -> Alias:
-        """See `Store.roll_back_alias`."""
-        path = ("resources", name, "aliases", alias, "rollback")
-        return cast("Alias", await self._ask("POST", path, Alias, once=once or _id()))
-
-    async def list_aliases(self, name: str | None = None) -> list[Alias]:
-        """See `Store.list_aliases`."""
-        return await self._all(("aliases",), Alias, name=name)
-
-    async def alias_history(self, name: str, alias: str) -> list[Alias]:
-        """See `Store.alias_history`."""
-        return await self._all(("resources", name, "aliases", alias, "history"), Alias)
-
-    async def resource_uses(self, name: str) -> list[ResourceUse]:
-        """See `Store.resource_uses`."""
-        return await self._all(("resources", name, "uses"), ResourceUse)
 
 
 def _id() -> str:
@@ -338,22 +178,53 @@ def _id() -> str:
     return uuid.uuid4().hex
 
 
+def _once(operation: Operation, arguments: Mapping[str, Any]) -> str:
+    """The id under which a call is sent. None says that it may be done twice."""
+    once: str | None = arguments.get("once") if operation.once else None
+    return _id() if once == "" else once or ""
+
+
 def _within(ttl: float) -> float:
     """Seconds a server has to answer about a lease of `ttl` seconds: a few servers may be asked before it is over."""
     return min(max(ttl / 6, SHORTEST_ANSWER), LEASE_ANSWER)
 
 
-def _state(key: str, value: Json) -> messages.StateValue:
-    json_text.dump(value, f"the state {key!r}")
-    return messages.StateValue(value)
+def _path(operation: Operation, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    parts = operation.path.split("/")[1:]
+    return tuple(str(arguments[part[1:-1]]) if part.startswith("{") else part for part in parts)
 
 
-def _item(cls: type[T], value: T, check: Callable[[T], object]) -> bytes:
-    """A noun as JSON. Where it has none, `check` says what is wrong with it better than JSON can."""
+def _is_sent(part: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a parameter is in the query; one at its default is not, since a server of the release before may not know it."""
+    return part.default is REQUIRED or arguments[part.name] != part.default
+
+
+def _shown(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _body(operation: Operation, arguments: Mapping[str, Any]) -> Any:
+    """What is sent as the body; None when there is none."""
+    if not operation.body:
+        return None
+    for part in operation.body:
+        if part.hint is json_codec.AnyJson:
+            json_text.dump(arguments[part.name], f"the {part.name} of {arguments.get('key', operation.name)!r}")
+    if operation.whole_body:
+        return arguments[operation.whole_body]
+    return operation.sent(**{part.name: arguments[part.name] for part in operation.body})
+
+
+def _items(values: Sequence[Any]) -> list[bytes]:
+    """Nouns as JSON."""
+    return [_item(value) for value in values]
+
+
+def _item(value: Any) -> bytes:
     try:
-        return json_codec.write(json_codec.codec_of(cls, sparse=True).encode(value))
+        return json_codec.write(json_codec.codec_of(type(value), sparse=True).encode(value))
     except DataError:
-        check(value)
+        CHECKS.get(type(value), lambda unchecked: None)(value)
         raise
 
 
@@ -362,11 +233,11 @@ def _bodies(field: str, items: Sequence[bytes]) -> Iterator[bytes]:
     start = size = 0
     for end, item in enumerate(items):
         if end > start and size + len(item) > BODY_BYTES:
-            yield _body(field, items[start:end])
+            yield _list(field, items[start:end])
             start, size = end, 0
         size += len(item) + 1
-    yield _body(field, items[start:])
+    yield _list(field, items[start:])
 
 
-def _body(field: str, items: Sequence[bytes]) -> bytes:
+def _list(field: str, items: Sequence[bytes]) -> bytes:
     return b'{"' + field.encode() + b'":[' + b",".join(items) + b"]}"

@@ -36,6 +36,8 @@ from lightning.errors import (
 )
 from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Failure, Problem
+from lightning.store.operation import ANSWER_SECONDS
+from lightning.store.operations import LEASE_ANSWER
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -44,12 +46,6 @@ PREFIX: Final = "/api/v1"
 FIRST_DELAY: Final = 0.05
 LONGEST_DELAY: Final = 5.0
 CONNECT_SECONDS: Final = 5.0
-ANSWER_SECONDS: Final = 90.0
-"""Without a byte from a server for so long, it counts as gone."""
-LEASE_ANSWER: Final = 10.0
-"""The same where a lease may expire meanwhile: another server is asked while there is time to renew it."""
-OUTCOME_ANSWER: Final = 20.0
-"""The same for an outcome, which may be long."""
 KEEP_ALIVE: Final = 60.0
 """Seconds; below those of the server, so that it is never the one who hangs up."""
 LONG: Final = 30.0

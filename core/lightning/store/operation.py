@@ -1,0 +1,209 @@
+"""What an operation of a store is: a method of `Store`, where it is over HTTP, who may use it, and how it travels.
+
+The invariant: everything that client, server and project check must know of an operation is derived from its signature and its
+one line in `store.operations`; an operation that would not say what it touches cannot be made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from lightning.store import json_codec
+from lightning.store.protocol import Alias, Page, Store
+from lightning.types import Resource, Rollout, Run, Scope, Token
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REQUIRED: Final = inspect.Parameter.empty
+PAGING: Final = ("after", "cursor", "limit")
+"""Arguments that say which part of a list is wanted."""
+OWNED: Final = {
+    *("run", "rollout", "rollouts", "attempts", "transitions", "spans"),
+    *("lease", "record", "name", "resource", "worker", "token"),
+}
+"""Arguments that name something of a project, or are it: by them a project is kept from another's."""
+FILTERED: Final = (Run, Resource, Alias, Token)
+"""What belongs to a project by what it says itself, so that a list of all can be cut down to a project's."""
+QUERY: Final[Mapping[str, str]] = {
+    "project": "Runs of this project only.",
+    "split": "Of this split only: `train` or the name of an evaluation.",
+    "step": "Sampled for this optimizer step only.",
+    "status": "With this status only.",
+    "attempt": "The attempt; by default the rollout's current one.",
+    "run": "The run; empty for what belongs to the whole store, which is for admins.",
+    "name": "Of this resource only.",
+}
+"""What parameters of a query mean, where an operation does not say."""
+ANSWER_SECONDS: Final = 90.0
+"""Without a byte from a server for so long, it counts as gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of an operation. `default` is `REQUIRED` where it must be given."""
+
+    name: str
+    hint: Any
+    default: Any = REQUIRED
+
+
+class Operation:
+    """One operation. `path` has arguments in braces; `query` and `body` have the others, but for `once` and for which part of
+    a list is wanted.
+
+    `told` says what the parameters of the query mean. `sent` and `answered` are the types that travel, `item` is that of a
+    list's items. `empty` says that a caller who asks for what is not its project's gets what there is of nothing; otherwise it
+    is refused.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        route: str,
+        scopes: tuple[Scope, ...],
+        *,
+        doc: str = "",
+        body: str | type = "",
+        answer: str | type = "",
+        cursor: Sequence[str] = (),
+        empty: bool = False,
+        missing: str = "",
+        query: Mapping[str, str] = QUERY,
+        unsent: Sequence[str] = (),
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self.name: str = function.__name__
+        self.scopes, self.cursor, self.empty, self.missing = scopes, tuple(cursor), empty, missing
+        self.answer_seconds = answer_seconds
+        self.doc = doc or " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+        self.method, _, path = route.partition(" ")
+        self.path, _, listed = path.partition("?")
+        self.signature = _bare(inspect.signature(function))
+        hints = get_type_hints(function, localns=json_codec.LOCAL)
+        self.result = hints["return"]
+        found = {name: Argument(name, hints[name], part.default) for name, part in self.signature.parameters.items()}
+        self.once = found.get("once")
+        lists = get_origin(self.result) is list and not answer and self.method == "GET"
+        self.item = Rollout if self.result is Page else get_args(self.result)[0] if lists else None
+        self.pages_itself = self.item is not None and not found.keys().isdisjoint(PAGING)
+        left_out = {"once", *unsent, *(PAGING if self.item is not None else ())}
+        in_path = re.findall(r"{(\w+)}", self.path)
+        rest = [part for name, part in found.items() if name not in left_out and name not in in_path]
+        self.in_path = tuple(found[name] for name in in_path if name in found)
+        self.query = tuple(part for part in rest if self.method in ("GET", "DELETE") or part.name in listed.split("&"))
+        self.body = tuple(part for part in rest if part not in self.query)
+        self.whole_body = body if isinstance(body, str) else ""
+        self.field = answer if isinstance(answer, str) else ""
+        self.is_optional = type(None) in get_args(self.result)
+        self.told = {part.name: query.get(part.name) or QUERY.get(part.name, "") for part in self.query}
+        self.sent = body if isinstance(body, type) else self._sent()
+        self.answered = answer if isinstance(answer, type) else self._answered()
+        if found.keys().isdisjoint(OWNED) and self._listed() not in FILTERED:
+            raise TypeError(
+                f"the operation {self.name} names nothing of a project: give it an argument of {sorted(OWNED)}"
+            )
+
+        if not all(self.told.values()):
+            raise TypeError(
+                f"the operation {self.name} does not say what its parameters mean: give it query={self.told}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name}: {self.method} {self.path})"
+
+    def __get__(self, store: Any, owner: type | None = None) -> Any:
+        """The method of a store; the operation itself where it is asked of the class."""
+        if store is None:
+            return self
+
+        def call(*given: Any, **named: Any) -> Any:
+            bound = self.signature.bind(*given, **named)
+            bound.apply_defaults()
+            return store.call(self, dict(bound.arguments))
+
+        call.__name__, call.__doc__ = self.name, self.doc
+        return call
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether a long request may be several: items to be kept, of which the answer is the number."""
+        return self.result is int and len(self.body) == 1 and _is_sequence(self.body[0].hint)
+
+    @property
+    def is_read_in_parts(self) -> bool:
+        """Whether an answer may have only what is asked for by the first items of the request."""
+        return get_origin(self.result) is list and len(self.body) == 1 and _is_sequence(self.body[0].hint)
+
+    def nothing(self) -> Any:
+        """What is answered of what is not there."""
+        if self.result is Page:
+            return Page(())
+        return [] if get_origin(self.result) is list else 0 if self.result is int else None
+
+    def _listed(self) -> Any:
+        return get_args(self.result)[0] if get_origin(self.result) is list else None
+
+    def _sent(self) -> Any:
+        if not self.body:
+            return None
+        if self.whole_body:
+            return next(part.hint for part in self.body if part.name == self.whole_body)
+        return _record(f"{_camel(self.name)}Request", f"What `{self.name}` is asked.", self.body)
+
+    def _answered(self) -> Any:
+        if self.field:
+            told = [Argument(self.field, self.result)]
+            return _record(f"{_camel(self.name)}Answer", f"What `{self.name}` answers.", told)
+        if self.item is not None:
+            item: Any = self.item
+            return json_codec.Slice[item]
+        if self.is_optional:
+            return next(part for part in get_args(self.result) if part is not type(None))
+        return self.sent if self.result is type(None) else self.result
+
+
+def operation(
+    function: Callable[Concatenate[Store, P], Awaitable[R]], route: str, scopes: tuple[Scope, ...], **how: Any
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """An `Operation` as a method of the class that it stands in, which has `async call(operation, arguments)`."""
+    made: Any = Operation(function, route, scopes, **how)
+    return cast("Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]", made)
+
+
+def operations_of(table: type) -> tuple[Operation, ...]:
+    """The operations that stand in a class, in order."""
+    return tuple(entry for entry in vars(table).values() if isinstance(entry, Operation))
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """Without `self`."""
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _is_sequence(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Sequence)
+
+
+def _record(name: str, doc: str, parts: Sequence[Argument]) -> type:
+    """A dataclass with these fields. What may be nothing (any JSON, a mapping) may be left out."""
+    fields = []
+    for part in parts:
+        options: dict[str, Any] = {} if part.default is REQUIRED else {"default": part.default}
+        if part.hint is json_codec.AnyJson:
+            options = {"default": None}
+        elif get_origin(part.hint) is Mapping:
+            options = {"default_factory": dict}
+        fields.append((part.name, part.hint, field(**options)))
+    made = make_dataclass(name, fields, frozen=True, kw_only=True)
+    made.__doc__ = doc
+    return made
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

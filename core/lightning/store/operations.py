@@ -1,0 +1,281 @@
+"""The store's operations over HTTP: the one table that client, server, description and project check are made from.
+
+The invariant: an operation is added by a method of `Store` and a line here. What is not in this table does not travel, except
+`watch`, which does not answer once, and what servers say of themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from lightning.store import messages
+from lightning.store.operation import Operation, operation, operations_of
+from lightning.store.protocol import Store
+from lightning.types import Rollout, Scope
+
+# Who may use an operation, beside admins, who may use every one.
+ADMIN: Final[tuple[Scope, ...]] = ()
+TRAIN: Final = (Scope.TRAINER,)
+RUN: Final = (Scope.RUNNER, Scope.TRAINER)
+LOOK: Final = (Scope.VIEWER, Scope.TRAINER)
+ANY: Final = (Scope.VIEWER, Scope.RUNNER, Scope.TRAINER)
+
+LEASE_ANSWER: Final = 10.0
+"""Seconds without a byte from a server until it counts as gone where a lease may expire meanwhile: another one is asked while
+there is time to renew it."""
+OUTCOME_ANSWER: Final = 20.0
+"""The same for an outcome, which may be long."""
+
+RUNS: Final = "GET /runs lists those there are"
+ALIAS: Final = "/resources/{name}/aliases/{alias}"
+ATTEMPT: Final = "/rollouts/{rollout}/attempts/{attempt}"
+
+
+class Operations:
+    """A `Store` but for `open`, `close` and `watch`, each of whose methods is one `call` of what derives from this."""
+
+    # runs -------------------------------------------------------------------------------------------------------
+    list_runs = operation(
+        Store.list_runs,
+        "GET /runs",
+        ANY,
+        cursor=("id",),
+        doc="Runs, newest first.",
+        query={"brief": "`true` leaves their configurations out, which may be long: `config` is empty."},
+    )
+    put_run = operation(
+        Store.put_run,
+        "POST /runs",
+        TRAIN,
+        body="run",
+        doc="Create a run, or get the one that has the id already, unchanged. Without `created_at` it is created now.",
+    )
+    get_run = operation(Store.get_run, "GET /runs/{run}", ANY, empty=True, missing=RUNS, doc="One run, by its id.")
+
+    # rollouts ---------------------------------------------------------------------------------------------------
+    list_rollouts = operation(
+        Store.list_rollouts,
+        "GET /runs/{run}/rollouts",
+        ANY,
+        empty=True,
+        doc="Rollouts of a run in the order in which they were created.",
+    )
+    count_rollouts = operation(Store.count_rollouts, "GET /runs/{run}/rollout_counts", ANY, answer="counts", empty=True)
+    create_rollouts = operation(
+        Store.create_rollouts,
+        "POST /rollouts",
+        TRAIN,
+        answer="created",
+        doc="Create rollouts with ids of the caller's choice; repeating it changes nothing. All or none are created.",
+    )
+    get_rollout = operation(
+        Store.get_rollout,
+        "GET /rollouts/{rollout}",
+        ANY,
+        empty=True,
+        missing="POST /rollouts creates one",
+        doc="One rollout as it stands.",
+    )
+    lease = operation(
+        Store.lease,
+        "POST /leases",
+        RUN,
+        body=messages.LeaseRequest,
+        answer=messages.Leases,
+        empty=True,
+        doc="Take pending rollouts of a run, or running ones whose lease has expired, each as a new attempt, with what its "
+        "agent needs to call the model. No new ones while no policy server of the run answers: ask again. 404 for a run that "
+        "nobody has created; `over` says that there will be no more.",
+    )
+    release = operation(
+        Store.release,
+        "POST /leases/release",
+        RUN,
+        answer="released",
+        answer_seconds=LEASE_ANSWER,
+        doc="Give back everything that a worker holds, without spending a retry. For a worker that starts again, or drains.",
+    )
+    renew = operation(
+        Store.renew,
+        f"POST {ATTEMPT}/renew",
+        RUN,
+        body=messages.Renewal,
+        answer=messages.Expiry,
+        doc="Prolong the lease of the running attempt. 409 when it was superseded or has ended: stop its agent.",
+    )
+    complete = operation(
+        Store.complete,
+        f"POST {ATTEMPT}/complete",
+        RUN,
+        unsent=("spend",),
+        answer=Rollout,
+        answer_seconds=OUTCOME_ANSWER,
+        doc="End an attempt with a reward or a fault, judged by the calls that were recorded. Repeating it changes nothing; "
+        "409 when the attempt was superseded or has ended otherwise: drop the work.",
+    )
+
+    # what attempts leave ----------------------------------------------------------------------------------------
+    next_seq = operation(Store.next_seq, f"GET {ATTEMPT}/next_seq", TRAIN, answer="seq", empty=True)
+    transitions = operation(
+        Store.transitions,
+        "GET /rollouts/{rollout}/transitions",
+        LOOK,
+        cursor=("seq",),
+        doc="The model calls of an attempt in `seq` order.",
+    )
+    append = operation(
+        Store.append,
+        "POST /transitions",
+        TRAIN,
+        answer="appended",
+        doc="Store calls durably. A repeated one changes nothing; 409 for another content under the same key.",
+    )
+    transitions_of = operation(
+        Store.transitions_of,
+        "POST /transitions/read",
+        LOOK,
+        answer="transitions",
+        doc="The model calls of several attempts, of as many of the first ones as fit into one answer; ask again for the rest.",
+    )
+    attempts_of = operation(
+        Store.attempts_of,
+        "POST /attempts/read",
+        LOOK,
+        answer="attempts",
+        doc="What several attempts were completed with, of as many of the first ones as fit into one answer; ask again for the "
+        "rest. An attempt that is null is the rollout's current one.",
+    )
+    spans = operation(
+        Store.spans,
+        "GET /rollouts/{rollout}/spans",
+        LOOK,
+        cursor=("span_id",),
+        doc="The spans of an attempt in the order they began.",
+    )
+    append_spans = operation(
+        Store.append_spans,
+        "POST /spans",
+        RUN,
+        answer="stored",
+        doc="Store spans durably. Those of unknown rollouts and of other than current attempts are not taken. The answer "
+        "counts those that are stored now, those that were before included.",
+    )
+
+    # steps, metrics, small state --------------------------------------------------------------------------------
+    steps = operation(
+        Store.steps,
+        "GET /runs/{run}/steps",
+        LOOK,
+        cursor=("step",),
+        empty=True,
+        doc="Committed optimizer steps in order.",
+        query={"brief": "`true` leaves out what was trained: `rollouts`, `digests` and `groups` are empty."},
+    )
+    last_step = operation(
+        Store.last_step,
+        "GET /runs/{run}/last_step",
+        LOOK,
+        empty=True,
+        missing="the run has committed none",
+        doc="The committed step with the largest number.",
+    )
+    commit_step = operation(
+        Store.commit_step,
+        "POST /steps",
+        TRAIN,
+        body="record",
+        doc="Record an optimizer step and mark its rollouts trained, all or nothing; repeating it changes nothing. 409 when "
+        "the step exists with another batch, when one of the rollouts was trained already, or when its attempt is another.",
+    )
+    metrics = operation(Store.metrics, "GET /runs/{run}/metrics", LOOK, cursor=("step",), empty=True)
+    log_metrics = operation(Store.log_metrics, "POST /runs/{run}/metrics", TRAIN)
+    get_state = operation(
+        Store.get_state,
+        "GET /state/{key}?run",
+        TRAIN,
+        answer="value",
+        empty=True,
+        doc="The value kept under a key, null when there is none.",
+    )
+    put_state = operation(
+        Store.put_state, "PUT /state/{key}?run", TRAIN, doc="Keep a small value under a key, in place of an older one."
+    )
+    keep_state = operation(
+        Store.keep_state,
+        "POST /state/{key}/keep?run",
+        TRAIN,
+        answer="value",
+        doc="Keep a small value unless the key has one; the answer has the one that is kept.",
+    )
+
+    # resources --------------------------------------------------------------------------------------------------
+    list_resources = operation(
+        Store.list_resources,
+        "GET /resources",
+        ANY,
+        cursor=("name", "version"),
+        empty=True,
+        doc="Versions of resources, by name and version.",
+    )
+    put_resource = operation(
+        Store.put_resource,
+        "POST /resources",
+        TRAIN,
+        body="resource",
+        doc="Keep a resource as the next version of its name; content that the name has already stays the version it is. 409 "
+        "when the name belongs to another kind of resource.",
+    )
+    get_resource = operation(
+        Store.get_resource,
+        "GET /resources/{name}/versions/{which}",
+        ANY,
+        empty=True,
+        missing="GET /resources lists those there are",
+        doc="A version of a resource, by its number or by an alias.",
+    )
+    resource_uses = operation(
+        Store.resource_uses, "GET /resources/{name}/uses", LOOK, cursor=("version", "run", "split"), empty=True
+    )
+    list_aliases = operation(
+        Store.list_aliases,
+        "GET /aliases",
+        ANY,
+        cursor=("name", "alias"),
+        empty=True,
+        doc="Where aliases point now, by name and alias; `latest` is among them.",
+    )
+    set_alias = operation(Store.set_alias, f"PUT {ALIAS}", TRAIN, doc="Point an alias to a version.")
+    roll_back_alias = operation(Store.roll_back_alias, f"POST {ALIAS}/rollback", TRAIN)
+    alias_history = operation(Store.alias_history, f"GET {ALIAS}/history", LOOK, empty=True)
+
+    # tokens -----------------------------------------------------------------------------------------------------
+    list_tokens = operation(Store.list_tokens, "GET /tokens", ADMIN, cursor=("id",), doc="Tokens, oldest first.")
+    put_token = operation(
+        Store.put_token,
+        "POST /tokens",
+        ADMIN,
+        body="token",
+        doc="Keep a token under the SHA-256 of a secret that you made: the secret itself is never sent. 409 when its id is "
+        "taken.",
+    )
+    get_token = operation(
+        Store.get_token,
+        "GET /tokens/{token}",
+        ADMIN,
+        empty=True,
+        missing="GET /tokens lists those there are",
+        doc="One token, also when it was revoked or has expired.",
+    )
+    revoke_token = operation(
+        Store.revoke_token,
+        "DELETE /tokens/{token}",
+        ADMIN,
+        doc="Take a token's right away, for good; every server knows a second later.",
+    )
+
+    async def call(self, operation: Operation, arguments: dict[str, Any]) -> Any:
+        """Do one operation with all of its arguments, by name."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it calls {operation.name}")
+
+
+OPERATIONS: Final = operations_of(Operations)
