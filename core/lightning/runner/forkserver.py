@@ -38,7 +38,7 @@ FORKS = 32
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
 
-_OURS = frozenset({"LIGHTNING_TOKEN"})
+_OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
 
 _LOOPBACK = "http://127.0.0.1"
 
@@ -332,7 +332,7 @@ async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """What agents get of the environment: not the token with which their runner talks to the server.
+    """What agents get of the environment: not the token with which their runner talks to the server, nor the secret of a vLLM.
 
     Clients that are made when the agent is imported read it here: they have no provider's address, so that their calls are
     those of a rollout, and loopback, where a gateway is by default, needs no proxy. The gateway's own host is known when a
