@@ -109,8 +109,8 @@ class Holder:
         budget.held += size
         return True
 
-    async def wait(self, size: int, seconds: float) -> bool:
-        """The same, with some seconds to wait for room. False at once for what can never fit."""
+    async def wait(self, size: int, seconds: float | None) -> bool:
+        """The same, with some seconds to wait for room (None: any time). False at once for what can never fit."""
         if self.take(size):
             return True
         if size > self._budget.largest:

@@ -16,8 +16,9 @@ from typing import Any, cast
 from lightning.errors import DataError
 from lightning.instrument import Session
 from lightning.instrument.texts import CURE, number
+from lightning.memory_budget import json_values
 from lightning.runner.policy_faults import cause_of, described
-from lightning.runner.socket_framing import MAX_FRAME
+from lightning.runner.socket_framing import LONGEST_REPLY, MOST_VALUES
 from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -107,14 +108,14 @@ def decode_request(data: bytes) -> tuple[Task, LLM]:
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """An outcome as JSON of at most `MAX_FRAME` bytes. Text that is not Unicode is made so.
+    """An outcome as JSON of at most `LONGEST_REPLY` bytes and `MOST_VALUES` values. Text that is not Unicode is made so.
 
     What JSON cannot say, or what is too long, is left out: tool arguments first, then every report; never the reward.
     """
     silent = Outcome(reward=outcome.reward, fault=outcome.fault, error=outcome.error, seconds=outcome.seconds)
     for candidate in (outcome, without_arguments(outcome), replace(silent, rewards=outcome.rewards)):
         data = _try_dump(candidate)
-        if data is not None and len(data) <= MAX_FRAME:
+        if data is not None and len(data) <= LONGEST_REPLY and json_values(data) <= MOST_VALUES:
             return data
         logger.warning("not all that an agent reported can be sent: leaving out tool arguments, or else everything")
     return _dump(asdict(silent))
