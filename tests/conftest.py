@@ -28,6 +28,9 @@ settings.load_profile("house")
 # Every client of `openai`, `anthropic` or `httpx` loads the certificate store anew (30 ms of CPU), and no test speaks TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
+# Tests attach to vLLMs that other tests, or they themselves, have started.
+os.environ.setdefault("LIGHTNING_VLLM_SECRET", "the secret of every vLLM in these tests")
+
 FRAMEWORKS = (
     "adapters/autogen/", "adapters/langchain/", "adapters/openai_agents/", "adapters/otel/",
     "core/gateway/test_framework_clients.py", "examples/test_math_", "examples/test_multi_gpu_agents", "examples/test_rag_",

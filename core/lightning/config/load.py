@@ -21,7 +21,7 @@ from lightning.config.sections import Config
 from lightning.errors import ConfigError
 
 ENV_PREFIX = "LIGHTNING_"
-NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN")
+NOT_SETTINGS = ("LIGHTNING_DISABLE_PLUGINS", "LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET")
 """Variables with the prefix that other parts of lightning read."""
 
 

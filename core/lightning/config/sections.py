@@ -173,6 +173,17 @@ class LimitsConfig(Section):
     failures_per_minute: float = Field(default=120.0, ge=0)
     """Requests with wrong tokens per address and minute. Above the limit, only tokens that were accepted before are accepted. 0
     sets no limit."""
+    body_memory: int | None = Field(default=None, ge=1 << 20)
+    """Bytes of memory for the bodies of requests in progress, over all tokens, with 128 for each JSON value; null takes an
+    eighth of the memory. A token may hold as much as is still free (half of it when alone); more waits up to 10 s (429)."""
+    json_values: int = Field(default=500_000, ge=0)
+    """Maximum of JSON values in a model call, counted by commas and opening brackets before it is parsed (413); four times as
+    many at the control API and in spans. 0 sets no limit."""
+    connections: int = Field(default=8192, ge=0)
+    """Maximum of open connections, and at most a third of the limit of open files. When it is reached, a new connection takes
+    the place of the oldest one that waits for no answer, else it is closed. 0 sets no limit."""
+    connections_per_address: int = Field(default=1024, ge=0)
+    """Maximum of open connections from one address, loopback excepted. 0 sets no limit."""
 
 
 TaskOrder = Literal["shuffled", "given"]
@@ -289,7 +300,7 @@ class PolicyServerConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device profile (arguments and environment) of a server that lightning starts."""
     host: str = "127.0.0.1"
-    """Address of a server that lightning starts. vLLM's RL routes need no authentication: keep it on loopback."""
+    """Address of a server that lightning starts. Loopback, since agents are to reach the model through the gateway."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of a server that lightning starts; 0 takes a free one."""
     dtype: str = "auto"

@@ -19,24 +19,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
+from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
 from lightning.gateway.identity import ROLLOUT_HEADER, bearer
+from lightning.memory_budget import Budget, Holder
 
 CLIENTS = 16_384
 """Tokens and addresses that are remembered at most."""
 CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
 """The paths that need no token, so that an answer there says nothing of one."""
+OTHERS_VALUES = 4
+"""A body that is no model call may have so many times the JSON values: of spans, of many rollouts."""
 
 
 @dataclass(slots=True)
 class Share:
-    """What is left to one client: `allowance` of `most` requests at the time `at` (the monotonic clock). `good` tokens were
-    let in before."""
+    """What is left to one client: `allowance` of `most` requests at the time `at` (the monotonic clock), and what the bodies
+    of its requests hold. `good` tokens were let in before."""
 
     most: float
     allowance: float
     at: float
+    bodies: Holder
     in_flight: int = 0
     good: bool = False
 
@@ -50,8 +55,8 @@ class Share:
 class Shares:
     """The shares of those who asked lately. The one that asked longest ago is forgotten first, unless it still waits."""
 
-    def __init__(self, most: float) -> None:
-        self._most = most
+    def __init__(self, most: float, budget: Budget) -> None:
+        self._most, self._budget = most, budget
         self._known: OrderedDict[bytes, Share] = OrderedDict()
 
     def get(self, client: bytes) -> Share | None:
@@ -65,7 +70,7 @@ class Shares:
         """The share of a client."""
         share = self.get(client)
         if share is None:
-            share = Share(self._most, self._most, now)
+            share = Share(self._most, self._most, now, Holder(self._budget))
             self.keep(client, share)
         return share
 
@@ -96,9 +101,10 @@ class Guard:
         self._hosts = frozenset(host.lower() for host in limits.hosts)
         self._loopback, self._checks_host = loopback, loopback or bool(limits.hosts)
         self._rate, self._failures = limits.requests_per_second, limits.failures_per_minute / 60.0
-        self._tokens, self._untried = Shares(2.0 * self._rate), Shares(2.0 * self._rate)
+        self._budget = Budget(limits.body_memory)
+        self._tokens, self._untried = Shares(2.0 * self._rate, self._budget), Shares(2.0 * self._rate, self._budget)
         # Apart, so that any number of tokens that open nothing makes nobody forget one that does.
-        self._strangers = Shares(limits.failures_per_minute)
+        self._strangers = Shares(limits.failures_per_minute, self._budget)
         self._is_ours = lru_cache(256)(self._means_us)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,13 +118,20 @@ class Guard:
             await send_bytes(send, refusal.status, refusal.body, [JSON_TYPE, *refusal.headers])
             return
         token.in_flight += 1
+        values = self._limits.json_values * (OTHERS_VALUES if _is_no_call(scope["path"]) else 1)
+        scope[KEY] = body = RequestBody(self._budget, token.bodies, values, receive)
         try:
             if token.good:
-                await self._app(scope, receive, send)
+                await self._app(scope, body.receive, send)
             else:
-                await self._app(scope, receive, self._judging(scope, send, client, token, address))
+                await self._app(scope, body.receive, self._judging(scope, send, client, token, address))
         finally:
             token.in_flight -= 1
+            body.close()
+
+    def close(self) -> None:
+        """Let go of what it works with, once the last request has been answered."""
+        self._budget.close()
 
     def _admit(self, scope: Scope) -> tuple[bytes, Share, Share]:
         """The token's name here (none without one), and the shares of the token and of the address.
@@ -188,6 +201,10 @@ class Guard:
             before, colon, port = name.rpartition(":")
             name = before if colon and port.isdecimal() else name
         return name in self._hosts or (self._loopback and is_loopback(name.strip("[]")))
+
+
+def _is_no_call(path: str) -> bool:
+    return path.startswith("/api/") or path.endswith("/traces")
 
 
 def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:

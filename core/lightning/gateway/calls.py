@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import StaleAttemptError, StoreError
+from lightning.gateway.body_limits import parsed
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text, why_no_ids
 from lightning.gateway.history import Entry, History
@@ -167,7 +168,8 @@ class CallEndpoint:
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
     async def _admit(self, claims: Claims, scope: Scope, receive: Receive) -> Call:
-        body = read_object(await read_body(scope, receive, self._config.max_body_bytes))
+        payload = await read_body(scope, receive, self._config.max_body_bytes)
+        body = await parsed(scope, payload, read_object)
         policy, model = self._policies.of(claims.run), body.get("model")
         await self._policies.asked.look(claims.run, policy, model)
         caller = self._identity.caller(scope, model)

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
+from lightning.gateway.body_limits import parsed
 from lightning.gateway.calls import CallEndpoint
 from lightning.gateway.dialects import DIALECTS
 from lightning.gateway.dialects.messages import Messages, prompt_of
@@ -75,7 +76,8 @@ class CountTokens:
     async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
         claims = self._identity.claims(scope)
         policy = self._policies.of(claims.run)
-        prompt = prompt_of(read_object(await read_body(scope, receive, self._config.max_body_bytes)))
+        payload = await read_body(scope, receive, self._config.max_body_bytes)
+        prompt = prompt_of(await parsed(scope, payload, read_object))
         try:
             status, payload = await self._forwarder.tokenize(policy, claims.rollout, prompt)
             if status != 200:

@@ -5,7 +5,7 @@ in flight before it cuts them off.
 
 A client that sends its headers or its body too slowly, sends headers without end, or leaves answers unread, holds a
 connection for a bounded time and a bounded number of bytes; one that only waits for its answer is left alone. A request that
-arrives in one piece, as most do, costs no timer.
+arrives in one piece, as most do, costs no timer. Connections that wait for nothing cannot keep others out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import contextlib
 import errno
 import http
 import logging
+import math
 import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -35,6 +38,10 @@ log = logging.getLogger(__name__)
 
 LONGEST_HEAD = 65_536
 """Bytes of a request's line and headers."""
+FILES_FOR_ONE = 3
+"""Open files for a connection: itself, one to vLLM, and what else the process opens."""
+TELL_AGAIN = 60.0
+"""Seconds between two warnings that there are too many connections."""
 
 
 class Owed(Enum):
@@ -55,6 +62,7 @@ class _Patience(_Base):
     """What both protocols share. `_owed` says what is owed of which request; a timer runs while something is."""
 
     limits: LimitsConfig
+    opened: Connections
     _owed: tuple[Owed, int] = (Owed.HEAD, 0)
     _timed: tuple[Owed, int] = (Owed.NOTHING, 0)
     _timer: asyncio.TimerHandle | None = None
@@ -63,9 +71,13 @@ class _Patience(_Base):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if why := self.opened.add(self):
+            self._cut(RefusalError(503, "too_many_connections", why, [(b"retry-after", b"1")]))
+            return
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.opened.remove(self)
         self._owed = (Owed.NOTHING, 0)
         self._watch()
         super().connection_lost(exc)
@@ -116,6 +128,18 @@ class _Patience(_Base):
         )
         self._cut(RefusalError(408, "request_timeout", text))
 
+    @property
+    def address(self) -> str:
+        """Of the client; empty where it has none."""
+        return self.client[0] if self.client else ""
+
+    def make_room(self) -> bool:
+        """Close, if nobody waits for an answer here."""
+        if self._answering() or self.transport.is_closing():
+            return False
+        self.transport.close()
+        return True
+
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -141,6 +165,50 @@ class _Patience(_Base):
         self.transport.abort()
 
 
+class Connections:
+    """The open connections of one port. `most` at a time (0: any number), and so many from one address that is not loopback."""
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self._most, self._most_of_one = most, most_of_one
+        self._open: dict[_Patience, str] = {}
+        self._of_address: Counter[str] = Counter()
+        self._told_at = -math.inf
+
+    def add(self, connection: _Patience) -> str:
+        """Count a connection; or say why there can be no further one. The oldest that waits for nothing makes room."""
+        address = connection.address
+        if self._most_of_one and self._of_address[address] >= self._most_of_one and not is_loopback(address):
+            return (
+                f"{self._most_of_one} connections from your address are open (gateway.limits.connections_per_address)."
+            )
+        if self._most and len(self._open) >= self._most:
+            self._tell()
+            if not any(other.make_room() for other in self._open):
+                return (
+                    f"{self._most} connections are open, all in use (gateway.limits.connections). Wait and try again."
+                )
+        self._open[connection] = address
+        self._of_address[address] += 1
+        return ""
+
+    def remove(self, connection: _Patience) -> None:
+        """It has ended."""
+        address = self._open.pop(connection, None)
+        if address is not None:
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+    def _tell(self) -> None:
+        if time.monotonic() - self._told_at > TELL_AGAIN:
+            self._told_at = time.monotonic()
+            log.warning(
+                "%d connections are open, as many as there may be: idle ones are closed for new ones. Raise "
+                "gateway.limits.connections (and the limit of open files, ulimit -n) if your agents need more",
+                self._most,
+            )
+
+
 class _PatientH11(_Patience, H11Protocol):
     """Where httptools is not installed."""
 
@@ -158,7 +226,10 @@ class _PatientH11(_Patience, H11Protocol):
 def patient(limits: LimitsConfig, *, pure: bool = False) -> type[asyncio.Protocol]:
     """The HTTP protocol for `uvicorn.Config(http=...)`: httptools' where it is installed, else (and when `pure`) h11's."""
     base: type[Any] = _PatientH11 if pure else _fastest()
-    return type(base.__name__.strip("_"), (base,), {"limits": limits})
+    files = open_files()
+    most = min(limits.connections, files // FILES_FOR_ONE) if limits.connections and files else limits.connections
+    opened = Connections(most, limits.connections_per_address)
+    return type(base.__name__.strip("_"), (base,), {"limits": limits, "opened": opened})
 
 
 def _fastest() -> type[Any]:
@@ -234,8 +305,10 @@ class Serving:
         self._listener = listener
         host, port = listener.getsockname()[:2]
         self.url = f"http://{reachable(host)}:{port}"
+        allow_many_files()
+        self._guard = Guard(app, limits, loopback=is_loopback(host))
         config = uvicorn.Config(
-            Guard(app, limits, loopback=is_loopback(host)),
+            self._guard,
             http=patient(limits),
             ws="none",
             lifespan="off",
@@ -252,7 +325,6 @@ class Serving:
 
     async def start(self) -> None:
         """Return when connections are accepted."""
-        allow_many_files()
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="lightning-gateway")
         while not self._server.started:
             if self._task.done():
@@ -266,6 +338,7 @@ class Serving:
             self._server.ended.set()
             await self._task
             self._task = None
+            self._guard.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -294,6 +367,16 @@ def reachable(host: str) -> str:
     if host == "::":
         return "[::1]"
     return f"[{host}]" if ":" in host else host
+
+
+def open_files() -> int:
+    """How many files this process may have open; 0 for any number."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 0 if soft == resource.RLIM_INFINITY else soft
 
 
 def allow_many_files() -> None:

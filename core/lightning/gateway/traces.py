@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
 from lightning.errors import DataError, MissingExtraError, StoreError
+from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import (
     RAISE_THE_LIMIT,
     ClientGoneError,
@@ -109,6 +110,10 @@ ANONYMOUS_BYTES: Final = 1024 * 1024
 """Of a request without a token, unpacked."""
 ANONYMOUS_AT_ONCE: Final = 4
 """Requests without a token that are unpacked, read and kept at a time."""
+PROTOBUF_FACTOR: Final = 48
+"""Bytes of memory for one of protobuf: an empty message has two, and takes a hundred when it is parsed."""
+MOST_UNPACKED: Final = 1032
+"""Bytes that one of gzip can become."""
 ANONYMOUS_SPANS: Final = 10_000
 """Of a request without a token."""
 SEND_THE_KEY: Final = "send the rollout's API key with the spans"
@@ -163,14 +168,15 @@ class TraceEndpoint:
         bounds = Bounds(self._config.max_body_bytes) if claims is not None else anonymous(self._config.max_body_bytes)
         payload = await read_body(scope, receive, bounds.size, bounds.cure)
         with self._turn(claims):
-            return await self._keep(content_type, encoding, payload, bounds, claims)
+            body: RequestBody | None = scope.get(KEY)
+            if encoding == "gzip":
+                payload = await _unpacked(payload, bounds, body)
+            if body is not None and content_type == otlp.PROTOBUF:
+                await body.reserve(PROTOBUF_FACTOR * len(payload))
+            return await self._keep(content_type, payload, bounds, claims)
 
-    async def _keep(
-        self, content_type: str, encoding: str, payload: bytes, bounds: Bounds, claims: Claims | None
-    ) -> bytes:
+    async def _keep(self, content_type: str, payload: bytes, bounds: Bounds, claims: Claims | None) -> bytes:
         """What `_take` returns, of a request's body. It is read in threads: the loop has streams to pass on meanwhile."""
-        if encoding == "gzip":
-            payload = await asyncio.to_thread(unzipped, payload, bounds)
         spans = await asyncio.to_thread(_read, content_type, payload, bounds)
         try:
             owners = await self._book.find(self._looked_up(spans, claims))
@@ -233,6 +239,20 @@ def anonymous(most: int) -> Bounds:
     if most <= ANONYMOUS_BYTES:
         return Bounds(most, spans=ANONYMOUS_SPANS)
     return Bounds(ANONYMOUS_BYTES, f"send fewer spans at a time, or {SEND_THE_KEY}", ANONYMOUS_SPANS)
+
+
+async def _unpacked(payload: bytes, bounds: Bounds, body: RequestBody | None) -> bytes:
+    """What a gzip body holds, for which room is found before and kept. Raises `RefusalError`."""
+    if body is None:
+        return await asyncio.to_thread(unzipped, payload, bounds)
+    room = min(bounds.size, MOST_UNPACKED * len(payload))
+    await body.reserve(room)
+    try:
+        data = await asyncio.to_thread(unzipped, payload, bounds)
+    finally:
+        body.give(room)
+    await body.hold(data)
+    return data
 
 
 def unzipped(payload: bytes, bounds: Bounds) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
 from lightning.policy_server.model_facts import parsers_for, read_facts
 from lightning.policy_server.model_folder import check_model_folder
+from lightning.policy_server.owner_secret import SECRET
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import LOOK_SECONDS, OwnedVLLM, VLLMServer
 from lightning.policy_server.weight_transfer import Sender
@@ -43,7 +45,8 @@ class AttachedVLLM(VLLMServer):
 
     It needs VLLM_SERVER_DEV_MODE=1, `--worker-extension-cls lightning.policy_server.worker.WorkerExtension`,
     `--logprobs-mode processed_logprobs` and `--generation-config vllm`, on CUDA also VLLM_USE_V2_MODEL_RUNNER=0 and
-    `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves.
+    `--no-async-scheduling`; `start` refuses one without. `model` is the folder it serves. If its control routes have a secret
+    (`owner_secret`), it is in our environment, too.
 
     With `claims` its weights are this process's to change from `start` on, and no other's: a word is left in it, and a trainer
     that finds another's there later stops. Of two that attach at one moment the first is refused when it brings weights.
@@ -71,7 +74,7 @@ class AttachedVLLM(VLLMServer):
         """See `start`. With `over` raises `NotOursError` where another word was left than one of these."""
         check_model_folder(self._folder)
         await asyncio.to_thread(self._loader.check)
-        control = VLLMControl(self._root)
+        control = VLLMControl(self._root, os.environ.get(SECRET, ""))
         state = await control.health()
         if state != "ok":
             raise PolicyServerError(

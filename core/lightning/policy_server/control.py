@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, cast
 import aiohttp
 
 from lightning.errors import PolicyServerError
+from lightning.policy_server.owner_secret import HEADER
 from lightning.policy_server.profiles import check_settings
 from lightning.policy_server.protocol import Usage
 
@@ -63,11 +64,13 @@ class TransferState(NamedTuple):
 class VLLMControl:
     """One vLLM's control routes. Holds no connection: control calls are rare, and event loops come and go.
 
-    `claimed_as` is the word that was left in it; what changes the weights is refused where another one is found.
+    `claimed_as` is the word that was left in it; what changes the weights is refused where another one is found. `secret` opens
+    those routes of a vLLM that has one (`owner_secret`).
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, secret: str = "") -> None:
         self.url, self.claimed_as = url, ""
+        self._headers = {HEADER: secret} if secret else {}
 
     async def health(self) -> Literal["ok", "dead", "refused", "silent"]:
         """`dead`: the API answers but its engine is gone; `refused`: nobody listens; `silent`: no answer in time."""
@@ -342,7 +345,9 @@ class VLLMControl:
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as session,
-                session.request(verb, self.url + route, json=json, params=params) as reply,
+                session.request(
+                    verb, self.url + route, json=json, params=params, headers=self._headers, allow_redirects=False
+                ) as reply,
             ):
                 if reply.status == 404 and not route.startswith("/v1"):
                     raise NoRoutesError(MISSING_ROUTES.format(url=self.url))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 
 PACKED = "lightning.policy_server.packed_logprobs.PackedLogprobs"
+GUARDED = "lightning.policy_server.owner_secret.OwnerSecret"
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -73,10 +74,10 @@ def require_vllm(device: Device) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise ConfigError unless `host` is this machine's own: anybody who reaches the RL routes can replace the model."""
+    """Raise ConfigError unless `host` is this machine's own: whoever reaches vLLM samples from it past every gateway."""
     if not is_loopback(host):
         raise ConfigError(
-            f"policy_server.host = {host!r} would open vLLM's unprotected RL routes to the network; "
+            f"policy_server.host = {host!r} would let the network sample from vLLM, past the gateway and its keys; "
             "use 127.0.0.1 and let agents reach the model through the gateway"
         )
 
@@ -110,7 +111,7 @@ def server_args(
     args += ["--max-model-len", str(chosen.max_model_len or -1), "--dtype", chosen.dtype]
     args += ["--generation-config", "vllm"]  # not the folder's own sampling defaults
     args += ["--logprobs-mode", "processed_logprobs"]  # of the distribution sampled from, temperature included
-    args += ["--worker-extension-cls", EXTENSION, "--middleware", PACKED]
+    args += ["--worker-extension-cls", EXTENSION, "--middleware", PACKED, "--middleware", GUARDED]
     args += ["--disable-uvicorn-access-log", "--disable-log-stats"]
     if chosen.block_size:
         args += ["--block-size", str(chosen.block_size)]

@@ -25,6 +25,7 @@ from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand, choose
 from lightning.policy_server.control import NotOursError, VLLMControl
 from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder, check_weights, checkpoint_files
+from lightning.policy_server.owner_secret import SECRET
 from lightning.policy_server.process import ServerProcess, reserved_port
 from lightning.policy_server.profiles import (
     check_args,
@@ -302,9 +303,10 @@ class OwnedVLLM(VLLMServer):
             self._alias = f"{self._name}-{secrets.token_hex(8)}"
             names = (self._name, self._alias)
             args = server_args(self._folder, self._config, chosen, device=device, names=names, port=self._port)
-            env = server_env(os.environ, device=device, threads=chosen.threads)
+            secret = os.environ.get(SECRET) or secrets.token_hex(32)
+            env = {**server_env(os.environ, device=device, threads=chosen.threads), SECRET: secret}
             self._process = ServerProcess(args, env, self._log)
-            self._control = VLLMControl(f"http://{host}:{self._port}")
+            self._control = VLLMControl(f"http://{host}:{self._port}", secret)
             try:
                 await self._until_ready(self._process, self._control, chosen.start_timeout)
                 if self._config.args or device == "cuda":  # which may have changed what we ask for

@@ -15,7 +15,7 @@ from dataclasses import replace
 from lightning.errors import DataError, StaleAttemptError
 from lightning.gateway.redaction import redacted_outcome
 from lightning.instrument.texts import number
-from lightning.runner.outcomes import cause_in_record, described
+from lightning.runner.policy_faults import cause_in_record, described
 from lightning.spans.derive import with_spans
 from lightning.store.protocol import Store
 from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outcome, Rollout, Status, Transition

@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
+from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
 from lightning.runner.forkserver_child import kill_group
 from lightning.runner.sandbox import PARENT, Sandbox
@@ -38,7 +39,7 @@ FORKS = 32
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Many agents share the cores; and a fork server must have no threads when it forks."""
 
-_OURS = frozenset({"LIGHTNING_TOKEN"})
+_OURS = frozenset({"LIGHTNING_TOKEN", "LIGHTNING_VLLM_SECRET"})
 
 _LOOPBACK = "http://127.0.0.1"
 
@@ -69,10 +70,11 @@ class Worker:
         self._network = network
         self._reader, self._writer = reader, writer
 
-    async def ask(self, request: bytes) -> bytes:
-        """Send a request and return the reply. Raises `WorkerDiedError`, or `ValueError` for bytes that are no message."""
+    async def ask(self, request: bytes, holder: Holder) -> bytes:
+        """Send a request and return the reply, which `holder` has room for. Raises `WorkerDiedError`, or `ValueError` for bytes
+        that are no message."""
         self.served += 1
-        reading = asyncio.ensure_future(self._exchange(request))
+        reading = asyncio.ensure_future(self._exchange(request, holder))
         both: set[asyncio.Future[Any]] = {reading, self.exited}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -94,10 +96,10 @@ class Worker:
         if self._network is not None:
             self._network.close()
 
-    async def _exchange(self, request: bytes) -> bytes:
+    async def _exchange(self, request: bytes, holder: Holder) -> bytes:
         self._writer.write(socket_framing.pack(request))
         await self._writer.drain()
-        return await socket_framing.read(self._reader)
+        return await socket_framing.read_reply(self._reader, holder)
 
 
 class ForkServer:
@@ -154,6 +156,8 @@ class ForkServer:
         try:
             await loop.sock_sendall(self._control, socket_framing.pack(setup) + socket_framing.pack(self._shipped))
             answer = await incoming.next()
+        except ConnectionAbortedError as error:
+            raise RunnerError(f"no agent can be run: {error}") from error
         except OSError:
             answer = None
         if answer is None:
@@ -332,7 +336,7 @@ async def _writable(control: socket.socket, listener: asyncio.Task[None]) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """What agents get of the environment: not the token with which their runner talks to the server.
+    """What agents get of the environment: not the token with which their runner talks to the server, nor the secret of a vLLM.
 
     Clients that are made when the agent is imported read it here: they have no provider's address, so that their calls are
     those of a rollout, and loopback, where a gateway is by default, needs no proxy. The gateway's own host is known when a
@@ -350,14 +354,17 @@ class _Incoming:
         self._buffer = bytearray()
 
     async def next(self) -> dict[str, int | str] | None:
-        """The next message; None when the fork server is gone."""
+        """The next message; None when the fork server is gone. Raises `OSError` for what is none, so that it is given up."""
         loop = asyncio.get_running_loop()
-        while (message := socket_framing.unpack(self._buffer)) is None:
-            data = await loop.sock_recv(self._control, 65536)
-            if not data:
-                return None
-            self._buffer += data
-        parsed: dict[str, int | str] = json.loads(message)
+        try:
+            while (message := socket_framing.unpack(self._buffer, socket_framing.LONGEST_NEWS)) is None:
+                data = await loop.sock_recv(self._control, 65536)
+                if not data:
+                    return None
+                self._buffer += data
+            parsed: dict[str, int | str] = json.loads(message)
+        except (ValueError, RecursionError) as error:
+            raise ConnectionAbortedError(f"the process that prepares agents sent no message: {error}") from error
         return parsed
 
 

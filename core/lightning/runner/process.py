@@ -10,9 +10,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning.config import RunnerConfig
 from lightning.errors import DataError, RunnerError
+from lightning.memory_budget import LONG, Budget, Holder
 from lightning.runner.agent_serialization import pack_agent
 from lightning.runner.forkserver import GRACE, ForkServer, Worker, WorkerDiedError
 from lightning.runner.outcomes import decode_outcome, decode_request, encode_request, failed
@@ -40,6 +42,7 @@ class ProcessRunner:
         self._idle: list[Worker] = []
         self._slots = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()
+        self._replies = Budget()
         self._told_of_threads = False
         self._sandboxes: dict[Worker, ForkServer] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -58,6 +61,7 @@ class ProcessRunner:
                 targets("", self._config.sandbox_network)  # or the first rollout would find what is wrong with it
             self._slots = asyncio.Semaphore(self._config.concurrency)
             self._starting = asyncio.Lock()
+            self._replies = Budget()
             self._server = await self._new_server()
             if self._config.sandbox == "bwrap":  # it has shown that the agent can be loaded; each rollout has its own
                 await self._server.close()
@@ -77,10 +81,13 @@ class ProcessRunner:
                 return failed(Fault.INFRASTRUCTURE, str(error))
             started = time.monotonic()
             reusable = False
+            holder = Holder(self._replies)
             try:
                 async with asyncio.timeout(self._config.timeout):
-                    reply = await worker.ask(request)
-                outcome = decode_outcome(reply)
+                    reply = await worker.ask(request, holder)
+                outcome = (
+                    decode_outcome(reply) if len(reply) <= LONG else await holder.work(partial(decode_outcome, reply))
+                )
                 reusable = True
             except TimeoutError:
                 text = f"the agent ran for more than {self._config.timeout:g} s and was killed (runner.timeout)"
@@ -96,6 +103,7 @@ class ProcessRunner:
                 )
                 return failed(Fault.AGENT, text, seconds=time.monotonic() - started)
             finally:
+                holder.give(holder.held)
                 self._give_back(worker, reusable)
             return outcome
 
@@ -110,6 +118,7 @@ class ProcessRunner:
                 await each.close()
         await asyncio.gather(*self._ending)
         self._sandboxes.clear()
+        self._replies.close()
 
     async def _take(self, request: bytes) -> tuple[Worker, bytes]:
         """An idle worker that still lives, else a new one; and the request as it is to read it. In a sandbox it is alone

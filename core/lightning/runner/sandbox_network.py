@@ -21,6 +21,8 @@ FIRST_FREE_PORT = 1024
 """Below it a process needs a right to listen."""
 MOST_CONNECTIONS = 64
 """Connections of one sandbox at a time; further ones wait."""
+MOST_WAITING = 192
+"""Connections that wait; further ones are closed at once, or one agent could take all of the runner's open files."""
 CHUNK = 65536
 """Bytes that are passed on at a time."""
 CONNECT_TIMEOUT = 30.0
@@ -131,6 +133,9 @@ class Network:
         """Pass on what connects there."""
 
         def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(self._passing) >= MOST_CONNECTIONS + MOST_WAITING:
+                writer.transport.abort()
+                return
             passing = asyncio.create_task(self._serve(reader, writer, target))
             self._passing.add(passing)
             passing.add_done_callback(self._passing.discard)

@@ -1,6 +1,8 @@
 """Messages over a socket: four bytes of length (big endian), then the payload.
 
-The invariant: a message is read whole or not at all; a peer that went away reads as the end, never as a short message.
+The invariant: a message is read whole or not at all; a peer that went away reads as the end, never as a short message. What an
+agent's process sends is held to a length and to a share of the memory before it is read, and to a number of JSON values before
+it is parsed.
 """
 
 from __future__ import annotations
@@ -9,8 +11,16 @@ import asyncio
 import socket
 import struct
 
+from lightning.memory_budget import VALUE_BYTES, Holder, json_values
+
 MAX_FRAME = 256 * 1024 * 1024
 """Bytes; a longer announced length means that something else wrote to the socket."""
+LONGEST_REPLY = 32 * 1024 * 1024
+"""Bytes of what an agent's process reports of a rollout."""
+MOST_VALUES = 500_000
+"""JSON values of it, counted by commas and brackets."""
+LONGEST_NEWS = 1024 * 1024
+"""Bytes of what the fork server tells, which imports the agent's modules."""
 
 _LENGTH = struct.Struct("!I")
 
@@ -22,11 +32,12 @@ def pack(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def unpack(buffer: bytearray) -> bytes | None:
-    """Take the first whole message out of a receive buffer; None when none is complete yet."""
+def unpack(buffer: bytearray, most: int = MAX_FRAME) -> bytes | None:
+    """Take the first whole message out of a receive buffer; None when none is complete yet. Raises `ValueError` for one of more
+    than `most` bytes."""
     if len(buffer) < _LENGTH.size:
         return None
-    end = _LENGTH.size + _length(buffer[: _LENGTH.size])
+    end = _LENGTH.size + _length(buffer[: _LENGTH.size], most)
     if len(buffer) < end:
         return None
     payload = bytes(buffer[_LENGTH.size : end])
@@ -45,15 +56,30 @@ def receive(sock: socket.socket) -> bytes | None:
     return None if head is None else _receive_exactly(sock, _length(head))
 
 
-async def read(reader: asyncio.StreamReader) -> bytes:
-    """The next message from a stream. Raises `asyncio.IncompleteReadError` when the peer is gone."""
-    return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
+async def read_reply(reader: asyncio.StreamReader, holder: Holder) -> bytes:
+    """The next message from a stream, sent by an agent's process. `holder` waits for the memory that it and its JSON take.
+
+    Raises `asyncio.IncompleteReadError` when the peer is gone, and `ValueError` for a message that is too long or has too many
+    values.
+    """
+    length = _length(await reader.readexactly(_LENGTH.size), LONGEST_REPLY)
+    await _hold(holder, length)
+    reply = await reader.readexactly(length)
+    if (values := json_values(reply)) > MOST_VALUES:
+        raise ValueError(f"a message has {values} JSON values, more than {MOST_VALUES}")
+    await _hold(holder, VALUE_BYTES * values)
+    return reply
 
 
-def _length(head: bytes | bytearray) -> int:
+async def _hold(holder: Holder, size: int) -> None:
+    if not await holder.wait(size, None):
+        raise ValueError(f"a message needs {size} bytes of memory, more than there may be for one")
+
+
+def _length(head: bytes | bytearray, most: int = MAX_FRAME) -> int:
     length: int = _LENGTH.unpack(head)[0]
-    if length > MAX_FRAME:
-        raise ValueError(f"a message of {length} bytes was announced, more than {MAX_FRAME}")
+    if length > most:
+        raise ValueError(f"a message of {length} bytes was announced, more than {most}")
     return length
 
 

@@ -22,7 +22,7 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
-from lightning.runner.outcomes import read_cause
+from lightning.runner.policy_faults import read_cause
 from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
 from lightning.trainer.rules import Attempted, diagnose
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts

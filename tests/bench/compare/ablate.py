@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import shutil
 import statistics
 import sys
@@ -55,6 +56,7 @@ def settings_of(demo: Demo, seed: int, given: argparse.Namespace) -> Config:
 @contextmanager
 def serving(demo: Demo, given: argparse.Namespace, *, log: Path) -> Iterator[str]:
     """A vLLM with the demonstration's model, for all its runs; gives its URL."""
+    os.environ.setdefault("LIGHTNING_VLLM_SECRET", secrets.token_hex(32))  # its runs attach to it
     server = make_policy_server(demo.model, settings_of(demo, 0, given).policy_server, log=log)
     with asyncio.Runner() as runner:
         try:

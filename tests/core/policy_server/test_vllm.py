@@ -112,6 +112,24 @@ async def test_it_serves(served: Any) -> None:
         await served.vllm.start()
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/collective_rpc", {"method": "lightning_load", "args": ["", "/tmp/x"]}),
+        ("/collective_rpc", {"method": "lightning_claim", "args": ["thief"]}),
+        ("/pause?mode=keep", None),
+        ("/reset_prefix_cache", None),
+        ("/server_info", None),
+    ],
+)
+async def test_its_control_routes_answer_its_owner_alone(served: Any, route: str, body: Any) -> None:
+    async with aiohttp.ClientSession(served.vllm.url) as session:
+        verb = "GET" if route == "/server_info" else "POST"
+        async with session.request(verb, route, json=body) as reply:
+            assert (reply.status, "LIGHTNING_VLLM_SECRET" in await reply.text()) == (403, True)
+    assert not await served.vllm._running().is_paused()
+
+
 def adapters_of(folder: Path, place: Path) -> tuple[Path, Path]:
     """A file with adapters of a folder's model alone, and a folder with the model that they make."""
     engine = TorchEngine(lora=LoraConfig(rank=4), dtype="float32")

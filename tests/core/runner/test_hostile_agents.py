@@ -22,7 +22,7 @@ import psutil
 import pytest
 from lightning.config import RunnerConfig
 from lightning.errors import ConfigError, RunnerError
-from lightning.runner import sandbox
+from lightning.runner import sandbox, sandbox_network
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.runner.sandbox_network import targets, url_inside
@@ -266,6 +266,70 @@ async def test_variables_are_passed_by_name(world: World) -> None:
     async with runner("bwrap", sandbox_environment=("PGPASS*",)) as made:
         outcome, _ = await side_by_side(made, "environment", world, LLM("http://127.0.0.1:9/v1", "key", "policy"))
     assert outcome.reward == 1.0, outcome.error
+
+
+def make_bomber() -> Agent:
+    """An agent that finds its runner's socket and reports instead of its own process; or opens many connections."""
+
+    def agent(task: Task, llm: LLM) -> float:
+        import os
+        import socket
+        import stat
+        import struct
+        import time
+
+        if task.input == "connections":
+            port = int(llm.base_url.rpartition(":")[2].partition("/")[0])
+            kept = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(400)]
+            time.sleep(1)
+            ended = 0
+            for each in kept:
+                each.setblocking(False)
+                try:
+                    ended += each.recv(1) == b""
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    ended += 1
+            return float(ended)
+        bomb = b'{"reward": [' + b"[]," * int(str(task.input)) + b"[]]}"
+        for descriptor in range(3, 64):
+            try:
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    with socket.socket(fileno=os.dup(descriptor)) as found:
+                        found.sendall(struct.pack("!I", len(bomb)) + bomb)
+            except OSError:
+                continue
+        return 1.0
+
+    return agent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("values", "why"), [(1_000_000, "JSON values"), (15_000_000, "bytes was announced")])
+async def test_a_report_that_would_fill_the_runners_memory_is_not_parsed(values: int, why: str) -> None:
+    made = ProcessRunner(make_bomber(), RunnerConfig(concurrency=2, timeout=60, sandbox="bwrap"))
+    await made.start()
+    try:
+        bad, good = await asyncio.gather(
+            *(made.run(lease(n), LLM("http://127.0.0.1:9/v1", "k", "m")) for n in (values, 5))
+        )
+    finally:
+        await made.close()
+    assert (bad.fault, why in bad.error) == (Fault.AGENT, True), bad.error
+    assert good.fault is Fault.AGENT
+    assert "not an outcome" in good.error or "reward" in good.error, "a short one is parsed, and found to be nothing"
+
+
+@pytest.mark.slow
+async def test_one_sandbox_has_a_number_of_connections(server: ChatServer) -> None:
+    made = ProcessRunner(make_bomber(), RunnerConfig(concurrency=2, timeout=60, sandbox="bwrap"))
+    await made.start()
+    try:
+        outcome = await made.run(lease("connections"), server.llm())
+    finally:
+        await made.close()
+    assert outcome.reward == 400 - sandbox_network.MOST_CONNECTIONS - sandbox_network.MOST_WAITING, outcome.error
 
 
 def test_hosts_that_cannot_be_opened_are_refused() -> None:

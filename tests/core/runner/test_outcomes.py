@@ -231,7 +231,7 @@ def test_an_exception_without_words_is_still_an_outcome() -> None:
 
 
 def test_a_reward_is_never_lost_because_the_reports_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcomes, "MAX_FRAME", 1000)
+    monkeypatch.setattr(outcomes, "LONGEST_REPLY", 1000)
     broken = ToolEvent("t", "ok", arguments=NoText(), output="x" * 100)  # type: ignore[arg-type]
     kept = outcomes.sanitized(Outcome(reward=0.5, rewards={"a": 0.5}, tool_events=(broken,)))
     assert (kept.reward, kept.rewards, kept.tool_events[0].output) == (0.5, {"a": 0.5}, "x" * 100)
@@ -240,6 +240,13 @@ def test_a_reward_is_never_lost_because_the_reports_are_large(monkeypatch: pytes
         reward=0.5, rewards={"a": 0.5}
     )
     assert outcomes.sanitized(Outcome(reward=0.5, rewards={"a" * 1000: 0.5})) == Outcome(reward=0.5)
+
+
+def test_so_are_reports_of_too_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "MOST_VALUES", 100)
+    event = ToolEvent("t", "ok", arguments=[0] * 1000, output="x")
+    kept = outcomes.sanitized(Outcome(reward=0.5, tool_events=(event,)))
+    assert (kept.reward, kept.tool_events) == (0.5, (replace(event, arguments=None),))
 
 
 def test_what_could_not_have_come_from_another_process_is_the_agents_fault() -> None:

@@ -8,6 +8,7 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.memory_budget import Budget, Holder
 from lightning.runner import socket_framing
 
 
@@ -40,7 +41,40 @@ async def test_a_length_that_cannot_be_is_an_error() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(nonsense)
     with pytest.raises(ValueError, match="was announced"):
-        await socket_framing.read(reader)
+        await socket_framing.read_reply(reader, Holder(Budget()))
+
+
+async def reply_of(payload: bytes, most: int = 1 << 20) -> bytes:
+    reader = asyncio.StreamReader()
+    reader.feed_data(socket_framing.pack(payload))
+    return await socket_framing.read_reply(reader, Holder(Budget(most)))
+
+
+async def test_what_an_agent_sends_is_held_to_a_length_a_number_of_values_and_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket_framing, "LONGEST_REPLY", 10_000)
+    monkeypatch.setattr(socket_framing, "MOST_VALUES", 1000)
+    assert await reply_of(b"[" * 1000) == b"[" * 1000
+    with pytest.raises(ValueError, match="1001 JSON values, more than 1000"):
+        await reply_of(b"[" * 1001)
+    with pytest.raises(ValueError, match="10001 bytes was announced, more than 10000"):
+        await reply_of(b" " * 10_001)
+    with pytest.raises(ValueError, match="needs 128000 bytes of memory"):
+        await reply_of(b"[" * 1000, most=200_000)
+
+
+async def test_a_reply_waits_for_the_memory_that_others_hold() -> None:
+    budget = Budget(1000)
+    other = Holder(budget)
+    assert other.take(500)
+    reader = asyncio.StreamReader()
+    reader.feed_data(socket_framing.pack(b" " * 400))
+    reading = asyncio.create_task(socket_framing.read_reply(reader, Holder(budget)))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    other.give(500)
+    assert len(await reading) == 400
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

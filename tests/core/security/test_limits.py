@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import access_control, serving
+from lightning.gateway import access_control, body_limits, serving
 from lightning.gateway.access_control import Guard
-from lightning.gateway.http import send_bytes
+from lightning.gateway.http import RefusalError, send_bytes
 from lightning.gateway.serving import Serving, bind
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -316,3 +316,125 @@ async def test_a_server_of_the_network_answers_to_every_name_unless_told() -> No
     assert (await ask(Guard(echo, LimitsConfig(), loopback=False), host="gpu-7"))[0] == 200
     told = Guard(echo, LimitsConfig(hosts=("gpu-7",)), loopback=False)
     assert [(await ask(told, host=host))[0] for host in ("gpu-7:80", "evil.example", "127.0.0.1")] == [200, 421, 421]
+
+
+# connections
+
+
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+async def test_idle_connections_make_room_for_new_ones(pure: bool) -> None:
+    """400 of them keep nobody out; the same without the limit is what it would be, and all stay open."""
+    for most, left in ((20, 20), (0, 401)):
+        async with port(LimitsConfig(connections=most), pure=pure) as number:
+            opened = [await asyncio.open_connection("127.0.0.1", number) for _ in range(400)]
+            answer, _ = await talk(number, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            assert answer.startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.05)
+            still = sum(not reader.at_eof() for reader, _ in opened)
+            assert left - 2 <= still <= left
+            for _, writer in opened:
+                writer.close()
+
+
+async def test_connections_in_use_are_kept_and_further_ones_told(pure: bool) -> None:
+    slow = GET.replace(b"GET /", b"GET /slow")
+    async with port(LimitsConfig(connections=2), pure=pure) as number:
+        using = [
+            asyncio.create_task(talk(number, slow.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))) for _ in "12"
+        ]
+        await asyncio.sleep(0.1)
+        answer, _ = await talk(number, b"")
+        assert said(answer) == (503, "too_many_connections")
+        assert all(answer.startswith(b"HTTP/1.1 200") for answer, _ in await asyncio.gather(*using))
+
+
+async def test_one_address_has_its_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with port(LimitsConfig(connections_per_address=3)) as number:
+        opened = [await asyncio.open_connection("127.0.0.1", number) for _ in range(5)]
+        answer, _ = await talk(number, GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        assert answer.startswith(b"HTTP/1.1 200"), "loopback is many: agents, and a proxy's clients"
+        monkeypatch.setattr(serving, "is_loopback", lambda _: False)
+        answer, _ = await talk(number, b"")
+        assert said(answer) == (503, "too_many_connections")
+        for _, writer in opened:
+            writer.close()
+
+
+# the memory and time of bodies
+
+
+async def send_body(door: Guard, *parts: bytes, token: str = "a", path: str = "/", length: int = 0) -> tuple[int, str]:
+    """Status and error code of a request whose body comes in parts."""
+    coming = [{"type": "http.request", "body": part, "more_body": n < len(parts) - 1} for n, part in enumerate(parts)]
+    got: list[dict[str, object]] = []
+    scope = {
+        "type": "http", "path": path, "client": None, "headers": [(b"authorization", b"Bearer " + token.encode())],
+    }  # fmt: skip
+
+    async def receive() -> dict[str, object]:
+        return coming.pop(0)
+
+    async def send(message: dict[str, object]) -> None:
+        got.append(message)
+
+    await door(scope, receive, send)  # type: ignore[arg-type]
+    body = orjson.loads(got[1]["body"])  # type: ignore[arg-type]
+    return got[0]["status"], body["error"]["code"] if isinstance(body, dict) else body  # type: ignore[return-value]
+
+
+async def hold(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads a body, and answers a while later; refuses as the gateway does."""
+    try:
+        while (await receive()).get("more_body"):
+            pass
+        await asyncio.sleep(0.2 if scope["path"] == "/slow" else 0)
+        await send_bytes(send, 200, b"0")
+    except RefusalError as refusal:
+        await send_bytes(send, refusal.status, refusal.body)
+
+
+MIB = 1 << 20
+
+
+async def test_a_body_is_counted_in_values_as_it_arrives() -> None:
+    door = Guard(hold, LimitsConfig(json_values=1000), loopback=True)
+    assert await send_body(door, b"[" + b"1," * 900 + b"1]") == (200, 0)
+    assert await send_body(door, *[b"[]," * 100] * 6) == (413, "too_many_values")
+    assert await send_body(door, *[b"[]," * 100] * 6, path="/api/v1/x") == (200, 0), "no model call"
+    assert await send_body(Guard(hold, LimitsConfig(json_values=0), loopback=True), b"[]," * 100_000) == (200, 0)
+
+
+async def test_one_token_holds_half_of_the_memory_and_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_limits, "WAIT", 0.05)
+    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    part = b"x" * MIB
+    assert await send_body(door, *[part] * 5) == (413, "body_too_large"), "more than it could ever have"
+    first = asyncio.create_task(send_body(door, *[part] * 4, path="/slow"))
+    await asyncio.sleep(0.01)
+    assert await send_body(door, part) == (429, "too_many_bytes")
+    others = [asyncio.create_task(send_body(door, part, token=name, path="/slow")) for name in "bc"]
+    await asyncio.sleep(0.01)
+    assert await send_body(door, part, token="d") == (200, 0)
+    assert {await task for task in (first, *others)} == {(200, 0)}
+    assert await send_body(door, *[part] * 4) == (200, 0), "what was held is given back"
+
+
+async def test_a_body_waits_for_room() -> None:
+    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    first = asyncio.create_task(send_body(door, *[b"x" * MIB] * 4, path="/slow"))
+    await asyncio.sleep(0.01)
+    assert await send_body(door, b"x" * MIB) == (200, 0)
+    assert first.done()
+    await first
+
+
+async def test_a_client_that_goes_away_gives_its_memory_back() -> None:
+    door = Guard(hold, LimitsConfig(body_memory=8 * MIB), loopback=True)
+    for _ in range(3):
+        first = asyncio.create_task(send_body(door, *[b"x" * MIB] * 4, path="/slow"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    assert await send_body(door, *[b"x" * MIB] * 4) == (200, 0)

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from lightning.runner.outcomes import described
+from lightning.runner.policy_faults import described
 from lightning.trainer.reasons import grouped, reason
 
 
