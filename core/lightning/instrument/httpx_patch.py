@@ -14,12 +14,13 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from lightning.instrument.address import Url
-from lightning.instrument.components import current_caller, is_framework
+from lightning.instrument.components import component_path, current_caller, is_framework
 from lightning.instrument.context import (
     Session,
     active,
@@ -30,6 +31,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
+from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
 from lightning.instrument.providers import NOWHERE, elsewhere, is_policys
 from lightning.types import Caller
 
@@ -98,6 +100,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
             return None
         caller = current_caller()
         _say_if_nameless(caller)
+        caller = _noted(caller)
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
@@ -108,6 +111,15 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
     return session, caller.name if caller is not None else UNNAMED
+
+
+def _noted(caller: Caller | None) -> Caller | None:
+    """The caller with a note of the framework that makes the call, where that has no adapter to name its agents."""
+    if is_framework(caller) or component_path() or (caller is not None and caller.framework not in ("", "raw")):
+        return caller
+    if not (framework := without_adapter()):
+        return caller
+    return replace(caller or Caller(UNNAMED), framework=f"{NO_ADAPTER}{framework}")
 
 
 def _say_if_nameless(caller: Caller | None) -> None:
