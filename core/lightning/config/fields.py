@@ -58,14 +58,20 @@ def accepts(field: FieldInfo) -> str:
 
 
 def find(key: str) -> FieldInfo | None:
-    """The field of a dotted key. A name inside a free mapping gives the mapping's field; an unknown key gives None."""
+    """The field of a dotted key. A name inside a free mapping gives the mapping's field, and in a mapping to sections the
+    section goes on below the name; an unknown key gives None."""
     model: type[BaseModel] | None = Config
     field: FieldInfo | None = None
     names = key.split(".")
     for depth, name in enumerate(names):
         if model is None:
-            inside = field is not None and get_origin(field.annotation) is dict and depth == len(names) - 1 and name
-            return field if inside else None
+            inside = field is not None and get_origin(field.annotation) is dict and name
+            if not inside or depth == len(names) - 1:
+                return field if inside else None
+            model = section_of(get_args(field.annotation)[1]) if field is not None else None
+            if model is None:
+                return None
+            continue
         field = model.model_fields.get(name)
         if field is None:
             return None
@@ -114,6 +120,8 @@ def _plural(annotation: object) -> str:
         return "strings"
     if annotation is int:
         return "integers"
+    if section_of(annotation) is not None:
+        return "tables"
     return "numbers" if annotation is float or set(get_args(annotation)) == {int, float} else "values"
 
 

@@ -138,20 +138,34 @@ class OptimizerModelConfig(Section):
         check_endpoint(self.base_url, self.api_key_env)
 
 
-def check_endpoint(base_url: str, api_key_env: str) -> None:
+def check_endpoint(base_url: str, api_key_env: str, whose: str = "the optimiser model") -> None:
     """Raise `ConfigError` for a URL or a variable's name that may hold a password or a key: settings are kept with the run."""
     if not base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"base_url={base_url!r} of the optimiser model is no URL: write https://.../v1")
+        raise ConfigError(f"base_url={base_url!r} of {whose} is no URL: write https://.../v1")
     if "@" in base_url.split("/", 3)[2] or "?" in base_url:
         raise ConfigError(
-            "base_url of the optimiser model has a user, a password or a query in it, and settings are kept with the run: "
+            f"base_url of {whose} has a user, a password or a query in it, and settings are kept with the run: "
             "write https://.../v1 alone, with the key in the environment variable that api_key_env names"
         )
     if api_key_env and not api_key_env.isidentifier():
         raise ConfigError(
-            "api_key_env of the optimiser model cannot name an environment variable: give the name of the variable that "
+            f"api_key_env of {whose} cannot name an environment variable: give the name of the variable that "
             "holds the key, not the key"
         )
+
+
+class ProviderConfig(Section):
+    """A provider that the gateway asks for what is not the policy's."""
+
+    base_url: str = ""
+    """URL of the provider's API with its version: `https://api.openai.com/v1`."""
+    api_key_env: str = ""
+    """The environment variable of the gateway's process that holds the provider's key; never the key itself. Empty sends
+    none."""
+    models: tuple[str, ...] = ()
+    """Models that the provider answers and not the policy, as names with `*`."""
+    routes: tuple[str, ...] = ("embeddings", "moderations", "images", "audio")
+    """Routes below the version that the provider answers, with all that is below them."""
 
 
 class LimitsConfig(Section):
@@ -357,6 +371,10 @@ class GatewayConfig(Section):
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""
+    providers: dict[str, ProviderConfig] = Field(default_factory=dict)
+    """Providers of what is not the policy's (embeddings, a judge's model), by name. Each has `base_url`, `api_key_env` (the
+    environment variable of the gateway's process that holds the key), `models` (names with `*` that the provider answers and
+    not the policy) and `routes` (`embeddings`, `moderations`, `images` and `audio` unless you list others)."""
     limits: LimitsConfig = LimitsConfig()
     """Limits for each client of the port."""
 

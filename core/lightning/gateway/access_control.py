@@ -21,12 +21,12 @@ from lightning.addresses import is_loopback
 from lightning.config import LimitsConfig
 from lightning.gateway.body_limits import KEY, RequestBody
 from lightning.gateway.http import JSON_TYPE, RefusalError, send_bytes
-from lightning.gateway.identity import ROLLOUT_HEADER, bearer
+from lightning.gateway.identity import KEYS, ROLLOUT_HEADER, bearer
 from lightning.memory_budget import Budget, Holder
 
 CLIENTS = 16_384
 """Tokens and addresses that are remembered at most."""
-CREDENTIALS = frozenset({b"authorization", b"x-api-key", ROLLOUT_HEADER})
+CREDENTIALS = frozenset({b"authorization", *KEYS, ROLLOUT_HEADER})
 OPEN = frozenset({"/health", "/api/v1/health", "/api/v1/openapi.json"})
 """The paths that need no token, so that an answer there says nothing of one."""
 OTHERS_VALUES = 4
@@ -217,7 +217,7 @@ def _credential(path: str, sent: Mapping[bytes, bytes]) -> bytes:
         return sent[ROLLOUT_HEADER]
     if path.startswith("/r/"):
         return path.split("/", 3)[2].encode("utf-8", "surrogatepass")
-    return token or sent.get(b"x-api-key", b"")
+    return token or next((sent[name] for name in KEYS if name in sent), b"")
 
 
 def _too_many(what: str, seconds: float) -> RefusalError:

@@ -26,6 +26,7 @@ from lightning.gateway.dialects.base import error_text, why_no_ids
 from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
+    Body,
     ClientGoneError,
     EventCutter,
     Header,
@@ -43,6 +44,7 @@ from lightning.gateway.http import (
 from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forwarded_headers
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
+from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import Recorder, Ticket, described
 from lightning.gateway.sampling import (
     apply_sampling,
@@ -132,9 +134,11 @@ class CallEndpoint:
         forwarder: Forwarder,
         recorder: Recorder,
         history: History,
+        providers: Providers,
     ) -> None:
         self._dialect, self._config, self._identity, self._policies = dialect, config, identity, policies
         self._forwarder, self._recorder, self._history = forwarder, recorder, history
+        self._providers = providers
         self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,7 +148,12 @@ class CallEndpoint:
         try:
             claims = self._identity.claims(scope)
             self._identity.check_over(claims)
-            call = await self._admit(claims, scope, receive)
+            payload = await read_body(scope, receive, self._config.max_body_bytes)
+            body = await parsed(scope, payload, read_object)
+            if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
+                await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
+                return
+            call = await self._admit(claims, scope, body)
             await self._serve(call, receive, send)
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
@@ -167,10 +176,8 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _admit(self, claims: Claims, scope: Scope, receive: Receive) -> Call:
-        payload = await read_body(scope, receive, self._config.max_body_bytes)
-        body = await parsed(scope, payload, read_object)
-        policy, model = self._policies.of(claims.run), body.get("model")
+    async def _admit(self, claims: Claims, scope: Scope, body: Body) -> Call:
+        policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)
         caller = self._identity.caller(scope, model)
         request_id = f"{PROCESS}{next(NUMBERS):x}"
@@ -397,6 +404,11 @@ def refuse_unstored(error: StoreError) -> RefusalError:
     """The refusal of a call that cannot be made durable."""
     message = f"The store did not take the call, so it is not answered: {error}. Send it again."
     return RefusalError(503, "store_failed", message)
+
+
+def _model_in(body: Body, scope: Scope) -> object:
+    """The model that is asked for: Azure's URLs name it, too."""
+    return body.get("model") or scope.get("path_params", {}).get("deployment")
 
 
 def _id_header(call: Call) -> Header:

@@ -17,6 +17,7 @@ from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
 from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
+from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
 from lightning.gateway.serving import Serving, bind
@@ -68,6 +69,7 @@ class Gateway:
         own = Policy(upstreams, config.hold_timeout, version=version, seed=seed) if upstreams else None
         self._policies = Policies(store, own, run, config.hold_timeout, allowed=Allowed(config.allowed_upstreams))
         self._forwarder = Forwarder()
+        self._providers = Providers(read_providers(config.providers), config.upstream_timeout)
         self._serving: Serving | None = None
         self._recorder = Recorder(store, config.token_ttl)
         identity = Identity(self._signer)
@@ -75,7 +77,7 @@ class Gateway:
         traces = TraceEndpoint(config, identity, self._tracebook, store)
         self._history = History(store)
         self._front = build_front(
-            config, identity, self._policies, self._forwarder, self._recorder, self._history, traces
+            config, identity, self._policies, self._forwarder, self._recorder, self._history, traces, self._providers
         )
         self.app = self._front.app
 
@@ -181,3 +183,4 @@ class Gateway:
         await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()
+        await self._providers.close()

@@ -40,6 +40,7 @@ CURE_OF_LENGTH = (
 TYPES = {
     **dict.fromkeys((400, 408, 421, 422), "invalid_request_error"),
     401: "authentication_error",
+    403: "permission_error",
     **dict.fromkeys((404, 405), "not_found_error"),
     409: "conflict_error",
     **dict.fromkeys((413, 431), "request_too_large"),

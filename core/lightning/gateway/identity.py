@@ -178,6 +178,8 @@ log = logging.getLogger(__name__)
 
 ROLLOUT_HEADER = b"x-lightning-rollout"
 CALLER_HEADER = b"x-lightning-caller"
+KEYS = (b"x-api-key", b"api-key")
+"""Headers in which Anthropic's and Azure's clients send their key."""
 ALIAS = "policy:"
 LONGEST_CALLER = 8192
 STALE = 4096
@@ -210,7 +212,7 @@ class Identity:
                 return self._signer.verify(value.decode("latin-1"))
             if name == b"authorization":
                 authorization = value
-            elif name == b"x-api-key":
+            elif name in KEYS:
                 key = value
         token = scope.get("path_params", {}).get("token")
         if token is None:

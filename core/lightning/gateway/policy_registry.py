@@ -154,7 +154,8 @@ class AskedModels:
             "%r was asked for%s, and the policy answers, as it does under any name: such calls are recorded as the agent's "
             "own, and trained on where a trainer works. A judge or another model that is not to be trained needs a client "
             "with a base_url and an API key of its own, read before the rollout (in it OPENAI_BASE_URL and OPENAI_API_KEY "
-            "are the policy's); or name its calls and leave that name out of train_agents (said once for each name)",
+            "are the policy's), or its name in the models of gateway.providers; or name its calls and leave that name out of "
+            "train_agents (said once for each name)",
             name,
             f" in run {run}" if run else "",
         )

@@ -7,6 +7,7 @@ Nothing is sampled here, so nothing is recorded.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning.config.sections import GatewayConfig
+from lightning.errors import StoreError
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.calls import CallEndpoint
 from lightning.gateway.dialects import DIALECTS
@@ -34,19 +36,26 @@ from lightning.gateway.http import (
     read_object,
     send_bytes,
 )
-from lightning.gateway.identity import Identity
+from lightning.gateway.identity import Claims, Identity
 from lightning.gateway.policy_registry import Policies
+from lightning.gateway.providers import Providers
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.traces import PATH, TraceEndpoint
 from lightning.gateway.upstream.client import Forwarder
 
-PREFIXES = ("/v1", "/r/{token}/v1")
+log = logging.getLogger(__name__)
+
+VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
+"""What stands before a route: a version, or what Azure's clients have in its place."""
+PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version in VERSIONS)
+MODELS = "/models"
 COUNT_PATH = f"{Messages.path}/count_tokens"
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
 LISTED = ", ".join([*(f"POST /v1{path}" for path in POSTS), "GET /v1/models", "GET /health"])
 OTHERS = (
     " Other calls of a provider's API go to the provider from the agent's process, if its runner was started with a key for it "
-    "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx; else give that client its own base_url and key."
+    "(OPENAI_API_KEY, ANTHROPIC_API_KEY) and the client is based on httpx, or from the gateway, if gateway.providers has one "
+    "that lists the route; else give that client its own base_url and key."
 )
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
@@ -88,6 +97,55 @@ class CountTokens:
             raise RefusalError(502, "upstream_failed", message) from error
 
 
+class Others:
+    """What stands below a version and is no route of the gateway's: a provider answers it, or nobody does."""
+
+    def __init__(self, config: GatewayConfig, identity: Identity, recorder: Recorder, providers: Providers) -> None:
+        self._config, self._identity, self._recorder, self._providers = config, identity, recorder, providers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. What an agent asks for and does not get is recorded as a refused call."""
+        route, unknown = scope["path_params"]["route"], unknown_route(scope["method"], without_token(scope["path"]))
+        if f"/{route}" in (*POSTS, MODELS):
+            raise HTTPException(405)
+        try:
+            claims = self._identity.claims(scope)
+            self._identity.check_over(claims)
+        except RefusalError:
+            if self._providers.of_route(route, None) is None:
+                raise unknown from None
+            raise
+        try:
+            payload = await read_body(scope, receive, self._config.max_body_bytes)
+            provider = self._providers.of_route(route, _model_in(payload, scope))
+            if provider is None:
+                raise unknown
+            await self._providers.pass_on(provider, route, payload, scope, receive, send)
+        except ClientGoneError:
+            return
+        except RefusalError as refusal:
+            if scope["method"] == "POST" and refusal.status < 500:
+                await self._record(scope, claims, refusal)
+            raise
+
+    async def _record(self, scope: Scope, claims: Claims, refusal: RefusalError) -> None:
+        name = f"route-{secrets.token_hex(12)}"
+        try:
+            await self._recorder.append_refused(claims, self._identity.caller(scope, None), name, refusal)
+        except StoreError as error:
+            log.warning("that a call of %s was refused (%s) was not recorded: %s", claims.rollout, refusal.code, error)
+
+
+def _model_in(payload: bytes, scope: Scope) -> object:
+    """The model that a request names in a JSON body, if it does, or in the path."""
+    if payload[:1] == b"{":
+        try:
+            return orjson.loads(payload).get("model")
+        except orjson.JSONDecodeError:
+            return None
+    return scope["path_params"].get("deployment")
+
+
 class Front:
     """`app` answers everything; calls to `/v1` go straight to their endpoints, past what Starlette does for each request."""
 
@@ -113,11 +171,12 @@ def build_front(
     recorder: Recorder,
     history: History,
     traces: TraceEndpoint,
+    providers: Providers,
 ) -> Front:
     """The routes, tied to the parts that serve them."""
     info = Info(identity, policies, forwarder)
     endpoints: dict[str, ASGIApp] = {
-        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history)
+        dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history, providers)
         for dialect in DIALECTS
     }
     endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder)
@@ -125,7 +184,9 @@ def build_front(
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:
         routes += [Route(f"{prefix}{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        routes.append(Route(f"{prefix}/models", info.models, methods=["GET"]))
+        routes.append(Route(f"{prefix}{MODELS}", info.models, methods=["GET"]))
+    others = Others(config, identity, recorder, providers)
+    routes += [Route(f"{prefix}/{{route:path}}", others) for prefix in PREFIXES]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, RefusalError: _refusal})
     return Front(app, {f"/v1{path}": endpoint for path, endpoint in endpoints.items()})
 
@@ -170,16 +231,11 @@ class Info:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = without_token(request.url.path)
     if error.status_code == 404:
-        path = _without_token(request)
-        message = f"There is no {request.method} {path} here. {EXISTING}"
-        if "/v1/v1/" in path:
-            message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
-        elif request.method == "POST" and path.startswith("/v1/"):
-            message += OTHERS
-        return _answer(RefusalError(404, "unknown_route", message))
+        return _answer(unknown_route(request.method, path))
     if error.status_code == 405:
-        message = f"{request.method} is not allowed for {_without_token(request)}. {EXISTING}"
+        message = f"{request.method} is not allowed for {path}. {EXISTING}"
         return _answer(RefusalError(405, "method_not_allowed", message))
     return _answer(RefusalError(error.status_code, "http_error", error.detail))
 
@@ -194,9 +250,19 @@ def _answer(refusal: RefusalError) -> Response:
     return Response(refusal.body, refusal.status, headers, JSON)
 
 
-def _without_token(request: Request) -> str:
+def unknown_route(method: str, path: str) -> RefusalError:
+    """The refusal (404) of what nobody answers here."""
+    message = f"There is no {method} {path} here. {EXISTING}"
+    if "/v1/v1/" in path:
+        message += " Anthropic's clients add /v1 themselves: give them the base URL without it."
+    elif path.removeprefix("/r/<token>").startswith(("/v1/", "/openai/")):
+        message += OTHERS
+    return RefusalError(404, "unknown_route", message)
+
+
+def without_token(path: str) -> str:
     """The path, with the token (a credential) left out of what may be logged by clients."""
-    parts = request.url.path.split("/", 3)
+    parts = path.split("/", 3)
     if parts[:2] == ["", "r"] and len(parts) == 4:
         return f"/r/<token>/{parts[3]}"
-    return request.url.path
+    return path

@@ -14,11 +14,12 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit
 
-from lightning.instrument.components import current_caller, is_framework
+from lightning.instrument.components import component_path, current_caller, is_framework
 from lightning.instrument.context import (
     Session,
     active,
@@ -29,6 +30,7 @@ from lightning.instrument.context import (
     log_once,
     session_of,
 )
+from lightning.instrument.frameworks import NO_ADAPTER, without_adapter
 from lightning.instrument.providers import NOWHERE, Url, elsewhere, is_policys
 from lightning.types import Caller
 
@@ -97,6 +99,7 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
             return None
         caller = current_caller()
         _say_if_nameless(caller)
+        caller = _noted(caller)
         headers = headers_for(request.url, caller)
         said = request.headers.get(TRACE_HEADER)  # a client that is instrumented knows the span it is in
         request.headers.update({**headers, TRACE_HEADER: said} if said else headers)
@@ -107,6 +110,15 @@ def mark(request: HttpxRequest, hosts: Sequence[str] | None = None) -> Sent | No
         log_once("tap", "a model call goes out without the name of its agent: %r", error)
         return None
     return session, caller.name if caller is not None else UNNAMED
+
+
+def _noted(caller: Caller | None) -> Caller | None:
+    """The caller with a note of the framework that makes the call, where that has no adapter to name its agents."""
+    if is_framework(caller) or component_path() or (caller is not None and caller.framework not in ("", "raw")):
+        return caller
+    if not (framework := without_adapter()):
+        return caller
+    return replace(caller or Caller(UNNAMED), framework=f"{NO_ADAPTER}{framework}")
 
 
 def _say_if_nameless(caller: Caller | None) -> None:
@@ -245,8 +257,12 @@ def install_tap(reroute: Sequence[str] = ()) -> Callable[[], None]:
 PROVIDERS = frozenset({"api.openai.com", "api.anthropic.com"})
 """Hosts of the model APIs that the gateway speaks; other providers' are recognized only when they are listed."""
 VERSION = "/v1/"
-AZURE = re.compile(r"openai/deployments/[^/]+/([^?]*)")
-"""The path of Azure's clients, which names the deployment where others have a version."""
+AZURE = re.compile(r"/openai/(?:deployments/[^/]+/|v1/)?(.*)")
+"""The path of Azure's clients, which may name the deployment where others have a version."""
+
+
+AZURE_ORIGIN = "openai.azure_auth_origin"
+"""By which Azure's client notices that a request goes to another host than it meant, and takes the key off."""
 
 
 class HttpxRequest(Protocol):
@@ -294,16 +310,20 @@ def reroute(request: HttpxRequest, hosts: Sequence[str]) -> bool:
     if not rest:
         log_once(f"no route {host}", "a call to %s is not brought to the policy: its path has no %s", url, VERSION)
         return False
-    _redirect(request, session, rest)
+    if not send_elsewhere(request):
+        _redirect(request, session, rest)
     return True
 
 
 def _below_version(url: str) -> str:
     """The path below `/v1/`, with its query; of Azure's URLs what follows the deployment. Empty where there is neither."""
-    path = url.partition("//")[2].partition("/")[2]
-    if (azure := AZURE.match(path)) is not None:
-        return azure[1]
-    return f"/{path}".partition(VERSION)[2]
+    path = _path(url)
+    azure = AZURE.search(path)
+    return path.partition(VERSION)[2] if azure is None else azure[1]
+
+
+def _path(url: str) -> str:
+    return "/" + url.partition("//")[2].partition("/")[2]
 
 
 def send_elsewhere(request: HttpxRequest) -> bool:
@@ -311,10 +331,13 @@ def send_elsewhere(request: HttpxRequest) -> bool:
 
     The gateway answers the others: it knows more providers, or says what is missing.
     """
-    route = str(request.url).rpartition(VERSION)[2]
+    url = str(request.url)
+    route = _below_version(url)
     if not route or is_policys(route):
         return False
-    found = elsewhere(route, anthropic="anthropic-version" in request.headers)
+    azure = AZURE.search(_path(url)) if "api-key" in request.headers else None
+    tail = "" if azure is None else azure[0].lstrip("/")
+    found = elsewhere(route, anthropic="anthropic-version" in request.headers, azure=tail)
     if found is None:
         return False
     url, key = found
@@ -323,6 +346,7 @@ def send_elsewhere(request: HttpxRequest) -> bool:
             del request.headers[name]
     request.url = type(request.url)(url)
     request.headers.update({**key, "host": request.url.netloc.decode()})
+    getattr(request, "extensions", {}).pop(AZURE_ORIGIN, None)
     log_once(
         f"route {route.partition('/')[0]}",
         "%s is no call of the policy's: it goes to %s with the process's own key",

@@ -57,9 +57,12 @@ def is_policys(route: str) -> bool:
     return any(path == known or path.startswith(f"{known}/") for known in POLICY_ROUTES)
 
 
-def elsewhere(route: str, *, anthropic: bool) -> tuple[str, dict[str, str]] | None:
+def elsewhere(route: str, *, anthropic: bool, azure: str = "") -> tuple[str, dict[str, str]] | None:
     """The URL that a path below `/v1/` would have had without us, and the header with the process's own key; None where it
-    has no key."""
+    has no key. `azure` is the whole path of a client of Azure's, which goes to the process's own resource if it has one."""
+    if azure and (endpoint := _original.get("AZURE_OPENAI_ENDPOINT")):
+        key = _original.get("AZURE_OPENAI_API_KEY", "")
+        return (f"{endpoint.rstrip('/')}/{azure}", {"api-key": key}) if key else None
     if anthropic:
         key = _original.get("ANTHROPIC_API_KEY", "")
         base = _original.get("ANTHROPIC_BASE_URL", ANTHROPIC).rstrip("/")

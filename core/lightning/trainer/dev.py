@@ -26,13 +26,10 @@ from lightning.trainer.metrics import (
     count_greedy,
     count_truncated,
     is_greedy,
-    no_call_of,
-    nothing_trained,
-    unmatched,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.reasons import grouped
-from lightning.trainer.rules import Attempted, diagnose
+from lightning.trainer.rules import Attempted, Diagnosis, diagnose, nothing_trained
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
@@ -93,13 +90,16 @@ async def dry_run(
 ) -> DevReport:
     """Run each task once, sampled as in training (`trainer.eval_temperature` is not for it), and read what was recorded.
 
+    The first rollout ends before the others begin: what it leaves in a memory that rollouts share shows in theirs.
     The first task is run twice where a function that is not lightning's compares rollouts (`needs_pair`).
     """
     run, attempts = stack.run.id, stack.config.runner.max_attempts
     planned = train_rollouts(run, 0, tasks[:1], 2 if needs_pair(algorithm) else 1, attempts)
     planned += train_rollouts(run, 0, tasks[1:], 1, attempts, first=1)
     reporter.phase("dry run", len(planned))
-    await stack.execute(planned, reporter.rollout)
+    await stack.execute(planned[:1], reporter.rollout)
+    if planned[1:]:
+        await stack.execute(planned[1:], reporter.rollout)
     rollouts = await all_rollouts(stack.store, stack.run.id, split=TRAIN, step=0)
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
     compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
@@ -157,9 +157,6 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
         problems.append(are_media(media, media))
     elif scored and not any(row.trained_calls for row in scored):
         problems.append(nothing_trained(callers, train_agents))
-    else:
-        missed = unmatched(train_agents, callers) if callers else {}
-        problems += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if meant]
     greedy, trained = sum(row.greedy_calls for row in rows), sum(row.trained_calls for row in rows)
     if compared and are_greedy(greedy, trained):
         problems.append(f"{greedy} of {trained} trained calls were sampled at temperature 0: {CURE_OF_GREEDY}")
@@ -170,12 +167,16 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     ]
     if any(row.calls_without_logprobs for row in scored):
         problems.append("some calls came back without logprobs: the policy server must run with logprobs enabled")
-    return problems + [diagnosis.text for diagnosis in diagnose(row.recorded for row in rows) if diagnosis.serious]
+    return problems + [found.text for found in _diagnosed(rows, train_agents) if found.serious]
+
+
+def _diagnosed(rows: Sequence[DevRow], train_agents: Sequence[str]) -> list[Diagnosis]:
+    failures = [row.error for row in rows if row.reward is None]
+    return diagnose((row.recorded for row in rows), train_agents, failures)
 
 
 def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str]:
     masked, trained = sum(row.constrained_calls for row in rows), sum(row.trained_calls for row in rows)
-    callers = [caller for row in rows for caller in row.callers]
     hints = []
     if too_long := sum(row.too_long_calls for row in rows):
         hints.append(are_too_long(too_long))
@@ -190,10 +191,7 @@ def _hints(rows: Sequence[DevRow], train_agents: Sequence[str] = ()) -> list[str
         )
     if (truncated := sum(row.truncated_calls for row in rows)) > MANY_CUT_OFF * trained:
         hints.append(f"{truncated} of {trained} trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}")
-    if trained:
-        missed = unmatched(train_agents, callers)
-        hints += [no_call_of(glob, meant, callers) for glob, meant in missed.items() if not meant]
-    return hints + [diagnosis.text for diagnosis in diagnose(row.recorded for row in rows) if not diagnosis.serious]
+    return hints + [found.text for found in _diagnosed(rows, train_agents) if not found.serious]
 
 
 def show(report: DevReport, console: Console) -> None:

@@ -32,7 +32,7 @@ from lightning.trainer.replay import take_again
 from lightning.trainer.sampling import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts
-from lightning.types import Json, Rollout, Task
+from lightning.types import Json, Rollout, Status, Task
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ class Loop:
         fresh = metrics["staleness_max"] == 0  # older weights differ, as they should
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
-        self.remarks.step(step, groups, batch, metrics, self.train_agents)
+        failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
+        self.remarks.step(step, groups, batch, metrics, self.train_agents, failures)
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 
 import numpy as np
 
@@ -23,8 +22,7 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
-from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
-from lightning.trainer.rules import Attempted, diagnose
+from lightning.trainer.rules import Attempted, diagnose, nothing_trained
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
@@ -205,8 +203,6 @@ CURE_OF_MEDIA = (
     "their prompts have an image, audio, video or a file, and the trainer computes on token ids, which have no pixels. Give "
     "such calls to an agent that is not trained (train_agents), or put what is in the media into the prompt as text"
 )
-MOST_NAMES = 20
-"""Callers that a sentence names at most."""
 
 
 class Remarks:
@@ -224,8 +220,10 @@ class Remarks:
         batch: Batch,
         metrics: Mapping[str, float],
         train_agents: Sequence[str],
+        failures: Sequence[str] = (),
     ) -> None:
-        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that."""
+        """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that. `failures` are the
+        errors of its rollouts that failed."""
         self._steps += 1
         calls = trained_calls(groups)
         # Of a step that was skipped for its numbers the engine has spoken.
@@ -238,10 +236,6 @@ class Remarks:
                 level = logging.INFO if reason in ORDINARY else logging.WARNING
                 logger.log(level, "step %d: %s", step + 1, _why(reason, groups, batch, calls, train_agents))
         self._reasons |= batch.skipped.keys()
-        if calls and self._first("train_agents"):
-            for glob, meant in unmatched(train_agents, callers_of(groups)).items():
-                if meant:
-                    logger.warning("step %d: %s", step + 1, no_call_of(glob, meant, callers_of(groups)))
         if (media := int(metrics.get("dropped/media", 0))) and calls and self._first("media"):
             logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
         if metrics.get("too_long") and self._first("too_long"):
@@ -254,8 +248,9 @@ class Remarks:
                 CURE_OF_CUT_OFF,
             )
 
-        for diagnosis in diagnose(Attempted.of(member) for group in groups for member in group.trajectories):
-            if self._first(diagnosis.cause):
+        attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
+        for diagnosis in diagnose(attempts, train_agents, failures):
+            if not diagnosis.minor and self._first(diagnosis.cause):
                 logger.warning("step %d: %s", step + 1, diagnosis.text)
         if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
             logger.warning(
@@ -310,45 +305,6 @@ def _nothing_trained(groups: Sequence[Group], train_agents: Sequence[str]) -> st
     return are_media(media, media) if media else nothing_trained(callers_of(groups), train_agents)
 
 
-def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
-    """Why none of the calls of these callers is trained, with the cure."""
-    known = list(callers)
-    if not known:
-        return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
-    if not train_agents:
-        return f"no call of {_names(known)} has tokens to train on"
-    meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
-    return f"train_agents {list(train_agents)} matches none of the agents seen: {_names(known)}. " + (
-        " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"
-    )
-
-
-def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
-    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
-
-    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
-    """
-    known = list(callers)
-    globs: dict[str, str] = {}
-    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
-        *outer, last = name.split("/")
-        globs.setdefault(last, last)
-        for place, part in enumerate(outer):
-            globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
-    found = {}
-    for glob in train_agents:
-        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
-            near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
-            found[glob] = globs[near[0]] if near else ""
-    return found
-
-
-def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
-    """That a glob of `train_agents` matches nothing, with what was probably meant (empty: nothing comes near)."""
-    cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
-    return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {_names(callers)}"
-
-
 def callers_of(groups: Sequence[Group]) -> set[Caller]:
     """Who made the calls of these groups, each once."""
     return {
@@ -382,9 +338,3 @@ def are_too_long(calls: int) -> str:
 def are_media(media: int, calls: int) -> str:
     """That calls are not trained because of their media, with the cure; `calls` are those that would be trained otherwise."""
     return f"{media} of {calls} calls of trained agents are not trained: {CURE_OF_MEDIA}"
-
-
-def _names(callers: Iterable[Caller]) -> str:
-    names = sorted({caller.name for caller in callers})
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + rest

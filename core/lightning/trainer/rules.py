@@ -9,28 +9,33 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Final
 
 from lightning.batch.trajectory import Trajectory
-from lightning.trainer.collect import NOT, OF_MODEL
+from lightning.instrument.frameworks import framework_without_adapter
+from lightning.runner.attempt_completion import NEVER_CALLED
+from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
+from lightning.trainer.shared_memory import shared_answers
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
 
 UNNAMED: Final = Caller("agent").agent
 """The name of a caller of whom no adapter and no header says anything."""
 LONGEST: Final = 300
 """Characters of a refusal that are shown."""
-MOST_NAMES: Final = 8
+MOST_NAMES: Final = 20
 """Callers that a sentence names at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What a rule has found. `cause` is the same for what has one cause, so that it can be said once; `text` has the cure. A
-    `serious` one is a reason not to train."""
+    `serious` one is a reason not to train, a `minor` one is worth a word in a dry run alone."""
 
     cause: str
     text: str
     serious: bool = False
+    minor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +51,32 @@ class Attempted:
         return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events)
 
 
-def diagnose(attempts: Iterable[Attempted]) -> list[Diagnosis]:
-    """What all the rules find in these attempts."""
-    known = list(attempts)
-    return [diagnosis for rule in RULES for diagnosis in rule(known)]
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the rules look at: attempts, the globs of the agents that are trained, and the errors of rollouts that failed."""
+
+    attempts: Sequence[Attempted]
+    train_agents: Sequence[str] = ()
+    failures: Sequence[str] = ()
+
+    @property
+    def answered(self) -> Iterator[Transition]:
+        """The calls that were answered."""
+        return (call for attempt in self.attempts for call in attempt.calls if call.status.answered)
 
 
-def refused_calls(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
+def diagnose(
+    attempts: Iterable[Attempted], train_agents: Sequence[str] = (), failures: Sequence[str] = ()
+) -> list[Diagnosis]:
+    """What all the rules find in these attempts, those of one wave; `failures` are the errors of rollouts that failed."""
+    evidence = Evidence(list(attempts), train_agents, failures)
+    return [diagnosis for rule in RULES for diagnosis in rule(evidence)]
+
+
+def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:
     """Calls that the gateway or vLLM does not take; but for one that is too long, which is the policy's own fault."""
     causes: defaultdict[tuple[str, str, str], list[Transition]] = defaultdict(list)
-    for attempt in attempts:
+    for attempt in evidence.attempts:
         for call in attempt.calls:
             if call.status is CallStatus.REFUSED and call.finish_reason != TOO_LONG:
                 message = re.sub(r"\d+", "N", call.error)
@@ -69,10 +90,10 @@ def refused_calls(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         )
 
 
-def silent_tools(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
+def silent_tools(evidence: Evidence) -> Iterator[Diagnosis]:
     """The model asked for tools, and no adapter reported that one ran."""
-    asked = [attempt for attempt in attempts if any(call.tool_calls for call in attempt.calls)]
-    if asked and not any(attempt.tool_events for attempt in attempts):
+    asked = [attempt for attempt in evidence.attempts if any(call.tool_calls for call in attempt.calls)]
+    if asked and not any(attempt.tool_events for attempt in evidence.attempts):
         calls = sum(len(call.tool_calls) for attempt in asked for call in attempt.calls)
         yield Diagnosis(
             "silent tools",
@@ -81,9 +102,9 @@ def silent_tools(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         )
 
 
-def clamped(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
+def clamped(evidence: Evidence) -> Iterator[Diagnosis]:
     """Calls asked for longer answers than there was room for."""
-    calls = [call for attempt in attempts for call in attempt.calls if call.max_tokens_asked and call.status.answered]
+    calls = [call for call in evidence.answered if call.max_tokens_asked]
     if calls:
         most = max(call.max_tokens_asked for call in calls)
         yield Diagnosis(
@@ -93,9 +114,9 @@ def clamped(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         )
 
 
-def lost_names(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
+def lost_names(evidence: Evidence) -> Iterator[Diagnosis]:
     """Some calls have an agent's name and others have none."""
-    calls = [call.caller for attempt in attempts for call in attempt.calls if call.status.answered]
+    calls = [call.caller for call in evidence.answered]
     named = Counter(caller.name for caller in calls if caller.agent != UNNAMED or caller.path)
     unnamed = len(calls) - named.total()
     if named and unnamed:
@@ -106,12 +127,71 @@ def lost_names(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         )
 
 
-def requested_models(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
+def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
+    """A framework without adapter makes calls, so that its agents have no names and its tools are not seen."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for call in evidence.answered:
+        if framework := framework_without_adapter(call.caller.framework):
+            found[framework][call.caller.name] += 1
+    for framework, callers in sorted(found.items()):
+        yield Diagnosis(
+            f"no adapter/{framework}",
+            f"{callers.total()} calls of {framework} have no name of its agents, and its tools are not seen: there is no "
+            f"adapter for it here. All its agents are {names_of(callers)}. Put `with lightning.component(NAME)` around each "
+            "agent and @lightning.tool on the tools, or turn on its OpenTelemetry spans where it has them (lightning adapters)",
+        )
+
+
+def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Rollouts earned a reward and called no model."""
+    silent = sum(error.startswith(NEVER_CALLED) for error in evidence.failures)
+    if not silent:
+        return
+    others = sum(any(call.status.answered for call in attempt.calls) for attempt in evidence.attempts)
+    yield Diagnosis(
+        "no calls",
+        f"{silent} rollouts returned a reward with 0 model calls"
+        + (
+            f", and {others} others called the model. Is it a cache of the agent's client (DSPy and litellm have one)? Switch "
+            "it off: a rollout that was answered from it teaches nothing"
+            if others
+            else ". Does the client use llm.base_url and llm.api_key, or a model that gateway.providers sends elsewhere?"
+        ),
+        serious=True,
+    )
+
+
+def shared_memory(evidence: Evidence) -> Iterator[Diagnosis]:
+    """What one rollout answered stands in the first prompt of another."""
+    calls = [attempt.calls for attempt in evidence.attempts]
+    if found := shared_answers(calls):
+        holder, speaker = next(iter(found.items()))
+        yield Diagnosis(
+            "shared memory",
+            f"prompts of {len(found)} of {len(calls)} rollouts hold what another rollout had answered (that of "
+            f"{calls[holder][0].rollout} an answer of {calls[speaker][0].rollout}): rollouts share a memory, such as a "
+            "checkpointer with a fixed thread_id or a list at the top of a module. Make it inside the agent, or give each "
+            "rollout an id of its own there; runner='process' with runner.rollouts_per_process = 1 gives each a fresh memory",
+            serious=True,
+        )
+
+
+def unmatched_agents(evidence: Evidence) -> Iterator[Diagnosis]:
+    """No call belongs to one of the globs. That none belongs to any of them is said where nothing could be trained."""
+    globs = evidence.train_agents
+    callers = {Caller(call.caller.agent, call.caller.path) for call in evidence.answered}
+    if not any(is_trainable(call.caller, globs, call.requested_model) for call in evidence.answered):
+        return
+    for glob, meant in unmatched(globs, callers).items():
+        yield Diagnosis(f"glob/{glob}", no_call_of(glob, meant, callers), serious=bool(meant), minor=not meant)
+
+
+def requested_models(evidence: Evidence) -> Iterator[Diagnosis]:
     """Calls asked for several models, and the policy answers them all; which of them looks like a judge."""
     asked: defaultdict[str, Counter[str]] = defaultdict(Counter)
     early: set[str] = set()  # asked for before the last tool of an attempt ran
     late: Counter[str] = Counter()
-    for attempt in attempts:
+    for attempt in evidence.attempts:
         last = max((event.at for event in attempt.tool_events), default=0.0)
         for call in attempt.calls:
             if call.status.answered and call.requested_model:
@@ -122,19 +202,70 @@ def requested_models(attempts: Sequence[Attempted]) -> Iterator[Diagnosis]:
         return
     for model, callers in sorted(asked.items()):
         who = ", ".join(f"{name} ({count})" for name, count in callers.most_common(MOST_NAMES))
-        judge = bool(early) and model not in early and 2 * late[model] > len(attempts)
+        judge = bool(early) and model not in early and 2 * late[model] > len(evidence.attempts)
         yield Diagnosis(
             f"model/{model}/{'late' if judge else ''}",
             f"{callers.total()} calls asked for the model {model!r}: {who}. The policy answers them, as it does under any name"
             + (", and all of them came after the last tool: is it a judge" if judge else "")
-            + f"{'?' if judge else '.'} To leave them out of training: train_agents={[f'{NOT}{OF_MODEL}{model}']}",
+            + f"{'?' if judge else '.'} To leave them out of training: train_agents={[f'{NOT}{OF_MODEL}{model}']}; to have a "
+            "provider answer them: models of gateway.providers",
         )
 
 
-RULES: Final[tuple[Callable[[Sequence[Attempted]], Iterator[Diagnosis]], ...]] = (
+def nothing_trained(callers: Iterable[Caller], train_agents: Sequence[str]) -> str:
+    """Why none of the calls of these callers is trained, with the cure."""
+    known = list(callers)
+    if not known:
+        return "no model call was recorded. Give the agent's client llm.base_url and llm.api_key"
+    if not train_agents:
+        return f"no call of {names_of(known)} has tokens to train on"
+    meant = [f"did you mean {cure!r} for {glob!r}?" for glob, cure in unmatched(train_agents, known).items() if cure]
+    return f"train_agents {list(train_agents)} matches none of the agents seen: {names_of(known)}. " + (
+        " ".join(meant) or "A glob has to match a whole path or its last name; '*/planner/*' is all inside planner"
+    )
+
+
+def unmatched(train_agents: Sequence[str], callers: Iterable[Caller]) -> dict[str, str]:
+    """The globs that match none of the callers, each with the glob that was probably meant, empty where none comes near.
+
+    Only callers that are not trained are candidates: an agent that is called now and then is no misspelling of another.
+    """
+    known = list(callers)
+    globs: dict[str, str] = {}
+    for name in sorted({caller.name for caller in known if not is_trainable(caller, train_agents)}):
+        *outer, last = name.split("/")
+        globs.setdefault(last, last)
+        for place, part in enumerate(outer):
+            globs.setdefault(part, f"*/{part}/*" if place else f"{part}/*")
+    found = {}
+    for glob in train_agents:
+        if not glob.startswith((OF_MODEL, NOT)) and not any(is_trainable(caller, (glob,)) for caller in known):
+            near = get_close_matches(glob.strip("*/").rpartition("/")[2], globs, n=1)
+            found[glob] = globs[near[0]] if near else ""
+    return found
+
+
+def no_call_of(glob: str, meant: str, callers: Iterable[Caller]) -> str:
+    """That a glob of `train_agents` matches nothing, with what was probably meant (empty: nothing comes near)."""
+    cure = f"did you mean {meant!r}?" if meant else "is it misspelt, or is that agent only called now and then?"
+    return f"no call matched {glob!r} of train_agents; {cure} Agents seen: {names_of(callers)}"
+
+
+def names_of(callers: Iterable[Caller | str]) -> str:
+    """The names of callers, each once, and how many more there are."""
+    names = sorted({caller if isinstance(caller, str) else caller.name for caller in callers})
+    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + rest
+
+
+RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
+    unmatched_agents,
     refused_calls,
+    uncalled,
+    shared_memory,
     silent_tools,
     clamped,
     requested_models,
     lost_names,
+    unadapted_frameworks,
 )

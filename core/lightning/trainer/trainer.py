@@ -19,6 +19,7 @@ from lightning.asyncio_utils import run_to_end
 from lightning.config import Config, load_config, with_settings
 from lightning.engines.protocol import ChecksModel, Engine, SendsWeights
 from lightning.errors import ConfigError, DataError
+from lightning.gateway.providers import read_providers
 from lightning.plugins import plugins
 from lightning.policy_server.profiles import shares_gpu
 from lightning.policy_server.weight_transfer import Sender
@@ -104,6 +105,7 @@ class Trainer:
         _check_lifetimes(self.config)
         self._project = project_of(self.config)
         self.config.optimizer_model.check()  # settings are kept with the run: none that hold a password get that far
+        read_providers(self.config.gateway.providers)
         if resume and out is None:
             raise ConfigError("resume needs the run to go on with: give its folder as `out` (--out runs/NAME)")
         self.model = self._base = resolve_model(model)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.config import Config, LoraConfig, load_config, settings, with_settings
+from lightning.config.sections import ProviderConfig
 from lightning.errors import ConfigError
 
 
@@ -178,6 +179,25 @@ def test_every_setting_can_be_given_its_default_in_every_way(tmp_path: Path) -> 
     env = {f"LIGHTNING_{setting.key.upper().replace('.', '__')}": setting.default for setting in known}
     file = write(tmp_path, "\n".join(f"{setting.key} = {setting.default}" for setting in known))
     assert load_config(overrides=overrides, env={}) == load_config(env=env) == load_config(file, env={}) == Config()
+
+
+def test_a_table_of_tables_is_given_whole_or_key_by_key(tmp_path: Path) -> None:
+    file = write(tmp_path, '[gateway.providers.judge]\nbase_url = "https://host/v1"\nmodels = ["gpt-4o*"]\n')
+    keys = ["gateway.providers.judge.base_url=https://host/v1", 'gateway.providers.judge.models=["gpt-4o*"]']
+    whole = ['gateway.providers={judge = {base_url = "https://host/v1", models = ["gpt-4o*"]}}']
+    expected = {"judge": ProviderConfig(base_url="https://host/v1", models=("gpt-4o*",))}
+    for config in (
+        load_config(file, env={}),
+        load_config(overrides=keys, env={}),
+        load_config(overrides=whole, env={}),
+    ):
+        assert config.gateway.providers == expected
+    both = load_config(file, overrides=["gateway.providers.judge.api_key_env=KEY"], env={})
+    assert both.gateway.providers["judge"].base_url == "https://host/v1"
+    assert "unknown setting 'gateway.providers.judge.api_key'" in refused(
+        overrides=["gateway.providers.judge.api_key=sk-1"]
+    )
+    assert "gateway.providers.judge.models cannot be 3" in refused(overrides=["gateway.providers.judge.models=3"])
 
 
 @given(

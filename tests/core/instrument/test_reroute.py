@@ -12,7 +12,7 @@ import httpx
 import httpx2
 import openai
 import pytest
-from lightning.instrument import activate, context, install_tap
+from lightning.instrument import activate, context, install_tap, providers
 from lightning.testing.chat_server import ChatServer
 from lightning.types import LLM
 
@@ -125,6 +125,22 @@ def test_what_is_no_model_call_is_not_brought_to_the_policy(
         assert client.get(f"https://{HOST}/status").status_code == 204
     assert server.calls == []
     assert "has no /v1/" in caplog.text
+
+
+def test_what_azures_client_asks_the_gateway_itself_goes_to_the_process_s_own_provider(
+    server: ChatServer, rerouted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its URLs have no /v1/: they were once taken for a path as a whole."""
+    monkeypatch.setattr(providers, "_original", {})
+    with ChatServer() as own, activate(server.llm("key-1")):
+        providers.remember({"OPENAI_API_KEY": "sk-real", "OPENAI_BASE_URL": own.llm().base_url})
+        place = server.llm().base_url.removesuffix("/v1")
+        with openai.AzureOpenAI(azure_endpoint=place, api_key="key-1", api_version="v", max_retries=0) as client:
+            client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hi"}])
+            client.embeddings.with_raw_response.create(model="e", input="text")
+        assert [call.path for call in server.calls] == ["/openai/deployments/mine/chat/completions?api-version=v"]
+        assert [(call.path, call.key) for call in own.calls] == [("/v1/embeddings?api-version=v", "sk-real")]
+        assert "key-1" not in str(own.calls)
 
 
 @pytest.mark.parametrize("listed", ["API.OpenAI.com", "https://api.openai.com/v1", "api.openai.com:443"])

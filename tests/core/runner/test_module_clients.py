@@ -32,6 +32,8 @@ async def agent(task, llm):
         await asynchronous.chat.completions.create(model="gpt-5", messages=HI)
     if task.input == "azure":
         azure.chat.completions.create(model="my-deployment", messages=HI)
+    if task.input == "azure-embed":
+        azure.embeddings.with_raw_response.create(model="e", input="text", encoding_format="float")
     if task.input == "claude":
         claude.messages.with_raw_response.create(model="claude", max_tokens=5, messages=HI)
     if task.input == "embed":
@@ -68,7 +70,7 @@ async def test_their_calls_are_the_rollouts_and_no_others(
     runner = ProcessRunner(module.agent, RunnerConfig(concurrency=1, timeout=60))
     await runner.start()
     try:
-        for what in ("chat", "azure", "claude", "embed"):
+        for what in ("chat", "azure", "claude", "embed", "azure-embed"):
             lease = Lease(Rollout(what, "run", Task(what), "g", attempt=1), "w", 0.0)
             assert (await runner.run(lease, gateway.llm(f"key-{what}"))).error == ""
     finally:
@@ -85,9 +87,13 @@ async def test_their_calls_are_the_rollouts_and_no_others(
         "nobody sees the process's key"
     )
     if not real_key:
-        assert calls[4:] == [("/v1/embeddings", "key-embed")] * 2, "the gateway says what is missing"
+        embeddings = [("/v1/embeddings", key) for key in ("key-embed", "key-embed", "key-azure-embed")]
+        assert calls[4:] == embeddings, "the gateway knows more providers, or says what is missing"
         assert not provider.calls
         return
     assert calls[4:] == []
-    assert [(call.path, call.key) for call in provider.calls] == [("/v1/embeddings", "sk-real")] * 2
-    assert all("key-embed" not in json.dumps([dict(call.headers), dict(call.body)]) for call in provider.calls)
+    plain, inside, azure = provider.calls
+    assert [(call.path, call.key) for call in (plain, inside)] == [("/v1/embeddings", "sk-real")] * 2
+    assert azure.path == "/v1/openai/deployments/e/embeddings?api-version=2024-10-21"
+    assert (azure.headers["api-key"], azure.key) == ("sk-real", "")
+    assert all("-embed" not in json.dumps([dict(call.headers), dict(call.body)]) for call in provider.calls)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx2
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
 from lightning.trainer.rules import Attempted
@@ -18,6 +19,11 @@ from rich.console import Console
 
 def row(**seen: object) -> DevRow:
     fields = {"task": "t", "reward": 1.0, "error": "", "seconds": 1.0, "agents": {"writer": 2}, "tools": {}}
+    calls = [
+        Transition("r", 1, seq, "c", token_ids(), token_ids(), logprobs(), caller)
+        for seq, caller in enumerate(seen.get("callers", ()))  # type: ignore[arg-type, var-annotated]
+    ]
+    fields["recorded"] = Attempted(calls, ())
     counts = {"trained_calls": 2, "prompt_tokens": 9, "response_tokens": 9, "calls_without_logprobs": 0}
     return DevRow(**{**fields, **counts, **seen})
 
@@ -177,6 +183,56 @@ async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(ben
     assert problem.startswith("1 of 1 trained calls were sampled at temperature 0")
     (hint,) = report.hints
     assert hint.startswith("1 of 1 trained calls were cut off")
+
+
+async def test_a_memory_that_rollouts_share_is_a_problem(bench: Any, tmp_path: Path) -> None:
+    """LangGraph's checkpointer at the top of a module, with a thread_id from the tutorial."""
+    from langchain_openai import ChatOpenAI
+    from langgraph.checkpoint.memory import InMemorySaver
+    from langgraph.graph import START, MessagesState, StateGraph
+
+    def compiled(checkpointer: Any, llm: Any, client: Any) -> Any:
+        model = ChatOpenAI(
+            base_url=llm.base_url, api_key=llm.api_key, model=llm.model, max_retries=0, http_async_client=client
+        )
+
+        async def chat(state: MessagesState) -> Any:
+            return {"messages": [await model.ainvoke(state["messages"])]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("chat", chat)
+        graph.add_edge(START, "chat")
+        return graph.compile(checkpointer=checkpointer)
+
+    memory = InMemorySaver()
+    saved = {"shared": lambda task: memory, "own": lambda task: InMemorySaver()}
+
+    def agent_with(kind: str) -> Any:
+        async def agent(task: Task, llm: Any) -> float:
+            async with httpx2.AsyncClient() as client:
+                graph = compiled(saved[kind](task), llm, client)
+                for text in (f"I am {task.input}.", "Who am I?"):
+                    thread = {"configurable": {"thread_id": "1"}}
+                    await graph.ainvoke({"messages": [("user", text)]}, thread)
+            return 1.0
+
+        return agent
+
+    def answer(body: Any) -> Reply:
+        return Reply(
+            f"Nice to talk to you about that: {body['messages'][-1]['content']} And you are number {len(str(body))}."
+        )
+
+    tasks = [Task("Ann"), Task("Bob"), Task("Cleo")]
+    for kind in saved:
+        async with bench(tmp_path / kind, agent_with(kind), script=answer) as made:
+            report = await dry_run(made.loop.stack, tasks, [], made.loop.schedule.at(0), Reporter(enabled=False))
+        shared = [problem for problem in report.problems if "rollouts share a memory" in problem]
+        assert len(shared) == (kind == "shared"), report.problems
+        if shared:
+            assert shared[0].startswith("prompts of ")
+            assert "InMemorySaver" not in shared[0]
+            assert "thread_id" in shared[0]
 
 
 def test_a_report_shows_a_glob_with_brackets_as_it_is() -> None:

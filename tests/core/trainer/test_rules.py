@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
+from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.trainer.rules import Attempted, diagnose
+from lightning.trainer.shared_memory import LENGTH
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 
 WRITER = Caller("writer", ("crew", "writer"))
@@ -76,3 +80,96 @@ def test_a_model_that_is_asked_for_between_tools_is_no_judge() -> None:
 def test_an_answer_for_which_there_was_less_room() -> None:
     (found,) = diagnose([Attempted([call(max_tokens_asked=4096), call(max_tokens_asked=9), call()], ())])
     assert found.text.startswith("2 calls asked for more tokens (up to 4096) than policy_server.max_model_len leaves")
+
+
+def test_calls_of_a_framework_without_adapter_name_it_and_whom_they_belong_to() -> None:
+    crew = Caller("solve", ("solve",), framework="no-adapter:crewai")
+    (found,) = diagnose([Attempted([call(caller=crew), call(caller=crew)], ())])
+    assert found.text.startswith("2 calls of crewai have no name of its agents, and its tools are not seen")
+    assert "All its agents are solve." in found.text
+    assert not found.serious
+
+
+def test_a_reward_without_a_call_where_others_called_is_a_cache() -> None:
+    failures = [f"{NEVER_CALLED}", f"{NEVER_CALLED}", "KeyError: 'x'"]
+    (found,) = diagnose([Attempted([call()], ())], failures=failures)
+    assert found.text.startswith(
+        "2 rollouts returned a reward with 0 model calls, and 1 others called the model. Is it a cache"
+    )
+    assert found.serious
+    (found,) = diagnose([], failures=failures)
+    assert "llm.base_url" in found.text
+    assert diagnose([Attempted([call()], ())], failures=failures[2:]) == []
+
+
+def test_a_glob_that_matches_no_agent() -> None:
+    attempts = [Attempted([call(), call(caller=Caller("planner"))], ())]
+    meant, unknown = diagnose(attempts, ["planner", "wrtier", "zzz"])
+    assert "did you mean 'writer'?" in meant.text
+    assert (meant.serious, meant.minor) == (True, False)
+    assert unknown.text.startswith("no call matched 'zzz' of train_agents; is it misspelt,")
+    assert (unknown.serious, unknown.minor) == (False, True)
+    assert diagnose(attempts, ["zzz"]) == [], "where nothing is trained that is said with the reason"
+    assert diagnose(attempts, ["writer", "!planner", "model:x"]) == []
+
+
+WORDS = random.Random(0)
+
+
+def words(count: int = 2 * LENGTH) -> list[int]:
+    return [WORDS.randrange(5000) for _ in range(count)]
+
+
+def said(rollout: str, prompt: list[int], response: list[int], at: float, **fields: object) -> Transition:
+    return Transition(
+        rollout, 1, 0, "c", token_ids(prompt), token_ids(response), logprobs([-1.0] * len(response)), WRITER,
+        started_at=at, ended_at=at + 1, **fields,
+    )  # fmt: skip
+
+
+def remembered(*rollouts: list[Transition]) -> list[str]:
+    found = diagnose(Attempted(calls, ()) for calls in rollouts)
+    return [each.text for each in found if each.cause == "shared memory"]
+
+
+def test_what_one_rollout_answered_in_the_first_prompt_of_another() -> None:
+    answer, task, other = words(), words(), words()
+    first = [said("one", task, answer, 0.0)]
+    (text,) = remembered(
+        first, [said("two", task + answer + other, words(), 2.0)], [said("three", other, words(), 2.0)]
+    )
+    assert text.startswith(
+        "prompts of 1 of 3 rollouts hold what another rollout had answered (that of two an answer of one)"
+    )
+    assert remembered(first, [said("two", task + answer, words(), 0.5)]) == [], "it was not said yet"
+    assert remembered(first, [said("two", answer[: LENGTH - 1] + other, words(), 2.0)]) == [], "too little to tell"
+
+
+def test_what_every_prompt_has_is_no_memory() -> None:
+    """A model that repeats its instructions, a task or a document; whatever the others' prompts have of it."""
+    system, task = words(), words()
+    repeats = [said("one", system + task, system, 0.0)]
+    assert remembered(repeats, [said("two", system + words(), words(), 2.0)]) == []
+    document = words()
+    siblings = [[said(name, task + document, words(), at)] for name, at in (("two", 0.2), ("three", 5.0))]
+    assert remembered([said("one", words(), document, 0.0)], *siblings) == [], "it stood in a prompt before"
+
+
+def test_equal_answers_of_siblings_and_ones_own_answers_are_no_memory() -> None:
+    """Greedy rollouts of one task say the same and have it in their next prompts; a template rewrites tool calls."""
+    task, answer = words(), words()
+    greedy = [
+        [said(name, task, answer, at), said(name, task + answer, words(), at + 2)]
+        for name, at in (("a", 0.0), ("b", 0.5))
+    ]
+    assert remembered(*greedy) == []
+    own, rewritten = words(), words()
+    theirs = [said("a", words(), rewritten, 0.0, tool_calls=("t",))]
+    ours = [said("b", task, own, 0.0, tool_calls=("t",)), said("b", task + rewritten, words(), 2.0)]
+    assert remembered(theirs, ours) == []
+
+
+def test_a_memory_that_shows_later_in_the_rollout_of_another_task() -> None:
+    answer, task = words(), words()
+    ours = [said("b", task, words(), 0.0), said("b", task + answer, words(), 2.0)]
+    assert len(remembered([said("a", words(), answer, 0.0)], ours)) == 1

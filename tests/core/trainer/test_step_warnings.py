@@ -15,7 +15,8 @@ from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.testing.fake_vllm import Reply
 from lightning.testing.trajectories import make_group
-from lightning.trainer.metrics import Remarks, nothing_trained, step_metrics, unmatched
+from lightning.trainer.metrics import Remarks, step_metrics
+from lightning.trainer.rules import nothing_trained, unmatched
 from lightning.types import TOO_LONG, Caller, CallStatus, Status
 
 PLANNER = Caller("ask", ("agent", "planner", "ask"))

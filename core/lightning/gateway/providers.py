@@ -1,0 +1,203 @@
+"""What is not the policy's: calls that the gateway passes on to a provider of the settings, with the provider's key.
+
+The invariant: nothing but an address that the settings name is asked, no redirect is followed, and no key crosses: the agent
+never sees the provider's, the provider never the rollout's. The policy has sampled nothing of it, so nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import aiohttp
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from lightning.asyncio_utils import end
+from lightning.config.sections import ProviderConfig, check_endpoint
+from lightning.errors import ConfigError
+from lightning.gateway.http import Header, RefusalError, send_bytes
+from lightning.gateway.identity import ALIAS
+from lightning.gateway.upstream.client import MODEL
+from lightning.instrument.providers import is_policys
+
+log = logging.getLogger(__name__)
+
+SETTING = "gateway.providers"
+ROUTE = re.compile(r"(?:(?!\.{1,2}(?:/|$))[\w.~:@-]+)(?:/(?!\.{1,2}(?:/|$))[\w.~:@-]+)*", re.ASCII)
+"""A path whose parts are names: none that leads out of where it stands."""
+ASKED = (b"content-type", b"accept", b"anthropic-version", b"anthropic-beta", b"openai-beta")
+"""Headers of the agent that the provider gets."""
+ANSWERED = ("Content-Type", "Content-Disposition", "Retry-After")
+"""Headers of the provider that the agent gets; not the id of its call, by which rewards find the policy's."""
+KEY_HEADERS = {b"x-api-key": "x-api-key", b"api-key": "api-key"}
+"""The headers for a key that a client may have instead of `authorization`; the provider gets its key in the same one."""
+REFUSED_KEY = (401, 403)
+CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One provider of the settings, and its key."""
+
+    name: str
+    base_url: str
+    models: Sequence[str]
+    routes: Sequence[str]
+    api_key_env: str
+    key: str = field(repr=False)
+
+    def answers(self, model: object) -> bool:
+        """Whether this model is the provider's."""
+        return isinstance(model, str) and any(fnmatchcase(model, glob) for glob in self.models)
+
+    def takes(self, route: str) -> bool:
+        """Whether a route below the version, that is not the policy's, is passed on to it."""
+        return any(route == known or route.startswith(f"{known}/") for known in self.routes)
+
+
+def read_providers(
+    configs: Mapping[str, ProviderConfig], environment: Mapping[str, str] = os.environ
+) -> list[Provider]:
+    """The providers with their keys. Raises `ConfigError` for one that cannot be meant, and for a key that is not there."""
+    found = []
+    for name, config in configs.items():
+        whose = f"{SETTING}.{name}"
+        check_endpoint(config.base_url, config.api_key_env, whose)
+        for route in config.routes:
+            if not ROUTE.fullmatch(route) or is_policys(route):
+                raise ConfigError(
+                    f"{whose}.routes has {route!r}: write what stands behind /v1/, as 'embeddings'. Chat completions, "
+                    f"completions, responses and messages go to a provider by the model's name ({whose}.models)"
+                )
+        key = environment.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        if config.api_key_env and not key:
+            raise ConfigError(
+                f"{whose}.api_key_env names {config.api_key_env}, which is not set in the environment of this process"
+            )
+        base = config.base_url.rstrip("/")
+        found.append(Provider(name, base, config.models, config.routes, config.api_key_env, key))
+    return found
+
+
+class Providers:
+    """Where calls go that are not the policy's. `timeout` is in seconds without a byte of the answer."""
+
+    def __init__(self, known: Sequence[Provider], timeout: float) -> None:
+        self._known, self._timeout = known, timeout
+        self._session: aiohttp.ClientSession | None = None
+        self._said: set[str] = set()
+
+    def of_model(self, model: object) -> Provider | None:
+        """Who answers calls for a model instead of the policy, whose own names are nobody else's."""
+        if not self._known or model == MODEL or (isinstance(model, str) and model.startswith(ALIAS)):
+            return None
+        return next((provider for provider in self._known if provider.answers(model)), None)
+
+    def of_route(self, route: str, model: object) -> Provider | None:
+        """Who answers a route that is not the policy's: of those that list it the one with this model, else the first."""
+        if is_policys(route) or not ROUTE.fullmatch(route):
+            return None
+        able = [provider for provider in self._known if provider.takes(route)]
+        return next((provider for provider in able if provider.answers(model)), able[0] if able else None)
+
+    async def pass_on(
+        self, provider: Provider, route: str, payload: bytes, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer a request, whose body has been read, with what the provider answers; a stream goes on as it comes.
+
+        Raises `RefusalError`: 403 when the provider refuses the key, 502 when it does not answer.
+        """
+        if provider.name not in self._said:
+            self._said.add(provider.name)
+            log.info("%s is not the policy's: it goes to %s.%s (said once for each)", route, SETTING, provider.name)
+        exchange = asyncio.ensure_future(self._exchange(provider, route, payload, scope, send))
+        gone = asyncio.ensure_future(receive())  # nothing more comes of a request but that its client is gone
+        try:
+            await asyncio.wait({exchange, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if exchange.done():
+                exchange.result()
+        finally:
+            await end(exchange, gone)
+
+    async def _exchange(self, provider: Provider, route: str, payload: bytes, scope: Scope, send: Send) -> None:
+        query = scope.get("query_string", b"").decode("latin-1")
+        url = URL(f"{provider.base_url}/{route}{'?' + query if query else ''}", encoded=True)
+        started = False
+        try:
+            async with self._client().request(
+                scope["method"], url, data=payload or None, headers=_headers(provider, scope), allow_redirects=False
+            ) as answer:
+                if answer.status in REFUSED_KEY or 300 <= answer.status < 400:
+                    raise _refused(provider, answer.status)
+                headers = [
+                    (name.lower().encode(), answer.headers[name].encode("latin-1", "replace"))
+                    for name in ANSWERED
+                    if name in answer.headers
+                ]
+                if answer.status >= 400:
+                    await send_bytes(send, answer.status, _without(provider.key, await answer.read()), headers)
+                    return
+                started = True
+                await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                async for data in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("%s.%s did not answer %s: %r", SETTING, provider.name, route, error)
+            if not started:  # else the connection ends without the answer's end, as the provider's did
+                message = f"The provider {provider.name!r} ({SETTING}) did not answer ({type(error).__name__}). Send it again."
+                raise RefusalError(502, "provider_failed", message) from error
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._timeout),
+                skip_auto_headers=("Content-Type",),
+                trust_env=True,  # a proxy that the machine's calls need
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _headers(provider: Provider, scope: Scope) -> dict[str, str]:
+    """What a provider is told: little of what the agent sent, and its own key where the client has the gateway's."""
+    pairs: Sequence[Header] = scope["headers"]
+    sent = dict(pairs)
+    headers = {name.decode(): sent[name].decode("latin-1") for name in ASKED if name in sent}
+    if provider.key:
+        other = next(
+            (header for name, header in KEY_HEADERS.items() if name in sent and b"authorization" not in sent), ""
+        )
+        headers |= {other: provider.key} if other else {"authorization": f"Bearer {provider.key}"}
+    return headers
+
+
+def _refused(provider: Provider, status: int) -> RefusalError:
+    where = f"{SETTING}.{provider.name}"
+    if status in REFUSED_KEY:
+        key = (
+            f"the key in {provider.api_key_env}"
+            if provider.api_key_env
+            else f"calls without a key ({where}.api_key_env)"
+        )
+        return RefusalError(403, "provider_refused_key", f"The provider of {where} refuses {key} (status {status}).")
+    message = f"The provider of {where} answered with a redirect ({status}), which is not followed: mend its base_url."
+    return RefusalError(502, "provider_failed", message)
+
+
+def _without(key: str, payload: bytes) -> bytes:
+    """An error's text without the key, which some servers quote."""
+    return payload.replace(key.encode(), b"[redacted]") if key else payload
