@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from urllib.parse import urlsplit
 
 from lightning.addresses import leads_to_itself
@@ -40,7 +41,7 @@ def serve(
 ) -> None:
     """Answer requests until the parent closes the socket. After the first, the names of the modules that were imported since
     the fork are written to the descriptor `imports`, as a line of JSON."""
-    before = set(sys.modules)
+    before, places = set(sys.modules), list(sys.path)
     _reseed()
     agent = unpack_agent(shipped)
     install_tap(reroute)
@@ -51,14 +52,26 @@ def serve(
             flush()
             socket_framing.send(sock, encode_outcome(outcome))
             if imports is not None:
-                _tell_imports(imports, before)
+                _tell_imports(imports, before, places)
                 imports = None
 
 
-def _tell_imports(descriptor: int, before: set[str]) -> None:
-    new = [name for name, module in list(sys.modules.items()) if name not in before and module is not None]
+def _tell_imports(descriptor: int, before: set[str], places: Sequence[str]) -> None:
+    found = [name for name, module in list(sys.modules.items()) if name not in before and module is not None]
+    same = {top: _found_in(places, top) for top in {name.partition(".")[0] for name in found}}
+    new = [name for name in found if same[name.partition(".")[0]]]
     with contextlib.suppress(OSError), os.fdopen(descriptor, "wb") as told:  # the fork server may be gone
         told.write(json.dumps(new).encode() + b"\n")
+
+
+def _found_in(places: Sequence[str], name: str) -> bool:
+    """Whether a process that has this path finds no other module under this name: agents put folders of theirs before it."""
+    there, here = PathFinder.find_spec(name, places), getattr(sys.modules.get(name), "__spec__", None)
+    if there is None or here is None:
+        return True  # it is built in, or a finder of its own knows it
+    if here.has_location:
+        return bool(there.origin == here.origin)
+    return list(there.submodule_search_locations or ()) == list(here.submodule_search_locations or ())
 
 
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:

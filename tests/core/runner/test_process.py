@@ -563,6 +563,29 @@ async def test_each_rollout_has_a_process_of_its_own_that_begins_with_the_import
     sys.modules.pop("remembers")
 
 
+async def test_a_name_that_the_agents_own_path_gives_another_module_is_not_imported_for_the_next(
+    lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents put a folder before the path: `helpers` is theirs then, and not the one that the fork server would find."""
+    for folder, kind in (("theirs/helpers", "theirs"), ("ours/helpers", "ours")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "__init__.py").touch()
+        (tmp_path / folder / f"{kind}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "ours")
+    theirs = str(tmp_path / "theirs")
+
+    def agent(task: Task, llm: LLM) -> float:
+        sys.path.insert(0, theirs)
+        importlib.import_module("helpers.theirs")
+        return 1.0
+
+    async with runner_of(agent) as runner:
+        for _ in range(3):
+            outcome = await runner.run(lease(), NOWHERE)
+            assert (outcome.reward, outcome.error) == (1.0, "")
+            await until_warm(runner)
+
+
 async def test_imports_that_start_threads_or_fail_stay_with_the_rollouts(
     lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
