@@ -37,6 +37,10 @@ SECURITY: dict[str, tuple[str, ...]] = {
         f"{ATTACKS}/test_exposure.py::test_a_server_asks_before_it_listens",
         "tests/core/policy_server/test_profiles.py",
     ),
+    "vLLM's control routes answer their owner alone.": (
+        "tests/core/policy_server/test_owner_secret.py::test_control_routes_answer_nobody_without_the_secret",
+        "tests/core/policy_server/test_owner_secret.py::test_control_routes_answer_the_owner",
+    ),
     "Pages of other sites cannot reach a server on loopback.": (
         f"{ATTACKS}/test_limits.py::test_a_server_on_loopback_answers_to_its_names_only",
         f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
