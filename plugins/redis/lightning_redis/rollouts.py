@@ -14,7 +14,7 @@ from typing import Final
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import rollout_state
 from lightning.store.protocol import Page, RolloutCount
-from lightning.types import Lease, Rollout, Status
+from lightning.types import Lease, Outcome, Rollout, Status
 
 from lightning_redis import scripts
 from lightning_redis.connection import Reply
@@ -166,29 +166,30 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     return leases
 
 
-async def renew(link: Link, held: Lease, ttl: float) -> Lease:
+async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     _check_ttl(ttl)
-    rollout = held.rollout.id
+    rollout = lease.rollout.id
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
         scripts.RENEW,
         (link.keys("standing"), link.keys("leases", run)),
-        *(rollout, held.attempt, held.worker, float(ttl)),
+        *(rollout, lease.attempt, lease.worker, float(ttl)),
     )
     if word == "ok":
-        return Lease(held.rollout, held.worker, float(rest[0]))
+        return Lease(lease.rollout, lease.worker, float(rest[0]))
     if word != "refused":
-        raise _refused(word, rest, rollout, held.attempt)
-    rollout_state.check_fence(position_of(rest[0], rollout), held.attempt)
+        raise _refused(word, rest, rollout, lease.attempt)
+    rollout_state.check_fence(position_of(rest[0], rollout), lease.attempt)
     worker = stand(rest[0], rollout).get("worker", "")
     raise StaleAttemptError(
-        f"attempt {held.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {held.worker!r}"
+        f"attempt {lease.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {lease.worker!r}"
     )
 
 
-async def complete(link: Link, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool) -> Rollout:
-    """See `Store.complete`; `end` is the checked outcome."""
+async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
+    """See `Store.complete`."""
+    end = rollout_state.ending(rollout, outcome)
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
         scripts.COMPLETE,
