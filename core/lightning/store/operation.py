@@ -119,16 +119,20 @@ class Operation:
     def __repr__(self) -> str:
         return f"Operation({self.name}: {self.method} {self.path})"
 
+    def __call__(self, store: Any, /, *given: Any, **named: Any) -> Any:
+        """As the method of a class is called."""
+        return self.__get__(store)(*given, **named)
+
     def __get__(self, store: Any, owner: type | None = None) -> Any:
         """The method of a store; the operation itself where it is asked of the class."""
         if store is None:
             return self
 
-        def call(*given: Any, **named: Any) -> Any:
+        async def call(*given: Any, **named: Any) -> Any:
             arguments = self._defaults | dict(zip(self._positional, given, strict=False)) | named
             if len(arguments) != len(self.signature.parameters) or len(given) > len(self._positional):
                 self.signature.bind(*given, **named)  # says what is missing or unknown
-            return store.call(self, arguments)
+            return await store.call(self, arguments)
 
         call.__name__, call.__doc__ = self.name, self.doc
         return call

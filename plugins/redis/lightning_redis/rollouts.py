@@ -19,7 +19,7 @@ from lightning.types import Lease, Outcome, Rollout, Status
 from lightning_redis import scripts
 from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
@@ -50,18 +50,20 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         arguments += [rollout.id, run, rollout.max_attempts, text, uses_of(rollout)]
         arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
-    word, *rest = await link.run(scripts.CREATE, (*tables, *keys), *arguments)
-    if word == "elsewhere":
-        rollout = rollouts[int(rest[0])]
-        raise ConflictError(
-            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
-            "Begin the ids of rollouts with the id of their run"
-        )
-    if word != "ok":
-        raise unexpected([word, *rest])
+    (new,) = done(
+        await link.run(scripts.CREATE, (*tables, *keys), *arguments),
+        elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
+    )
     for rollout in rollouts:
         link.remember_home(rollout.id, (rollout.run, rollout.group))
-    return int(rest[0])
+    return int(new)
+
+
+def _elsewhere(rollout: Rollout) -> ConflictError:
+    return ConflictError(
+        f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+        "Begin the ids of rollouts with the id of their run"
+    )
 
 
 async def get(link: Link, rollout: str) -> Rollout | None:
@@ -146,7 +148,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
     if not worker:
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
-    word, till, *found = await link.run_once(
+    reply = await link.run_once(
         scripts.LEASE,
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
@@ -156,8 +158,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
         *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
         seconds=ttl,
     )
-    if word != "ok":
-        raise unexpected([word, till])
+    till, *found = done(reply)
     leases = []
     for columns, standing in zip(found[::2], found[1::2], strict=True):
         rollout = read_rollout(columns, standing, "of a lease")
