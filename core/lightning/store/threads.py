@@ -20,7 +20,7 @@ from lightning.errors import StoreError
 T = TypeVar("T")
 
 
-class Job(Generic[T]):
+class WorkItem(Generic[T]):
     """Something that a thread does, and the task on `loop` that waits for it."""
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class Job(Generic[T]):
             self.waiter.set_result(self.result)  # type: ignore[arg-type]  # T may be Optional itself
 
 
-def deliver(jobs: Sequence[Job[Any]]) -> None:
+def deliver(jobs: Sequence[WorkItem[Any]]) -> None:
     """Wake each loop once for all its callers: a wake-up for each would hand the interpreter lock to and fro."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Job[Any]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[WorkItem[Any]]] = {}
     for job in jobs:
         by_loop.setdefault(job.loop, []).append(job)
     for loop, theirs in by_loop.items():
@@ -49,12 +49,12 @@ def deliver(jobs: Sequence[Job[Any]]) -> None:
             loop.call_soon_threadsafe(_deliver_here, theirs)
 
 
-def _deliver_here(jobs: Sequence[Job[Any]]) -> None:
+def _deliver_here(jobs: Sequence[WorkItem[Any]]) -> None:
     for job in jobs:
         job.deliver()
 
 
-class _Work(Job[T]):
+class _Work(WorkItem[T]):
     """A coroutine to run on the thread's loop."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:

@@ -19,7 +19,6 @@ from lightning.store.operations import ANY, LOOK, OPERATIONS, TRAIN, Operations
 from lightning.store.relational.store import READS, WRITES, RelationalStore
 from lightning.testing.control import ControlServer
 from lightning.types import Rollout, Run, Scope, Task
-from lightning_redis.store import FUNCTIONS, RedisStore
 
 
 @dataclass(frozen=True)
@@ -111,20 +110,12 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
         Operation(unsaid, "GET /runs/{run}/unsaid", ANY)
 
 
-def functions_of(store: type) -> dict[str, Any]:
-    """What a kind of database has for operations, by their names."""
-    if store is RedisStore:
-        return dict(FUNCTIONS)
-    return {**READS, **WRITES}
-
-
-@pytest.mark.parametrize("store", [RelationalStore, RedisStore])
-def test_a_database_has_a_function_with_the_arguments_of_each_operation(store: type[Operations]) -> None:
-    functions = functions_of(store)
+def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
+    functions = {**READS, **WRITES}
     assert set(functions) <= {operation.name for operation in OPERATIONS}
     for operation in OPERATIONS:
         if operation.name in functions:
             found = list(inspect.signature(functions[operation.name]).parameters)[1:]
             assert found == list(operation.signature.parameters), operation
         else:
-            assert operation.name in vars(store), f"{store.__name__} does nothing for {operation}"
+            assert operation.name in vars(RelationalStore), f"nothing is done for {operation}"

@@ -21,7 +21,7 @@ from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Operation
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, is_busy, translate
 from lightning.store.sqlite.migrations import migrate, refuse_foreign
-from lightning.store.threads import Job, closed_error, deliver
+from lightning.store.threads import WorkItem, closed_error, deliver
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512
@@ -36,7 +36,7 @@ NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
 """For the writing connection: the writer itself waits for other processes, and knows for how long."""
 
 
-class _Job(Job[T]):
+class _Job(WorkItem[T]):
     """An operation. It may run twice, but it is committed once.
 
     It does `first` before the transaction. One that could not begin before its `deadline`, by the monotonic clock, fails.
