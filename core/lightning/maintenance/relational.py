@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
-from lightning.errors import StoreError
+from lightning.errors import SchemaError, StoreError
 from lightning.maintenance import queries
 from lightning.maintenance.keeper import DatabaseStatus, Weight, count_tokens
 from lightning.store.relational.transaction import Operation, Transaction
@@ -25,6 +25,8 @@ class RelationalKeeper(ABC):
 
     no_schema: ClassVar[int | None] = None
     """The version of a database without tables."""
+    upgrade: str = "--no-backup"
+    """What `lightning db upgrade` is to be given."""
 
     def __init__(self, url: str, newest: int) -> None:
         self._url = url
@@ -58,6 +60,27 @@ class RelationalKeeper(ABC):
             return self.no_schema
         row = await transaction.one(_VERSION)
         return None if row is None else int(row[0])
+
+    async def _check_newest(self, transaction: Transaction) -> None:
+        """Raise `SchemaError` for a schema that is missing or not this release's."""
+        version = await self._version(transaction)
+        if version is None:
+            raise self._nothing()
+        if version != self._newest:
+            raise SchemaError(
+                f"{redacted(self._url)} has schema version {version}, this release works on {self._newest}: "
+                f"run `lightning db upgrade {self.upgrade}` with this release or a newer one first"
+            )
+
+    def _nothing(self) -> SchemaError:
+        return SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
+
+    async def schema(self) -> tuple[int, int]:
+        """See `Keeper.schema`."""
+        version = await self._read(self._version)
+        if version is None:
+            raise self._nothing()
+        return version, self._newest
 
     async def status(self) -> DatabaseStatus:
         """See `Keeper.status`."""

@@ -35,11 +35,8 @@ class SqliteKeeper(RelationalKeeper):
         SqliteStore.from_url(where)  # refuses what cannot be meant
         super().__init__(url, len(MIGRATIONS))
         self._path = Path(where.path)
+        self.upgrade = where.path
         self._settings = Settings(where.path, busy_timeout=float(where.options.get("busy_timeout", "30")))
-
-    async def schema(self) -> tuple[int, int]:
-        """See `Keeper.schema`."""
-        return await self._read(self._version) or 0, self._newest
 
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`. SQLite's online backup, in one step: writers of other processes do not wait for it."""
@@ -84,12 +81,7 @@ class SqliteKeeper(RelationalKeeper):
         of their rollouts: so nobody else may have the file open when rollouts are removed (`alone`)."""
 
         def run(connection: sqlite3.Connection) -> T:
-            version = drive(self._version(SqliteTransaction(connection)))
-            if version != self._newest:
-                raise SchemaError(
-                    f"{self._path} has schema version {version}, this command works on {self._newest}: "
-                    f"run `lightning db upgrade {self._path}` first"
-                )
+            drive(self._check_newest(SqliteTransaction(connection)))
             if alone and not _take_alone(connection):
                 raise StoreError(
                     f"{self._path} is open in another process: end the trainers, servers and commands that use it first"

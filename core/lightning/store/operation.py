@@ -84,6 +84,9 @@ class Operation:
         self.method, _, path = route.partition(" ")
         self.path, _, listed = path.partition("?")
         self.signature = _bare(inspect.signature(function))
+        kinds = self.signature.parameters.values()
+        self._defaults = {part.name: part.default for part in kinds if part.default is not REQUIRED}
+        self._positional = tuple(part.name for part in kinds if part.kind is not part.KEYWORD_ONLY)
         hints = get_type_hints(function, localns=json_codec.LOCAL)
         self.result = hints["return"]
         found = {name: Argument(name, hints[name], part.default) for name, part in self.signature.parameters.items()}
@@ -116,15 +119,20 @@ class Operation:
     def __repr__(self) -> str:
         return f"Operation({self.name}: {self.method} {self.path})"
 
+    def __call__(self, store: Any, /, *given: Any, **named: Any) -> Any:
+        """As the method of a class is called."""
+        return self.__get__(store)(*given, **named)
+
     def __get__(self, store: Any, owner: type | None = None) -> Any:
         """The method of a store; the operation itself where it is asked of the class."""
         if store is None:
             return self
 
-        def call(*given: Any, **named: Any) -> Any:
-            bound = self.signature.bind(*given, **named)
-            bound.apply_defaults()
-            return store.call(self, dict(bound.arguments))
+        async def call(*given: Any, **named: Any) -> Any:
+            arguments = self._defaults | dict(zip(self._positional, given, strict=False)) | named
+            if len(arguments) != len(self.signature.parameters) or len(given) > len(self._positional):
+                self.signature.bind(*given, **named)  # says what is missing or unknown
+            return await store.call(self, arguments)
 
         call.__name__, call.__doc__ = self.name, self.doc
         return call

@@ -46,10 +46,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a store": (
             "lightning.store.codec",
             "lightning.store.json_text",
+            "lightning.store.operation",
+            "lightning.store.operations",
             "lightning.store.relational.prefix_parents",
             "lightning.store.rollout_state",
             "lightning.store.rows",
             "lightning.store.sqlite",
+            "lightning.store.threads",
             "lightning.store.url",
         ),
         "a store of SQL": (

@@ -54,13 +54,6 @@ class PostgresKeeper(RelationalKeeper):
         super().__init__(url, len(MIGRATIONS))
         self._settings = from_url(url)
 
-    async def schema(self) -> tuple[int, int]:
-        """See `Keeper.schema`."""
-        version = await self._read(self._version)
-        if version is None:
-            raise self._nothing()
-        return version, self._newest
-
     async def backup(self, target: Path) -> None:
         """See `Keeper.backup`."""
 
@@ -111,26 +104,16 @@ class PostgresKeeper(RelationalKeeper):
 
     async def _newest_tables(self, transaction: Transaction) -> list[str]:
         """The tables to look after. Raises `SchemaError` for a schema that is missing or not this release's."""
-        version = await self._version(transaction)
-        if version is None:
-            raise self._nothing()
-        if version != self._newest:
-            raise SchemaError(
-                f"{redacted(self._url)} has schema version {version}, this release works on {self._newest}: "
-                "run `lightning db upgrade --no-backup` with this release or a newer one"
-            )
+        await self._check_newest(transaction)
         there = await self._tables(transaction)
         return [table for table in queries.TABLES if table in there]
-
-    def _nothing(self) -> SchemaError:
-        return SchemaError(f"{redacted(self._url)} holds no store: check ?schema= in the URL")
 
     async def _read(self, operation: Operation[T]) -> T:
         return await self._transact(_SNAPSHOT, lambda _, transaction: operation(transaction))
 
     async def _write(self, operation: Operation[T], *, alone: bool = False) -> T:
         async def run(_: Any, transaction: PostgresTransaction) -> T:
-            await self._newest_tables(transaction)
+            await self._check_newest(transaction)
             return await operation(transaction)
 
         return await self._transact("BEGIN", run)

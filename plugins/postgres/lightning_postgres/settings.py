@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from urllib.parse import unquote
 
 from lightning.errors import ConfigError
-from lightning.store.url import StoreURL, parse, redacted, split_userinfo
+from lightning.store.url import StoreURL, parse, redacted, split_port, split_userinfo
 
 N = TypeVar("N", int, float)
 SSL: Final = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -71,7 +71,7 @@ def from_url(url: str) -> Settings:
     folder = where.options.get("host", "")
     if folder and not folder.startswith("/"):
         raise ConfigError(f"the option host of {shown!r} must be the folder of a Unix socket, such as /run/postgresql")
-    host, port = _split_port(where.host, shown)
+    host, port = split_port(where.host, 5432, shown, "postgresql://host:5432/database")
     if not where.path or "/" in where.path:
         raise ConfigError(f"{shown!r} names no database: write postgresql://host:5432/database")
     user, _, password = userinfo.partition(":")
@@ -87,15 +87,6 @@ def from_url(url: str) -> Settings:
         ssl=where.options.get("ssl", "prefer"),
         ca=where.options.get("ca", ""),
     )
-
-
-def _split_port(place: str, shown: str) -> tuple[str, int]:
-    host, colon, port = place.rpartition(":")
-    if not colon or place.endswith("]"):
-        host, port = place, "5432"
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{shown!r} has no port that could be: write postgresql://host:5432/database")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _number(where: StoreURL, option: str, default: N, shown: str) -> N:

@@ -14,17 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from lightning.errors import StoreError
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation
+from lightning.store.threads import LoopThread, check_process, closed_error
 
 from lightning_postgres.change_listener import EventWatch, Listener
 from lightning_postgres.connection import watched
 from lightning_postgres.connections import Connections
 from lightning_postgres.migrations import migrate
 from lightning_postgres.settings import Settings, from_url
-from lightning_postgres.thread import LoopThread
 
 T = TypeVar("T")
 OPENING_SECONDS: Final = 5.0
@@ -135,21 +134,12 @@ class PostgresStore(RelationalStore):
     async def _submit(self, session: _Session, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         waiter = session.thread.submit(work)
         if waiter is None:
-            raise self._closed()
+            raise closed_error(self._settings.place)
         return await waiter
 
     def _open_session(self) -> _Session:
         session = self._session
         if session is None or not session.opened:
-            raise self._closed()
-        if session.process != os.getpid():
-            raise StoreError(
-                f"store {self._settings.place} was opened in process {session.process} and is used in its fork {os.getpid()}: "
-                "open a store of its own in each process"
-            )
+            raise closed_error(self._settings.place)
+        check_process(self._settings.place, session.process)
         return session
-
-    def _closed(self) -> StoreError:
-        return StoreError(
-            f"store {self._settings.place} is not open: await store.open() first, and use it before close()"
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning.errors import StoreError
 from lightning.store import rollout_state
@@ -101,6 +101,17 @@ class Link:
         if len(self._homes) >= MAX_HOMES:
             self._homes.clear()
         self._homes[rollout] = home
+
+
+def done(reply: Sequence[Reply], **refusals: Callable[[list[Reply]], StoreError]) -> list[Reply]:
+    """What a script replies behind its `ok`. Raises what there is for the word with which it refuses, `StoreError` for a word
+    that is not known."""
+    word, *rest = reply
+    if word in refusals:
+        raise refusals[word](rest)
+    if word != "ok":
+        raise unexpected(reply)
+    return rest
 
 
 def unexpected(reply: Sequence[Reply]) -> StoreError:

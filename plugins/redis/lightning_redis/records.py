@@ -17,7 +17,7 @@ from lightning.types import Json, Run, StepRecord
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.rollout_codec import stand
 
 STEPS_AT_ONCE: Final = 50
@@ -60,9 +60,7 @@ async def put_run(link: Link, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
     config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
     text = json_text.dump([run.name, config, run.project])
-    word, *rest = await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text))
-    if word != "ok":
-        raise unexpected([word, *rest])
+    rest = done(await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text)))
     return _run(run.id, rest[0])
 
 
@@ -199,11 +197,7 @@ async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, floa
     for name, value in values.items():
         pairs += [name, repr(float(value))]
     known_as = rollout_state.known_as(once, "log_metrics", run, step, *pairs)
-    word, *rest = await link.run_once(
-        scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
-    )
-    if word != "ok":
-        raise unexpected([word, *rest])
+    done(await link.run_once(scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs))
 
 
 async def metrics(link: Link, run: str) -> list[MetricPoint]:
@@ -225,17 +219,13 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
     text = json_text.dump(value, f"the state {key!r}")
     known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
-    word, *rest = await link.run_once(scripts.PUT_STATE, keys, known_as, key, text)
-    if word != "ok":
-        raise unexpected([word, *rest])
+    done(await link.run_once(scripts.PUT_STATE, keys, known_as, key, text))
 
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
     text = json_text.dump(value, f"the state {key!r}")
-    word, *rest = await link.run(scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
-    if word != "ok":
-        raise unexpected([word, *rest])
+    rest = done(await link.run(scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text)))
     return json_text.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
 
 

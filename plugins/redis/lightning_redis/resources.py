@@ -14,9 +14,8 @@ from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.types import Resource
 
 from lightning_redis import scripts
-from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done
 from lightning_redis.records import listed, stamped
 
 
@@ -25,17 +24,16 @@ async def put(link: Link, resource: Resource) -> Resource:
     name, what = resource.name, f"the resource {resource.name!r}"
     content = json_text.dump(resource.content, what)
     metadata = json_text.dump(dict(resource.metadata), f"the metadata of {what}")
-    word, *rest = await link.run(
-        scripts.PUT_RESOURCE,
-        [link.keys("kinds"), link.keys("versions", name), link.keys("contents", name)],
-        *(name, resource.kind.value, resource.digest),
-        json_text.dump([resource.kind.value, content, metadata, resource.digest]),
+    kind, digest = resource.kind.value, resource.digest
+    version, value = done(
+        await link.run(
+            scripts.PUT_RESOURCE,
+            [link.keys("kinds"), link.keys("versions", name), link.keys("contents", name)],
+            *(name, kind, digest, json_text.dump([kind, content, metadata, digest])),
+        ),
+        kind=lambda rest: ConflictError(f"{what} is a {rest[0].decode()}, not a {kind}: give it another name"),
     )
-    if word == "kind":
-        raise ConflictError(f"{what} is a {rest[0].decode()}, not a {resource.kind.value}: give it another name")
-    if word != "ok":
-        raise unexpected([word, *rest])
-    return _resource(name, rest[0], rest[1])
+    return _resource(name, version, value)
 
 
 def _resource(name: str, version: int, value: bytes) -> Resource:
@@ -80,40 +78,37 @@ async def _tables(link: Link, table: str, names: Sequence[str]) -> list[list[byt
 async def set_alias(link: Link, name: str, alias: str, version: int, once: str) -> Alias:
     """See `Store.set_alias`."""
     rollout_state.check_alias(alias)
-    word, *rest = await link.run_once(
+    reply = await link.run_once(
         scripts.SET_ALIAS,
         [link.keys("versions", name), link.keys("aliases", name), _moves(link, name, alias)],
         rollout_state.known_as(once, "set_alias", name, alias, version),
         *(alias, version),
     )
-    if word == "unknown":
+    if reply[0] == "unknown":
         known = ", ".join(str(resource.version) for resource in await versions(link, name)) or "none"
         raise StoreError(f"there is no version {version} of the resource {name!r}; there are: {known}")
-    return _moved(name, alias, word, rest)
+    moved_to, at = done(reply)
+    return Alias(name, alias, int(moved_to), float(at))
 
 
 async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
     """See `Store.roll_back_alias`."""
     known_as = rollout_state.known_as(once, "roll_back_alias", name, alias)
     keys = [link.keys("aliases", name), _moves(link, name, alias)]
-    word, *rest = await link.run_once(scripts.ROLL_BACK_ALIAS, keys, known_as, alias)
-    if word == "unknown":
-        raise StoreError(
+    version, at = done(
+        await link.run_once(scripts.ROLL_BACK_ALIAS, keys, known_as, alias),
+        unknown=lambda _: StoreError(
             f"the resource {name!r} has no alias {alias!r}: `lightning resources ls` shows those there are"
-        )
-    if word == "first":
-        raise StoreError(f"{name}@{alias} has always been version {rest[0].decode()}: there is nothing to return to")
-    return _moved(name, alias, word, rest)
+        ),
+        first=lambda rest: StoreError(
+            f"{name}@{alias} has always been version {rest[0].decode()}: there is nothing to return to"
+        ),
+    )
+    return Alias(name, alias, int(version), float(at))
 
 
 def _moves(link: Link, name: str, alias: str) -> bytes:
     return link.keys("moves", json_text.dump([name, alias]))
-
-
-def _moved(name: str, alias: str, word: str, rest: Sequence[Reply]) -> Alias:
-    if word != "ok":
-        raise unexpected([word, *rest])
-    return Alias(name, alias, int(rest[0]), float(rest[1]))
 
 
 async def aliases(link: Link, name: str | None) -> list[Alias]:

@@ -14,12 +14,12 @@ from typing import Final
 from lightning.errors import ConflictError, DataError, StaleAttemptError, StoreError
 from lightning.store import rollout_state
 from lightning.store.protocol import Page, RolloutCount
-from lightning.types import Lease, Rollout, Status
+from lightning.types import Lease, Outcome, Rollout, Status
 
 from lightning_redis import scripts
 from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.rollout_codec import columns_of, position_of, read_rollout, refuse, stand, uses_of
 
 LEASED_AT_ONCE: Final = 10_000
@@ -50,18 +50,20 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         arguments += [rollout.id, run, rollout.max_attempts, text, uses_of(rollout)]
         arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
-    word, *rest = await link.run(scripts.CREATE, (*tables, *keys), *arguments)
-    if word == "elsewhere":
-        rollout = rollouts[int(rest[0])]
-        raise ConflictError(
-            f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
-            "Begin the ids of rollouts with the id of their run"
-        )
-    if word != "ok":
-        raise unexpected([word, *rest])
+    (new,) = done(
+        await link.run(scripts.CREATE, (*tables, *keys), *arguments),
+        elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
+    )
     for rollout in rollouts:
         link.remember_home(rollout.id, (rollout.run, rollout.group))
-    return int(rest[0])
+    return int(new)
+
+
+def _elsewhere(rollout: Rollout) -> ConflictError:
+    return ConflictError(
+        f"rollout {rollout.id!r} cannot be created in run {rollout.run!r}: another run has one with this id. "
+        "Begin the ids of rollouts with the id of their run"
+    )
 
 
 async def get(link: Link, rollout: str) -> Rollout | None:
@@ -146,7 +148,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
         raise DataError(f"limit={limit} is negative: ask for the number of rollouts you can run now")
     if not worker:
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
-    word, till, *found = await link.run_once(
+    reply = await link.run_once(
         scripts.LEASE,
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
@@ -156,8 +158,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
         *(worker, min(limit, LEASED_AT_ONCE), float(ttl)),
         seconds=ttl,
     )
-    if word != "ok":
-        raise unexpected([word, till])
+    till, *found = done(reply)
     leases = []
     for columns, standing in zip(found[::2], found[1::2], strict=True):
         rollout = read_rollout(columns, standing, "of a lease")
@@ -166,29 +167,30 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     return leases
 
 
-async def renew(link: Link, held: Lease, ttl: float) -> Lease:
+async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     _check_ttl(ttl)
-    rollout = held.rollout.id
+    rollout = lease.rollout.id
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
         scripts.RENEW,
         (link.keys("standing"), link.keys("leases", run)),
-        *(rollout, held.attempt, held.worker, float(ttl)),
+        *(rollout, lease.attempt, lease.worker, float(ttl)),
     )
     if word == "ok":
-        return Lease(held.rollout, held.worker, float(rest[0]))
+        return Lease(lease.rollout, lease.worker, float(rest[0]))
     if word != "refused":
-        raise _refused(word, rest, rollout, held.attempt)
-    rollout_state.check_fence(position_of(rest[0], rollout), held.attempt)
+        raise _refused(word, rest, rollout, lease.attempt)
+    rollout_state.check_fence(position_of(rest[0], rollout), lease.attempt)
     worker = stand(rest[0], rollout).get("worker", "")
     raise StaleAttemptError(
-        f"attempt {held.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {held.worker!r}"
+        f"attempt {lease.attempt} of rollout {rollout!r} is leased by {worker!r}, not by {lease.worker!r}"
     )
 
 
-async def complete(link: Link, rollout: str, attempt: int, end: rollout_state.Ending, *, spend: bool) -> Rollout:
-    """See `Store.complete`; `end` is the checked outcome."""
+async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spend: bool) -> Rollout:
+    """See `Store.complete`."""
+    end = rollout_state.ending(rollout, outcome)
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
         scripts.COMPLETE,

@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from lightning.errors import ConfigError
-from lightning.store.url import parse, redacted, split_userinfo
+from lightning.store.url import parse, redacted, split_port, split_userinfo
 
 DURABILITIES: Final = ("process", "power", "everysec", "none")
 OPTIONS: Final = ("prefix", "durability", "timeout", "ca")
@@ -68,7 +68,9 @@ def from_url(url: str) -> Settings:
     shown = redacted(url)
     where = parse(rest)
     where.check_options(OPTIONS)
-    name, port = _split_port(where.host, shown)
+    name, port = split_port(where.host, 6379, shown, "redis://host:6379/0")
+    if not name:
+        raise ConfigError(f"{shown!r} names no host: write redis://host:6379/0")
     user, _, password = userinfo.partition(":")
     if where.path and not where.path.isdecimal():
         raise ConfigError(f"{shown!r} names no database: write its number after the host, for example redis://host/0")
@@ -88,14 +90,3 @@ def from_url(url: str) -> Settings:
         timeout=timeout,
         ca=where.options.get("ca", ""),
     )
-
-
-def _split_port(place: str, shown: str) -> tuple[str, int]:
-    host, colon, port = place.rpartition(":")
-    if not colon or place.endswith("]"):
-        host, port = place, "6379"
-    if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{shown!r} has no port that could be: write redis://host:6379/0")
-    if not host:
-        raise ConfigError(f"{shown!r} names no host: write redis://host:6379/0")
-    return host.removeprefix("[").removesuffix("]"), int(port)

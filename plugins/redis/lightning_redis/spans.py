@@ -14,7 +14,7 @@ from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
 
 from lightning_redis import scripts
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done
 from lightning_redis.transitions import current_attempt
 
 
@@ -29,9 +29,7 @@ async def append(link: Link, spans: Sequence[Span]) -> int:
         key = link.keys("spans", span.attempt, span.rollout)
         place = places.setdefault(key, len(places) + 1)
         arguments += [span.rollout, span.attempt, place, span.span_id, text]
-    word, *rest = await link.run(scripts.SPANS, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments))
-    if word != "ok":
-        raise unexpected([word, *rest])
+    rest = done(await link.run(scripts.SPANS, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments)))
     return int(rest[0])
 
 

@@ -13,7 +13,7 @@ from lightning.types import Token
 
 from lightning_redis import scripts
 from lightning_redis.keys import encoded
-from lightning_redis.loop_client import Link, unexpected
+from lightning_redis.loop_client import Link, done
 from lightning_redis.records import stamped, time_text
 
 
@@ -21,13 +21,11 @@ async def put(link: Link, token: Token, once: str) -> Token:
     """See `Store.put_token`. A token without a time of its own is created now."""
     text = json_text.dump(rows.TOKENS.values(token, without=("created_at",)))
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
-    word, *rest = await link.run_once(
-        scripts.PUT_TOKEN, [link.keys("tokens")], known_as, token.id, time_text(token.created_at), text
+    arguments = (token.id, time_text(token.created_at), text)
+    done(
+        await link.run_once(scripts.PUT_TOKEN, [link.keys("tokens")], known_as, *arguments),
+        taken=lambda _: ConflictError(f"there is a token {token.id!r} already: make one with another id"),
     )
-    if word == "taken":
-        raise ConflictError(f"there is a token {token.id!r} already: make one with another id")
-    if word != "ok":
-        raise unexpected([word, *rest])
     return await _existing(link, token.id)
 
 
@@ -49,11 +47,10 @@ async def every(link: Link) -> list[Token]:
 
 async def revoke(link: Link, token: str) -> Token:
     """See `Store.revoke_token`."""
-    word, *rest = await link.run(scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token)
-    if word == "unknown":
-        raise StoreError(f"there is no token {token!r}: list_tokens() says which there are")
-    if word != "ok":
-        raise unexpected([word, *rest])
+    done(
+        await link.run(scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token),
+        unknown=lambda _: StoreError(f"there is no token {token!r}: list_tokens() says which there are"),
+    )
     return await _existing(link, token)
 
 

@@ -85,6 +85,7 @@ class _Batch:
 
 async def append(link: Link, transitions: Sequence[Transition]) -> int:
     """See `Store.append`."""
+    transitions = tuple(transitions)  # it is read after others have run, who may change a list of theirs
     if not transitions:
         return 0
     groups = [await link.home(transition.rollout) for transition in transitions]

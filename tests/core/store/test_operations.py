@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from lightning.server.api.store_routes import route_of
 from lightning.store.http import HttpStore
 from lightning.store.memory import MemoryStore
 from lightning.store.operation import Operation
-from lightning.store.operations import ANY, LOOK, TRAIN, Operations
+from lightning.store.operations import ANY, LOOK, OPERATIONS, TRAIN, Operations
+from lightning.store.relational.store import READS, WRITES, RelationalStore
 from lightning.testing.control import ControlServer
 from lightning.types import Rollout, Run, Scope, Task
 
@@ -106,3 +108,14 @@ def test_what_names_nothing_of_a_project_cannot_be_an_operation() -> None:
         Operation(everything, "GET /everything", ANY)
     with pytest.raises(TypeError, match="does not say what its parameters mean"):
         Operation(unsaid, "GET /runs/{run}/unsaid", ANY)
+
+
+def test_an_sql_database_has_a_function_with_the_arguments_of_each_operation() -> None:
+    functions = {**READS, **WRITES}
+    assert set(functions) <= {operation.name for operation in OPERATIONS}
+    for operation in OPERATIONS:
+        if operation.name in functions:
+            found = list(inspect.signature(functions[operation.name]).parameters)[1:]
+            assert found == list(operation.signature.parameters), operation
+        else:
+            assert operation.name in vars(RelationalStore), f"nothing is done for {operation}"

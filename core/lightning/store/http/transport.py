@@ -13,13 +13,11 @@ import contextlib
 import logging
 import os
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import aiohttp
 from yarl import URL
@@ -38,8 +36,8 @@ from lightning.store import json_codec
 from lightning.store.messages import ONCE_HEADER, Failure, Problem
 from lightning.store.operation import ANSWER_SECONDS
 from lightning.store.operations import LEASE_ANSWER
+from lightning.store.threads import LoopThread, check_process, closed_error
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "/api/v1"
@@ -118,13 +116,9 @@ class Transport:
         self._closing = False
         self._met = False  # a Lightning Server has answered: the URLs are right
         self._cuts: Counter[tuple[str, int]] = Counter()  # of long bodies, by path and length, until they are answered
-        self._lock = threading.Lock()
-        self._pending: set[Future[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lightning-store-http", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("lightning-store-http")
         self._over = asyncio.Event()
-        self._session, self._fresh = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        self._session, self._fresh = asyncio.run_coroutine_threadsafe(self._open(), self._thread.loop).result()
 
     def __repr__(self) -> str:
         return f"Transport({', '.join(self._urls)})"
@@ -142,38 +136,19 @@ class Transport:
     async def send(self, request: Request, patience: float | None = None) -> bytes:
         """The body of a server's answer. Raises `NotFoundError` and what `KINDS` says, `UnavailableError` when no server
         answered for `patience` seconds (default: the store's)."""
-        return await self._here(self._send(request, self._patience if patience is None else patience))
+        check_process(f"at {', '.join(self._urls)}", self._process)
+        wanted = self._patience if patience is None else patience
+        waiter = self._thread.submit(lambda: self._send(request, wanted), followed=True)
+        if waiter is None:
+            raise closed_error(f"at {', '.join(self._urls)}")
+        return await waiter
 
     async def close(self) -> None:
         """Let requests that have been sent end, but for those that wait for news, then disconnect."""
         self._closing = True
-        if self._process != os.getpid():
-            return
-        self._loop.call_soon_threadsafe(self._over.set)
-        with self._lock:
-            pending = list(self._pending)
-        await asyncio.gather(*(asyncio.wrap_future(future) for future in pending), return_exceptions=True)
-        for session in (self._session, self._fresh):
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.close(), self._loop))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
-
-    async def _here(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something in the thread and wait for it here."""
-        if self._closing or self._process != os.getpid():
-            work.close()
-            what = "is not open" if self._closing else f"was opened in process {self._process} and is used in its fork"
-            raise StoreError(f"the store at {', '.join(self._urls)} {what}: await store.open() first, in each process")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        with self._lock:
-            self._pending.add(future)
-        future.add_done_callback(self._forget)
-        return await asyncio.wrap_future(future)
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._pending.discard(future)
+        if self._process == os.getpid():
+            self._thread.loop.call_soon_threadsafe(self._over.set)
+            await asyncio.to_thread(self._thread.close, self._disconnect)
 
     # in the thread ----------------------------------------------------------------------------------------------
     async def _open(self) -> tuple[aiohttp.ClientSession, aiohttp.ClientSession]:
@@ -183,6 +158,10 @@ class Transport:
         none, accept = aiohttp.DummyCookieJar(), {"accept": "application/json"}
         first, second = (aiohttp.ClientSession(connector=one, headers=accept, cookie_jar=none) for one in (kept, fresh))
         return first, second
+
+    async def _disconnect(self) -> None:
+        for session in (self._session, self._fresh):
+            await session.close()
 
     async def _send(self, request: Request, patience: float) -> bytes:
         deadline, delay, tried, warned = time.monotonic() + patience, FIRST_DELAY, 0, False

@@ -190,18 +190,18 @@ async def lease_again(
     return await lease(transaction, run, worker, limit, ttl, known_as)
 
 
-async def renew(transaction: Transaction, held: Lease, ttl: float) -> Lease:
+async def renew(transaction: Transaction, lease: Lease, ttl: float) -> Lease:
     """See `Store.renew`."""
     _check_ttl(ttl)
-    where = await held_standing(transaction, held.rollout.id)
-    rollout_state.check_fence(where.position, held.attempt)
-    if where.worker != held.worker:
+    where = await held_standing(transaction, lease.rollout.id)
+    rollout_state.check_fence(where.position, lease.attempt)
+    if where.worker != lease.worker:
         raise StaleAttemptError(
-            f"attempt {held.attempt} of rollout {held.rollout.id!r} is leased by {where.worker!r}, not by {held.worker!r}"
+            f"attempt {lease.attempt} of rollout {lease.rollout.id!r} is leased by {where.worker!r}, not by {lease.worker!r}"
         )
     until = await transaction.now() + ttl
-    await transaction.run(sql.RENEW_LEASE, (until, held.rollout.id))
-    return Lease(held.rollout, held.worker, until)
+    await transaction.run(sql.RENEW_LEASE, (until, lease.rollout.id))
+    return Lease(lease.rollout, lease.worker, until)
 
 
 async def complete(

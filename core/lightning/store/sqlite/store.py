@@ -17,13 +17,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-from lightning.errors import ConfigError, StoreError
+from lightning.errors import ConfigError
 from lightning.store.protocol import RunWatch
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.store import RelationalStore
 from lightning.store.relational.transaction import Again, Operation, Transaction
 from lightning.store.sqlite.connection import Settings, SqliteTransaction, connect, drive, translate
-from lightning.store.sqlite.writer import Writer, closed_error
+from lightning.store.sqlite.writer import Writer
+from lightning.store.threads import check_process, closed_error
 from lightning.store.url import StoreURL, parse
 
 SELECT_REVISION: Final = "SELECT n FROM revisions WHERE run = ?"
@@ -200,12 +201,8 @@ class SqliteStore(RelationalStore):
     def _open_writer(self) -> Writer:
         writer = self._writer
         if writer is None:
-            raise closed_error(self._settings)
-        if self._process != os.getpid():
-            raise StoreError(
-                f"store {self._settings.path} was opened in process {self._process} and is used in its fork {os.getpid()}: "
-                "open a store of its own in each process"
-            )
+            raise closed_error(self._settings.path)
+        check_process(self._settings.path, self._process)
         return writer
 
     def watch(self, run: str) -> AbstractAsyncContextManager[RunWatch]:

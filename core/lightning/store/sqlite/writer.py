@@ -7,17 +7,15 @@ fails takes none of its neighbours with it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
-from lightning.errors import StoreError
 from lightning.store.relational.notify import Bell
 from lightning.store.relational.prefix_parents import ParentCache
 from lightning.store.relational.transaction import Operation
@@ -31,6 +29,7 @@ from lightning.store.sqlite.connection import (
     refuse_foreign,
     translate,
 )
+from lightning.store.threads import WorkItem, closed_error, deliver
 
 T = TypeVar("T")
 MAX_GROUP: Final = 512
@@ -45,59 +44,22 @@ NEVER_WAIT: Final = "PRAGMA busy_timeout = 0"
 """For the writing connection: the writer itself waits for other processes, and knows for how long."""
 
 
-class _Job(Generic[T]):
-    """An operation and the task on `loop` that waits for it. It may run twice, but it is committed once.
+class _Job(WorkItem[T]):
+    """An operation. It may run twice, but it is committed once.
 
     It does `first` before the transaction. One that could not begin before its `deadline`, by the monotonic clock, fails.
     """
 
-    def __init__(
-        self,
-        operation: Operation[T],
-        first: Callable[[], object] | None,
-        loop: asyncio.AbstractEventLoop,
-        deadline: float,
-    ) -> None:
+    def __init__(self, operation: Operation[T], first: Callable[[], object] | None, deadline: float) -> None:
+        super().__init__()
         self._operation = operation
         self.first = first
         self.deadline = deadline
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self.loop = loop
-        self.waiter: asyncio.Future[T] = loop.create_future()
 
     def run(self, transaction: SqliteTransaction) -> None:
         """Run the operation; raise what it raises."""
-        self._error = None
-        self._result = drive(self._operation(transaction))
-
-    def failed(self, error: Exception) -> None:
-        self._error = error
-
-    def deliver(self) -> None:
-        """Tell the caller, on the caller's loop. Only after COMMIT or ROLLBACK."""
-        if self.waiter.done():
-            return
-        if self._error is not None:
-            self.waiter.set_exception(self._error)
-        else:
-            self.waiter.set_result(self._result)  # type: ignore[arg-type]  # T may be Optional itself
-
-
-def _deliver(group: Sequence[_Job[object]]) -> None:
-    """Wake each loop once for all its callers: a wake-up for each would hand the interpreter lock to and fro."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Job[object]]] = {}
-    for job in group:
-        by_loop.setdefault(job.loop, []).append(job)
-    for loop, jobs in by_loop.items():
-        # A closed loop has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_deliver_here, jobs)
-
-
-def _deliver_here(jobs: Sequence[_Job[object]]) -> None:
-    for job in jobs:
-        job.deliver()
+        self.error = None
+        self.result = drive(self._operation(transaction))
 
 
 class Writer:
@@ -122,10 +84,10 @@ class Writer:
 
     def submit(self, operation: Operation[T], first: Callable[[], object] | None = None) -> asyncio.Future[T]:
         """Queue an operation for the running loop to wait for, and what it does `first`. Raises `StoreError` after `close`."""
-        job = _Job(operation, first, asyncio.get_running_loop(), time.monotonic() + self._settings.busy_timeout)
+        job = _Job(operation, first, time.monotonic() + self._settings.busy_timeout)
         with self._lock:
             if self._closed:
-                raise closed_error(self._settings)
+                raise closed_error(self._settings.path)
             self._jobs.put(job)  # type: ignore[arg-type]  # the queue does not look at results
         return job.waiter
 
@@ -180,8 +142,8 @@ class Writer:
             if job.first is not None:
                 job.first()
         except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
-            job.failed(error)
-            _deliver([job])
+            job.error = error
+            deliver([job])
             return False
         return True
 
@@ -203,11 +165,11 @@ class Writer:
             if not group and self._waiting:  # it could not even begin
                 group.append(self._waiting.popleft())
             if len(group) == 1:
-                group[0].failed(translate(error, self._settings))
+                group[0].error = translate(error, self._settings)
             else:
                 for job in group:
                     self._commit_alone(job)
-        _deliver(group)
+        deliver(group)
 
     def _run_in_savepoint(self, job: _Job[object]) -> None:
         self._connection.execute("SAVEPOINT job")
@@ -219,7 +181,7 @@ class Writer:
             self._connection.execute("ROLLBACK TO job")
             self._transaction.forget_changes()
             self._parents.forget()
-            job.failed(translate(error, self._settings))
+            job.error = translate(error, self._settings)
         self._connection.execute("RELEASE job")
 
     def _commit_alone(self, job: _Job[object]) -> None:
@@ -229,7 +191,7 @@ class Writer:
             self._commit()
         except Exception as error:  # noqa: BLE001 — an operation's error belongs to its caller
             self._roll_back()
-            job.failed(translate(error, self._settings))
+            job.error = translate(error, self._settings)
 
     def _begin_for_waiting(self) -> bool:
         """Begin a transaction for those that wait. Each fails at its own deadline; False when none is left."""
@@ -244,8 +206,8 @@ class Writer:
                 late = []
                 while self._waiting and self._waiting[0].deadline <= now:
                     late.append(self._waiting.popleft())
-                    late[-1].failed(translate(error, self._settings))
-                _deliver(late)
+                    late[-1].error = translate(error, self._settings)
+                deliver(late)
             else:
                 return True
         return False
@@ -281,8 +243,3 @@ class Writer:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
             self._broken = True  # the connection is of no more use: the next transaction gets a new one
-
-
-def closed_error(settings: Settings) -> StoreError:
-    """The error for using a store that is not open."""
-    return StoreError(f"store {settings.path} is not open: await store.open() first, and use it before close()")
