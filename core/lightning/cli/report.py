@@ -115,6 +115,10 @@ def draw_rewards(summary: Summary, title: str, file: Path, measure: str = "rewar
         linewidth=2,
         label="held-out tasks",
     )
+    if any(result.failed for result in summary.evaluations):
+        points = [(result.step, result.mean_with_failures(measure)) for result in summary.evaluations]
+        held_out = [(step, mean) for step, mean in points if mean is not None]
+        axes.plot(*_columns(held_out), linestyle="--", label="held-out tasks, the failed as 0")
     axes.set(xlabel="optimizer steps", ylabel=measure, title=title, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -133,13 +137,9 @@ def show_summary(summary: Summary, title: str, console: Console, measure: str = 
     results.add_column("after", justify="right")
     results.add_column("gain", justify="right")
     ended = summary.evaluations
-    before, after = ended[0].mean(measure) if ended else None, ended[-1].mean(measure) if len(ended) > 1 else None
-    results.add_row(
-        str(summary.evaluations[0].rollouts if summary.evaluations else 0),
-        "-" if before is None else f"{before:.3f}",
-        "-" if after is None else f"{after:.3f}",
-        "-" if before is None or after is None else f"[bold]{after - before:+.3f}",
-    )
+    results.add_row(str(ended[0].rollouts if ended else 0), *_cells([result.mean(measure) for result in ended]))
+    if any(result.failed for result in ended):
+        results.add_row("with the failed as 0", *_cells([result.mean_with_failures(measure) for result in ended]))
     console.print(results)
     console.print(
         f"{summary.steps} steps, {summary.rollouts} rollouts ({summary.failed} failed), "
@@ -155,6 +155,16 @@ def show_summary(summary: Summary, title: str, console: Console, measure: str = 
         times.add_row(phase, f"{seconds:.1f}", f"{seconds / total:.0%}")
     times.add_row("total", f"{sum(summary.time.values()):.1f}", "")
     console.print(times)
+
+
+def _cells(means: Sequence[float | None]) -> tuple[str, str, str]:
+    """The first mean, the last one, and what lies between."""
+    before, after = means[0] if means else None, means[-1] if len(means) > 1 else None
+    return (
+        "-" if before is None else f"{before:.3f}",
+        "-" if after is None else f"{after:.3f}",
+        "-" if before is None or after is None else f"[bold]{after - before:+.3f}",
+    )
 
 
 def _gap(gap: float | None) -> str:

@@ -258,7 +258,7 @@ def _locate(text: str, where: str, *, to_change: bool = False) -> tuple[str, Res
 
 def _show_uses(uses: Sequence[ResourceUse]) -> None:
     print_table(
-        ["version", "run", "split", "rollouts", "failed", "mean reward"],
+        ["version", "run", "split", "rollouts", "failed", "mean reward", "failed as 0"],
         [
             [
                 str(use.version),
@@ -267,6 +267,7 @@ def _show_uses(uses: Sequence[ResourceUse]) -> None:
                 str(use.rollouts),
                 str(use.failed),
                 "-" if use.reward is None else f"{use.reward:.3f}",
+                f"{(use.reward or 0.0) * use.scored / ended:.3f}" if (ended := use.scored + use.failed) else "-",
             ]
             for use in uses
         ],

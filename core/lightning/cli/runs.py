@@ -25,7 +25,7 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.reasons import grouped, reason
-from lightning.trainer.summary import Summary, summarize
+from lightning.trainer.summary import Summary, said_reward, summarize
 from lightning.types import Rollout, Run, Status, StepRecord
 
 T = TypeVar("T")
@@ -42,7 +42,8 @@ app = typer.Typer(invoke_without_command=True)
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run in a list. `rewards` are the mean training rewards of the first and the last step."""
+    """One run in a list. `rewards` are the mean training rewards of the first and the last step; those with failures count
+    rollouts that failed as 0."""
 
     id: str
     created_at: float
@@ -53,6 +54,9 @@ class RunRow:
     before: float | None
     after: float | None
     store: str
+    rewards_with_failures: tuple[float, float] | None = None
+    before_with_failures: float | None = None
+    after_with_failures: float | None = None
 
 
 @app.callback()
@@ -147,6 +151,8 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
         states[counted.status] += counted.rollouts
     summary = await summarize(store, run.id)
     rewards = (summary.rewards[0], summary.rewards[-1]) if summary.rewards else None
+    with_failures = summary.rewards_with_failures
+    held_out = [result.reward_with_failures for result in summary.evaluations]
     return RunRow(
         id=run.id,
         created_at=run.created_at,
@@ -157,6 +163,9 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
         before=summary.before,
         after=summary.after,
         store=redacted(url),
+        rewards_with_failures=(with_failures[0], with_failures[-1]) if with_failures else None,
+        before_with_failures=held_out[0] if held_out else None,
+        after_with_failures=held_out[-1] if len(held_out) > 1 else None,
     )
 
 
@@ -181,8 +190,8 @@ def _show_rows(rows: Sequence[RunRow]) -> None:
                 str(row.steps),
                 str(row.rollouts_ok),
                 f"[red]{row.rollouts_failed}" if row.rollouts_failed else "0",
-                _change(row.rewards),
-                _change((row.before, row.after)),
+                _change(row.rewards, row.rewards_with_failures),
+                _change((row.before, row.after), (row.before_with_failures, row.after_with_failures)),
             ]
             for row in rows
         ],
@@ -205,11 +214,12 @@ def _show_run(
         changed = "".join(f"\n  {escape(line)}" for line in changes_of(epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     print_table(
-        ["step", "reward", "rollouts", "tokens", "loss", "logprob gap", "policy"],
+        ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"],
         [
             [
                 str(record.step),
                 _number(record.metrics.get("reward")),
+                _number(record.metrics.get("reward_with_failures")),
                 str(len(record.rollouts)),
                 f"{record.metrics.get('tokens', 0):.0f}",
                 _number(record.metrics.get("loss")),
@@ -222,7 +232,7 @@ def _show_run(
     )
     for result in summary.evaluations:
         named = "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
-        say(f"held-out after {result.step} steps: {_number(result.reward)}{named} over {result.rollouts} tasks")
+        say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
     print_table(
         ["rollout", "status", "attempt", "reward", "seconds", "error"],
         [
@@ -246,7 +256,13 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _change(values: tuple[float | None, float | None] | None) -> str:
-    if values is None or values[0] is None:
+def _change(
+    values: tuple[float | None, float | None] | None, counted: tuple[float | None, float | None] | None = None
+) -> str:
+    """How a reward went; `counted` is the same with failed rollouts as 0, which is said where it differs."""
+    if values is None or (values[0] is None and not counted):
         return "-"
-    return f"{_number(values[0])} → {_number(values[1])}"
+    change = f"{_number(values[0])} → {_number(values[1])}"
+    if counted is None or counted == values:
+        return "-" if values[0] is None else change
+    return f"{change} ({_number(counted[0])} → {_number(counted[1])} with the failed as 0)"

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import platform
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ from lightning.instrument.providers import remember
 from lightning.plugins import plugins
 from lightning.runner import sandbox_network, socket_framing, worker
 from lightning.runner.agent_serialization import unpack_agent
+from lightning.runner.warmth import Contexts, Stores, build_model
 
 _PR_SET_PDEATHSIG = 1
 
@@ -92,6 +94,17 @@ def _import_all(names: Sequence[str]) -> list[str]:
     return failed
 
 
+def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
+    """Build what the first rollout built. What cannot be built here is built by each rollout, which hears why."""
+    platform.platform()  # clients tell it in their headers, and the first to ask starts a program for it
+    for module, name in needs["models"]:
+        with contextlib.suppress(Exception):
+            build_model(module, name)
+    for asked in needs["contexts"]:
+        with contextlib.suppress(OSError):  # `ssl.SSLError` is one
+            contexts.make(Stores(**asked["stores"]), asked["count"])
+
+
 def _started_since(before: Sequence[threading.Thread]) -> str:
     """The threads that live now and did not `before`, in words; nothing when no fork misses one."""
     names = [thread.name for thread in threading.enumerate() if thread not in before and not _restarts(thread)]
@@ -147,6 +160,7 @@ class _Template:
         self._imports, self._tell_imports = os.pipe()
         os.set_blocking(self._imports, False)
         self._told = bytearray()
+        self._contexts = Contexts()
         self._reporter = 0  # the worker that is to tell its imports; -1 when one has
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
@@ -230,7 +244,7 @@ class _Template:
             with socket.socket(fileno=descriptor) as sock:
                 if listen:
                     sandbox_network.send_listeners(sock, sandbox_network.listen(listen))
-                worker.serve(sock, self._shipped, self._adapters, self._reroute, tell)
+                worker.serve(sock, self._shipped, self._adapters, self._reroute, self._contexts, tell)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
@@ -251,23 +265,25 @@ class _Template:
                 self._tell({"exited": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _learn(self) -> None:
-        """Import what the first rollout has imported, so that the processes of later ones begin with it."""
+        """Import what the first rollout has imported, and build what it has built, so that the processes of later ones begin
+        with it."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._imports, 65536):
                 self._told += data
         if not self._told.endswith(b"\n") or self._reporter < 0:
             return
         self._reporter = -1
-        names = [str(name) for name in json.loads(self._told) if name not in sys.modules]
-        if not names:
-            return
-        if threads := self._threads_of(names):
+        needs = json.loads(self._told)
+        names = [str(name) for name in needs["modules"] if name not in sys.modules]
+        if names and (threads := self._threads_of(names)):
             self._tell({"warmed": 0, "error": threads})
             return
         failed = _import_all(names)
+        _build(self._contexts, needs)
         gc.collect()
         gc.freeze()
-        self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
+        if names:
+            self._tell({"warmed": len(names) - len(failed), "error": ", ".join(failed[:MOST_NAMES])})
 
     def _threads_of(self, names: Sequence[str]) -> str:
         """What is wrong with importing these here, tried in a fork: they start threads, which no worker would have."""

@@ -29,6 +29,7 @@ from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
+from lightning.runner.warmth import Contexts, built_models
 from lightning.types import LLM, Outcome, Task
 
 
@@ -37,12 +38,14 @@ def serve(
     shipped: bytes,
     adapters: Sequence[str] | None,
     reroute: Sequence[str],
-    imports: int | None = None,
+    contexts: Contexts,
+    needs: int | None = None,
 ) -> None:
-    """Answer requests until the parent closes the socket. After the first, the names of the modules that were imported since
-    the fork are written to the descriptor `imports`, as a line of JSON."""
+    """Answer requests until the parent closes the socket. After the first, what it has imported and built since the fork is
+    written to the descriptor `needs`, as a line of JSON."""
     before, places = set(sys.modules), list(sys.path)
     _reseed()
+    contexts.install()
     agent = unpack_agent(shipped)
     install_tap(reroute)
     plugins().install_adapters(emit, adapters)
@@ -51,17 +54,18 @@ def serve(
             outcome = run_agent(agent, *decode_request(request), loop)
             flush()
             socket_framing.send(sock, encode_outcome(outcome))
-            if imports is not None:
-                _tell_imports(imports, before, places)
-                imports = None
+            if needs is not None:
+                _tell_needs(needs, before, places, contexts)
+                needs = None
 
 
-def _tell_imports(descriptor: int, before: set[str], places: Sequence[str]) -> None:
+def _tell_needs(descriptor: int, before: set[str], places: Sequence[str], contexts: Contexts) -> None:
     found = [name for name, module in list(sys.modules.items()) if name not in before and module is not None]
     same = {top: _found_in(places, top) for top in {name.partition(".")[0] for name in found}}
     new = [name for name in found if same[name.partition(".")[0]]]
+    needs = {"modules": new, "models": built_models(), "contexts": contexts.told()}
     with contextlib.suppress(OSError), os.fdopen(descriptor, "wb") as told:  # the fork server may be gone
-        told.write(json.dumps(new).encode() + b"\n")
+        told.write(json.dumps(needs).encode() + b"\n")
 
 
 def _found_in(places: Sequence[str], name: str) -> bool:

@@ -212,6 +212,7 @@ class Loop:
         values |= {f"eval/{NAMED}{name}": value for name, value in result.rewards.items()}
         if result.reward is not None:
             values["eval/reward"] = result.reward
+        values["eval/reward_with_failures"] = result.reward_with_failures
         if not again:
             values["seconds/eval"] = self._seconds["eval"]
         await self.stack.store.log_metrics(run, self.done, values)

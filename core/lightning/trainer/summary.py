@@ -86,9 +86,7 @@ class Reporter:
     def evaluated(self, result: Evaluation) -> None:
         """A held-out evaluation has ended."""
         failed = f", [red]{result.failed} failed[/red]" if result.failed else ""
-        reward = "-" if result.reward is None else f"{result.reward:.3f}"
-        if result.failed and result.reward_with_failures is not None:
-            reward += f" ({result.reward_with_failures:.3f} with the failed as 0)"
+        reward = said_reward(result)
         reward += "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
         self.console.print(
             f"[bold]held-out after {result.step} steps: reward {reward}[/bold] over {result.rollouts} tasks{failed}",
@@ -104,6 +102,14 @@ class Reporter:
 def _named_parts(metrics: Mapping[str, float]) -> str:
     """The named parts of the reward."""
     return "".join(f"{name.removeprefix(NAMED)} {metrics[name]:.3f}  " for name in metrics if name.startswith(NAMED))
+
+
+def said_reward(result: Evaluation) -> str:
+    """The reward of an evaluation; where rollouts failed also with those as 0."""
+    reward = "-" if result.reward is None else f"{result.reward:.3f}"
+    if not result.failed:
+        return reward
+    return f"{reward} ({result.reward_with_failures:.3f} with the failed as 0)"
 
 
 def _with_failures(metrics: Mapping[str, float]) -> str:
@@ -157,11 +163,16 @@ class Evaluation:
     rewards: dict[str, float] = field(default_factory=dict)
 
     @property
-    def reward_with_failures(self) -> float | None:
-        """The mean over all rollouts with those that failed as 0; None where there is none."""
-        if not self.rollouts:
+    def reward_with_failures(self) -> float:
+        """The mean over all rollouts with those that failed as 0."""
+        return self.mean_with_failures("reward") or 0.0
+
+    def mean_with_failures(self, measure: str) -> float | None:
+        """As `mean`, with 0 for rollouts that failed; None where no rollout has the measure and none failed."""
+        mean = self.mean(measure)
+        if mean is None and not self.failed:
             return None
-        return (self.reward or 0.0) * (self.rollouts - self.failed) / self.rollouts
+        return (mean or 0.0) * (self.rollouts - self.failed) / self.rollouts
 
     def mean(self, measure: str) -> float | None:
         """The mean of a named part of the reward, or of `reward` itself; None where no rollout has it."""
@@ -172,6 +183,7 @@ class Evaluation:
 class Summary:
     """A run in numbers. `rewards[i]` is the mean training reward of step i; times are wall seconds by phase. `evaluations` are
     in the order in which they were begun; `before` is the reward of the first and `after` that of the last.
+    `rewards_with_failures[i]` counts the rollouts of step i that failed as 0.
     `named_rewards[name][i]` is the mean of a named part of the reward in step i, where the agent returned parts.
 
     `max_logprob_gap` is over the steps without stale tokens, whose logprobs differ by what was learned since; None when
@@ -191,12 +203,16 @@ class Summary:
     after: float | None
     evaluations: tuple[Evaluation, ...]
     rewards: tuple[float, ...]
+    rewards_with_failures: tuple[float, ...]
     named_rewards: dict[str, tuple[float | None, ...]]
     time: dict[str, float]
 
     def to_json(self) -> dict[str, Json]:
         """The report's content, ready for `json.dumps`."""
-        return asdict(self)
+        evaluations = [
+            {**asdict(result), "reward_with_failures": result.reward_with_failures} for result in self.evaluations
+        ]
+        return {**asdict(self), "evaluations": evaluations}
 
 
 def evaluate_rollouts(step: int, rollouts: Sequence[Rollout]) -> Evaluation:
@@ -240,6 +256,9 @@ async def summarize(store: Store, run: str) -> Summary:
         after=evaluations[-1].reward if len(evaluations) > 1 else None,
         evaluations=evaluations,
         rewards=tuple(metrics.get("reward", 0.0) for metrics in steps),
+        rewards_with_failures=tuple(
+            metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps
+        ),
         named_rewards=_named(steps),
         time={phase: round(seconds, 3) for phase, seconds in time.items()},
     )

@@ -50,6 +50,7 @@ class Search:
         self._prompts: dict[int, Resource] = {bench.start.version: bench.start}
         self._train, self._held_out = Scores(), Scores()
         self._earned: list[float] = []
+        self._ended = 0
 
     async def execute(self) -> Resource:
         """See `APO.tune`."""
@@ -78,7 +79,7 @@ class Search:
 
     async def _round(self, number: int, beam: Sequence[int]) -> list[int]:
         """Criticise and edit the beam, select the new one, run it on the held-out tasks."""
-        self._earned = []
+        self._earned, self._ended = [], 0
         seen = await self._run(
             beam, self._tasks(f"{number}/criticised", self._apo.minibatch), f"{number}/criticised", number
         )
@@ -106,6 +107,7 @@ class Search:
             "candidates": float(len(candidates)),
             **{f"refused/{reason}": float(count) for reason, count in refused.items()},
             **({"reward": sum(rewards) / len(rewards)} if rewards else {}),
+            **({"reward_with_failures": sum(rewards) / self._ended} if self._ended else {}),
         }
         await self._bench.report(number, metrics, self._line(number, candidates, refused))
         if spent is not None:
@@ -121,6 +123,7 @@ class Search:
         for version, rollouts in found.items():
             _note(self._train, version, rollouts)
             self._earned += [rollout.reward for rollout in rollouts if rollout.reward is not None]
+            self._ended += len(rollouts)
         return found
 
     async def _evaluate(self, versions: Sequence[int], number: int) -> BudgetSpentError | None:

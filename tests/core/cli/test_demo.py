@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from lightning.cli.report import Story, draw_rewards, show_story, show_summary, tell_story
 from lightning.store.memory import MemoryStore
 from lightning.trainer.summary import Summary, summarize
-from lightning.types import Outcome, Rollout, Run, StepRecord, Task, Transition
+from lightning.types import Fault, Outcome, Rollout, Run, StepRecord, Task, Transition
 from rich.console import Console
 
 
@@ -60,6 +61,24 @@ async def test_a_named_part_of_the_reward_is_what_the_table_shows(store: MemoryS
     assert "correct before" in table
     assert "+0.500" in table
     assert "+0.850" in printed(lambda console: show_summary(summary, "title", console))
+
+
+async def test_what_failed_counts_as_0_beside_the_reward_of_what_came_through(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    rollout = Rollout("val/1/c", "run", Task("c", id="c"), "c", split="val", step=1)
+    await store.create_rollouts([rollout])
+    (lease,) = await store.lease("run", "w", limit=1)
+    await store.complete(rollout.id, lease.attempt, Outcome(fault=Fault.AGENT, error="broken"))
+    summary = await summarize(store, "run")
+    last = json.loads(json.dumps(summary.to_json()))["evaluations"][1]
+    assert math.isclose(last["reward"], 0.95)
+    assert math.isclose(last["reward_with_failures"], 1.9 / 3)
+    table = printed(lambda console: show_summary(summary, "title", console))
+    assert "with the failed as 0" in table
+    assert "0.633" in table
+    draw_rewards(summary, "title", tmp_path / "reward.png")
+    assert (tmp_path / "reward.png").stat().st_size > 1000
 
 
 async def test_the_story_is_of_the_task_whose_measure_rose(store: MemoryStore) -> None:

@@ -180,7 +180,11 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     asyncio.run(fill())
     shown = lightning("runs", "show", "run", "--runs", str(tmp_path)).out
     assert "held-out after 0 steps: 0.500, correct 0.250 over 1 tasks" in shown
-    assert "held-out after 1 steps: - over 1 tasks" in shown
+    assert "held-out after 1 steps: - (0.000 with the failed as 0) over 1 tasks" in shown
+    listed = lightning("runs", "--runs", str(tmp_path)).out
+    assert "0.500 → - (0.500 → 0.000 with the failed as 0)" in listed
+    (row,) = json.loads(lightning("runs", "--runs", str(tmp_path), "--json").out)
+    assert (row["before_with_failures"], row["after_with_failures"]) == (0.5, 0.0)
 
 
 def test_what_changed_while_a_run_lived_is_listed(lightning, tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""What a rollout builds in its process that each new process would build again: certificate stores and pydantic's models.
+
+The invariant: a rollout gets what it would have built, and nothing that another one has touched. The first rollout tells what
+it needed; the fork server builds that, unused, and each process that it forks has a copy of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import ssl
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+MOST_CONTEXTS: Final = 8
+"""Contexts of one kind that are made in advance."""
+SAME_FOR_ALL: Final = ssl.Purpose.SERVER_AUTH
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The certificate files of an `ssl` context, each with the time of its last change, so that a changed one is read again."""
+
+    cafile: str = ""
+    capath: str = ""
+    changed: int = 0
+
+    @classmethod
+    def of(cls, purpose: ssl.Purpose, cafile: object, capath: object, cadata: object) -> Stores | None:
+        """Of the arguments of `ssl.create_default_context`; None where a context cannot be made in advance."""
+        if purpose is not SAME_FOR_ALL or cadata is not None or os.environ.get("SSLKEYLOGFILE"):
+            return None
+        if not isinstance(cafile, str | None) or not isinstance(capath, str | None) or not (cafile or capath):
+            return None
+        try:
+            return cls(cafile or "", capath or "", Path(cafile or capath or "").stat().st_mtime_ns)
+        except OSError:
+            return None
+
+
+class Contexts:
+    """Takes the place of `ssl.create_default_context`: hands out what was made in advance, each once, and counts the rest."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[Stores] = Counter()
+        self._make = ssl.create_default_context
+        self._made: dict[Stores, list[ssl.SSLContext]] = {}
+
+    def make(self, stores: Stores, count: int) -> None:
+        """Make contexts in advance."""
+        made = [
+            self._make(cafile=stores.cafile or None, capath=stores.capath or None)
+            for _ in range(min(count, MOST_CONTEXTS))
+        ]
+        self._made[stores] = made
+
+    def install(self) -> None:
+        """From now on, in this process."""
+        ssl.create_default_context = self  # what libraries call by its module's name
+
+    def __call__(
+        self,
+        purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH,
+        *,
+        cafile: Any = None,
+        capath: Any = None,
+        cadata: Any = None,
+    ) -> ssl.SSLContext:
+        """As `ssl.create_default_context`."""
+        stores = Stores.of(purpose, cafile, capath, cadata)
+        if stores is not None:
+            self.asked[stores] += 1
+            if made := self._made.get(stores):
+                return made.pop()
+        return self._make(purpose, cafile=cafile, capath=capath, cadata=cadata)
+
+    def told(self) -> list[dict[str, Any]]:
+        """What was asked for, as JSON."""
+        return [{"stores": asdict(stores), "count": count} for stores, count in self.asked.items()]
+
+
+def built_models() -> list[list[str]]:
+    """The module and name of each pydantic model that defers its building to its first use and has been built."""
+    return [
+        [model.__module__, model.__qualname__]
+        for model in _models()
+        if model.model_config.get("defer_build") and model.__dict__.get("__pydantic_complete__")
+    ]
+
+
+def build_model(module: str, name: str) -> None:
+    """Build such a model now. Raises what it raises."""
+    model = getattr(importlib.import_module(module), name)
+    model.model_rebuild()
+
+
+def _models() -> Iterator[Any]:
+    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    found, todo = set(), [] if base is None else [base]
+    while todo:
+        for model in todo.pop().__subclasses__():
+            if model not in found:
+                found.add(model)
+                todo.append(model)
+                yield model
