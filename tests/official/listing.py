@@ -36,11 +36,12 @@ class Source:
 class Program:
     """A program.
 
-    `callers` are the paths of those who call, with how often; `unnamed` says that no adapter names them. `not_tools` are names
-    of functions that the model calls and that are no tools (a handoff, an answer's form); `untold` says why nothing tells of
-    its tools. `venv` is the environment that it runs in, one that is `pinned` runs also in the project's own; `preload` are modules
-    that are imported once for all programs of the framework, and a `module` is run as `python -m` does. `refused` calls are
-    refused, and `raises` is in the error that it ends with; `why` has the reason of both.
+    `callers` are the paths of those who call, with how often; `unnamed` says that no adapter names them. `not_tools`
+    are names of functions that the model calls and that are no tools (a handoff, an answer's form); `untold` says why
+    nothing tells of its tools. `venv` is the environment that it runs in, one that is `pinned` runs also in the
+    project's own; `preload` are modules that are imported once for all programs of the framework, and a `module` is
+    run as `python -m` does. `refused` calls are refused, and `raises` is in the error that it ends with; `why` has
+    the reason of both.
     """
 
     framework: str

@@ -69,7 +69,7 @@ def _calls(body: Json, messages: Sequence[Json]) -> list[ToolCall]:
         left = [name for name in offered if name not in used and name not in LAST]
         ends = [name for name in offered if name in LAST]
         # To hand over ends an agent's turn, so it comes after the other tools, alone.
-        hands = [name for name in left if name.startswith(("transfer_", "handoff"))]
+        hands = sorted(name for name in left if name.startswith(("transfer_", "handoff")))
         # Some frameworks tell of earlier calls in text: then nobody knows which tools have been used.
         spoken = bool(ends) and any(message["role"] == "assistant" for message in messages)
         names = [name for name in left if name not in hands and not spoken][:AT_ONCE] or hands[:1] or ends

@@ -8,7 +8,6 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import Command
-from pydantic import BaseModel
 
 model = ChatOpenAI(model="gpt-5-mini")
 ORDER = ("researcher", "mathematician", "writer")
@@ -32,14 +31,8 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-class Next(BaseModel):
-    """Who works next."""
-
-    reason: str
-
-
 def supervisor(state: MessagesState) -> Command[Literal["researcher", "mathematician", "writer", "__end__"]]:
-    model.with_structured_output(Next).invoke([("system", "Say why somebody has to go on."), *state["messages"]])
+    model.invoke([("system", "Say why somebody has to go on."), *state["messages"]])
     done = [message.name for message in state["messages"] if message.name in ORDER]
     return Command(goto=ORDER[len(done)] if len(done) < len(ORDER) else END)
 
