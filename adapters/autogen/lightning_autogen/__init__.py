@@ -41,10 +41,13 @@ def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[
     _watch.start()
     results.start()
     receivers.append(emit)
-    stop_waiting = on_import("autogen_agentchat.agents", _direct.start)
+    # A program may import `autogen_agentchat.agents` first: it has begun by now, and the module of its class has not.
+    agents = "autogen_agentchat.agents"
+    stop_waiting = [on_import(name, _direct.start) for name in (agents, f"{agents}._base_chat_agent")]
 
     def undo() -> None:
-        stop_waiting()
+        for stop in stop_waiting:
+            stop()
         receivers.remove(emit)
         if not receivers:
             _direct.stop()

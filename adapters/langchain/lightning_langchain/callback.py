@@ -31,6 +31,8 @@ INNER_NODES = (
     "tools",  # of both
 )
 """Nodes of these agents' graphs, which are no names of the user's."""
+AROUND_AGENT = "call_agent"
+"""The link in which `langgraph-supervisor` runs an agent; it stands in a node that has the agent's name."""
 UNNAMED = ("Runnable", "map:key:")
 """How the names of links begin that nobody named."""
 MAX_RUNS = 50_000
@@ -104,6 +106,10 @@ def _is_react(run_id: UUID, node: _Run) -> None:
         _rename(run_id, node, ())
 
 
+def _is_in_node(said: dict[str, Any], parent: _Run | None) -> bool:
+    return parent is not None and parent.path[-1:] == (said.get("langgraph_node"),)
+
+
 def _caller(run_id: UUID | None) -> lightning.Caller | None:
     run = _runs.get(run_id) if run_id else None
     path = _path(run)
@@ -156,7 +162,7 @@ class LightningCallback(BaseCallbackHandler):
             name = "agent"
         elif parent and parent.agent and name in INNER_NODES:
             name = "" if _path(parent) else "agent"
-        elif unnamed or name.startswith(UNNAMED):
+        elif unnamed or name.startswith(UNNAMED) or (name == AROUND_AGENT and _is_in_node(said, parent)):
             name = ""
         _open(run, name, agent=created)
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from lightning.testing.vllm_refusals import refusal
 from lightning.testing.vllm_replies import (
     Generation,
     Job,
@@ -172,6 +173,8 @@ class FakeVLLM:
             return error_response(404, f"The model `{body.get('model')}` does not exist.", "NotFoundError")
         if problem := too_long(shape, body, self.max_model_len):
             return error_response(400, *problem)
+        if shape.prefix == ChatShape.prefix and (why := refusal(body)):
+            return error_response(400, why[0], "BadRequestError", why[1])
         job = self._job(recorded, shape)
         first = job.generations[0].reply
         if first.status != 200:

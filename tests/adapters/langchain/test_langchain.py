@@ -197,6 +197,16 @@ NAMED: dict[str, tuple[Callable[[Model], Any], list[str | None]]] = {
         lambda model: graph_of("team", supervisor=react(model, name="supervisor"), math=react(model), art=react(model)),
         ["team/supervisor", "team/math", "team/art"],
     ),
+    "an agent in a node of langgraph-supervisor": (
+        lambda model: graph_of(
+            math=RunnableLambda(lambda _: react(model, name="math").invoke(HI) and {}, name="call_agent")
+        ),
+        ["math"],
+    ),
+    "a link called as langgraph-supervisor calls its own": (
+        lambda model: (RunnableLambda(lambda _: HI["messages"]) | model).with_config(run_name="call_agent"),
+        ["call_agent"],
+    ),
     "nodes called as create_react_agent calls its own": (lambda model: graph_of(agent=node_of(model)), ["agent"]),
     "a model that is retried": (lambda model: graph_of(write=node_of(model.with_retry())), ["write"]),
     "a node of the model's class name": (lambda model: graph_of(Model=node_of(model)), ["Model"]),

@@ -1,0 +1,99 @@
+"""The fake policy server refuses what vLLM refuses, and takes what vLLM takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.testing.vllm_refusals import refusal
+
+HI = [{"role": "user", "content": "hi"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 2.5},
+    "negative": {"temperature": -0.1},
+    "top_p": {"top_p": 0.0},
+    "presence": {"presence_penalty": 3.0},
+    "frequency": {"frequency_penalty": -3.0},
+    "stream options": {"stream_options": {"include_usage": True}},
+    "top logprobs": {"top_logprobs": 3},
+    "stop": {"stop": [""]},
+    "effort": {"reasoning_effort": "enormous"},
+    "no tools": {"tools": []},
+    "choice without tools": {"tool_choice": "auto"},
+    "choice of another": {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+    "choice by a word": {"tools": [ADD], "tool_choice": "any"},
+    "kind of tool": {"tools": [{"type": "web_search"}]},
+    "format": {"response_format": {"type": "xml"}},
+    "no schema": {"response_format": {"type": "json_schema"}},
+    "no role": {"messages": [{"content": "hi"}]},
+}
+TAKEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all in range": {
+        "temperature": 2.0,
+        "top_p": 1.0,
+        "presence_penalty": -2.0,
+        "stop": "end",
+        "reasoning_effort": "none",
+    },
+    "streamed": {"stream": True, "stream_options": {"include_usage": True}},
+    "tools": {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": True},
+    "none of them": {"tools": [ADD], "tool_choice": "none"},
+    "unknown fields": {"service_tier": "auto", "metadata": {"a": "b"}, "store": True},
+    "another role": {"messages": [{"role": "developer", "content": "be brief"}, *HI]},
+    "a conversation": {
+        "messages": [
+            *HI,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "5"},
+        ]
+    },
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+}
+
+
+def body(more: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "tiny", "messages": HI, **more}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    assert refusal(body(REFUSED[name])) is not None
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken(name: str) -> None:
+    assert refusal(body(TAKEN[name])) is None
+
+
+def test_arguments_that_are_no_json_and_pictures() -> None:
+    broken = {**CALL, "function": {"name": "add", "arguments": "{2, 3"}}
+    assert refusal(body({"messages": [*HI, {"role": "assistant", "tool_calls": [broken]}]})) is not None
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    assert refusal(body({"messages": [{"role": "user", "content": [picture]}]})) is not None
+
+
+async def test_the_server_answers_400_and_names_the_field() -> None:
+    async with FakeVLLM() as fake, httpx.AsyncClient(base_url=fake.url) as client:
+        reply = await client.post("/v1/chat/completions", json=body({"tools": []}))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bodies", [REFUSED, TAKEN], ids=["refused", "taken"])
+def test_vllm_says_the_same(bodies: dict[str, dict[str, Any]]) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+    def takes(more: dict[str, Any]) -> bool:
+        try:
+            ChatCompletionRequest.model_validate(body(more)).to_sampling_params(16, {})
+        except (ValueError, VLLMValidationError):
+            return False
+        return True
+
+    assert {name: takes(more) for name, more in bodies.items()} == dict.fromkeys(bodies, bodies is TAKEN)

@@ -1,0 +1,102 @@
+"""The page with the table of tested programs, from the results of `make test-official`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tests.official.listing import Listing, Program
+from tests.official.suite import Result
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks" / "tested-programs.md"
+
+HEAD = """# Tested programs
+
+This page is the output of `make test-official`. The command runs programs of others, and short programs in the shape of each
+framework's documentation. After it you know which frameworks work as they are, and what lightning does not see.
+
+Each program runs unchanged in a rollout's process, with the real gateway and store. The policy server is a fake: it refuses
+what vLLM refuses, calls each tool once and then answers. The store is compared with the fake's own log:
+
+- *calls*: each answer is recorded once, token by token;
+- *names*: the callers are those that `tests/official/programs.toml` lists;
+- *tools*: each tool that ran is reported once, with its name and the id of its call.
+
+No call stays open, no process stays alive, and no rollout's key goes elsewhere. The list pins the versions, and the digests of
+the source distributions.
+
+| framework | version | programs | calls | calls right | names right | tools right |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page(listing: Listing, results: Sequence[Result]) -> str:
+    """The whole page."""
+    return HEAD + "".join(_rows(listing, results)) + "".join(_remarks(listing, results))
+
+
+def _rows(listing: Listing, results: Sequence[Result]) -> Iterator[str]:
+    known = {program.name: program for program in listing.programs}
+    for framework in dict.fromkeys(program.framework for program in listing.programs):
+        ran = [result for result in results if result.framework == framework]
+        if not ran:
+            yield f"| {framework} | | 0 | | | | |\n"
+            continue
+        told = [result for result in ran if not known[result.program].untold]
+        cells = (
+            framework,
+            ran[0].version,
+            str(len(ran)),
+            str(sum(result.calls for result in ran)),
+            _share(ran, "calls"),
+            _share(ran, "names") if not known[ran[0].program].unnamed else "no adapter",
+            _share(told, "tools") if told else "not told",
+        )
+        yield f"| {' | '.join(cells)} |\n"
+    cells = (
+        "all",
+        "",
+        str(len(results)),
+        str(sum(result.calls for result in results)),
+        _share(results, "calls"),
+        "",
+        "",
+    )
+    yield f"| {' | '.join(cells)} |\n"
+
+
+def _share(results: Sequence[Result], kind: str) -> str:
+    return f"{sum(not result.wrong(kind) for result in results)} of {len(results)}"
+
+
+def _remarks(listing: Listing, results: Sequence[Result]) -> Iterator[str]:
+    untold = {program.framework: program.untold for program in listing.programs if program.untold}
+    yield "\n## Tools that nothing tells of\n\n"
+    yield from (f"- {framework}: {why}.\n" for framework, why in untold.items())
+    refused = [program for program in listing.programs if program.why]
+    yield "\n## Programs that end with an error or have calls refused\n\n"
+    yield "They do so by design, or ask for what vLLM cannot do; what was answered is recorded, and what was refused too.\n\n"
+    yield from (f"- `{program.name}`: {program.why}.\n" for program in refused)
+    wrong = [result for result in results if result.problems]
+    if wrong:
+        yield "\n## What is not as it should be\n\n"
+        yield from (f"- `{result.program}`: {_short(result.problems)}\n" for result in wrong)
+    yield "\n## The programs\n\n"
+    yield from _names(listing.programs)
+
+
+def _short(problems: Iterable[str]) -> str:
+    return "; ".join(" ".join(problem.split())[:300] for problem in problems)
+
+
+def _names(programs: Sequence[Program]) -> Iterator[str]:
+    for framework in dict.fromkeys(program.framework for program in programs):
+        of_it = [program for program in programs if program.framework == framework]
+        others = [program.path.removeprefix("examples/").removesuffix(".py") for program in of_it if program.source]
+        ours = [program.path.rpartition("/")[2].removesuffix(".py") for program in of_it if not program.source]
+        parts = []
+        if others:
+            parts.append(f"from the source distribution of `{of_it[0].source}`: {', '.join(others)}")
+        if ours:
+            parts.append(f"in the shape of its documentation: {', '.join(ours)}")
+        yield f"- {framework}: {'; '.join(parts)}\n"
