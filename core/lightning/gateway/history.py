@@ -32,6 +32,9 @@ NODE_BYTES = 200
 SHORT = 16 * 1024
 """Bytes of text up to which it is looked through where the calls are answered, since that takes less than a thread."""
 
+LONGEST_STORED = 1 << 20
+"""Bytes of text that a response may add to a stored conversation: looking through more takes seconds of CPU time."""
+
 Attempt = tuple[str, int]
 """Rollout and number."""
 
@@ -159,14 +162,18 @@ class History:
             return Entry(attempt, response, said, None)
         after, kept = ("", 0) if known is None else known.shared(said)
         added = Conversation(tuple(messages[kept:]), after, kept)
-        if sum(map(len, said[kept:])) <= SHORT:
+        size = sum(map(len, said[kept:]))
+        stored: Conversation | None = None
+        if size <= SHORT:
             stored = storable(added)
-        else:
+        elif size <= LONGEST_STORED:
             stored = await asyncio.get_running_loop().run_in_executor(self._threads, storable, added)
         if stored is None:
             log.info(
-                "response %s is known to this gateway only: its conversation has a text that is not stored as it is",
+                "response %s is known to this gateway only: its conversation has a text that is not stored as it is, "
+                "or it adds more than %d bytes",
                 response,
+                LONGEST_STORED,
             )
         return Entry(attempt, response, said, stored)
 

@@ -22,6 +22,8 @@ GONE = "[redacted]"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 LONGEST_NAME = 100
 """Characters at the end of a name in which that of a credential is looked for: agents choose names, of any length."""
+LONG = 65_536
+"""Characters of a text in which credentials are looked for near their hints alone."""
 DEEPEST = 200
 """Lists and mappings inside one another that are looked through; what is deeper is left out."""
 _NAMED_SO = (
@@ -35,11 +37,13 @@ SECRET_NAME = re.compile(
 
 
 class _Rule(NamedTuple):
-    """A credential's form. `hints` are parts of it in lower case, one of which every match has: looking for them is fast."""
+    """A credential's form. `hints` are parts of it in lower case, one of which every match has, at most `before` characters
+    behind its beginning: looking for them is fast."""
 
     hints: tuple[str, ...]
     pattern: re.Pattern[str]
     instead: str = GONE
+    before: int = 0
 
 
 RULES = (
@@ -48,13 +52,14 @@ RULES = (
     _Rule(
         ("authorization", "cookie"),
         re.compile(
-            r"""((?:authorization|cookie)["']\s*[:=]\s*)(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s"',}][^\n\r"',}]*)"""
+            r"""((?:authorization|cookie)["']\s*[:=]\s*)(?:"(?:[^"\\\n]++|\\.)*+"|'(?:[^'\\\n]++|\\.)*+'|[^\s"',}][^\n\r"',}]*)"""
             r"""|((?<=')(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s'][^\n\r']*"""
             r"""|((?<=")(?:[\w-]{0,20}-)?(?:authorization|cookie)\s*[:=]\s*)[^\s"][^\n\r"]*"""
             r"""|((?:authorization|cookie)\s*[:=]\s*)[^\s][^\n\r]*""",
             re.IGNORECASE,
         ),
         rf"\1\2\3\4{GONE}",
+        before=21,
     ),
     # A setting as it is printed, and a credential's name in JSON: `api_key=...`, `{"password": "..."}`.
     _Rule(
@@ -62,10 +67,11 @@ RULES = (
         re.compile(
             r"""((?:api[-_]?key|secret(?:[-_]access)?(?:[-_]?key)?|password|passwd|(?:access|refresh|auth)[-_]?token"""
             r"""|private[-_]?key)(?:["']\s*[:=]|\s*=|(?<=key)\s*:)\s*)"""
-            r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s"',{}\[][^\n\r"',}&]*)""",
+            r"""(?:"(?:[^"\\\n]++|\\.)*+"|'(?:[^'\\\n]++|\\.)*+'|[^\s"',{}\[][^\n\r"',}&]*)""",
             re.IGNORECASE,
         ),
         rf"\1{GONE}",
+        before=8,
     ),
     _Rule(("bearer ", "basic "), re.compile(r"\b(Bearer|Basic) +[\w.~+/=-]{12,}", re.IGNORECASE), rf"\1 {GONE}"),
     _Rule(("lt_",), re.compile(r"lt_[0-9a-f]{16}_[\w-]{43}")),
@@ -78,7 +84,11 @@ RULES = (
     _Rule(("xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-"), re.compile(r"\bxox[abprs]-[\w-]{10,}")),
     _Rule(("akia", "asia"), re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
     _Rule(("aiza",), re.compile(r"\bAIza[\w-]{35}")),
-    _Rule(("private key-----",), re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL)),
+    _Rule(
+        ("private key-----",),
+        re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----.*?(?:-----END|\Z)", re.DOTALL),
+        before=41,
+    ),
     _Rule(("://",), re.compile(r"://[^\s/@:]{0,200}:[^\s/]{1,200}@"), f"://{GONE}@"),  # name:password@ in a URL
 )
 
@@ -90,7 +100,9 @@ def redacted(text: str, where: str) -> str:
     lowered = text.lower()
     for rule in RULES:
         if any(hint in lowered for hint in rule.hints):
-            text = rule.pattern.sub(rule.instead, text)
+            changed = _substituted(rule, text, lowered)
+            if changed is not text:
+                text, lowered = changed, changed.lower()
     for implementation in reversed(plugins().hook.lightning_redact.get_hookimpls()):
         given = {"text": text, "where": where}
         try:
@@ -102,6 +114,36 @@ def redacted(text: str, where: str) -> str:
             return f"[left out: the plugin {implementation.plugin_name!r} failed to redact it]"
         text = text if said is None else said
     return text
+
+
+def _substituted(rule: _Rule, text: str, lowered: str) -> str:
+    """What `rule.pattern.sub` gives. In a long text it is tried where a hint is, and nowhere else.
+
+    One search through megabytes would hold the interpreter's lock for a second, and so stop everything else.
+    """
+    if len(text) <= LONG or len(lowered) != len(
+        text
+    ):  # a few letters are longer in lower case, and then nothing is where it was
+        return rule.pattern.sub(rule.instead, text)
+    parts: list[str] = []
+    kept = begin = 0  # up to where the text is in `parts`; where a match may begin
+    places = dict.fromkeys(rule.hints, -1)
+    while places:
+        for hint in [hint for hint, place in places.items() if place < begin]:
+            if (place := lowered.find(hint, begin)) < 0:
+                del places[hint]
+            else:
+                places[hint] = place
+        if not places:
+            break
+        place = min(places.values())
+        tried = (rule.pattern.match(text, at) for at in range(max(begin, place - rule.before), place + 1))
+        if (match := next(filter(None, tried), None)) is None:
+            begin = place + 1
+        else:
+            parts += (text[kept : match.start()], match.expand(rule.instead))
+            kept = begin = match.end()
+    return "".join((*parts, text[kept:])) if parts else text
 
 
 def redacted_json(value: Json, where: str, depth: int = 0) -> Json:
