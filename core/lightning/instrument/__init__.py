@@ -6,7 +6,7 @@ The invariant: nothing here can break an agent, and outside a rollout everything
 from __future__ import annotations
 
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
-from lightning.instrument.context import Session, activate, current_session, emit, label, reward
+from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
 from lightning.instrument.exceptions import by_type
 from lightning.instrument.httpx_patch import install_tap
 from lightning.instrument.versions import check_supported
@@ -25,5 +25,6 @@ __all__ = [
     "install_tap",
     "label",
     "reward",
+    "state",
     "tool",
 ]

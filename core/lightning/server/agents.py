@@ -44,7 +44,12 @@ class AgentAccess:
             if name in chosen:
                 seen = of_project(store, project)
                 prompts[component] = await self._text(seen, lease.rollout.run, name, chosen[name])
-        return replace(llm, base_url=f"{self._url}/v1" if self._url else llm.base_url, prompts=prompts)
+        return replace(
+            llm,
+            base_url=f"{self._url}/v1" if self._url else llm.base_url,
+            prompts=prompts,
+            seed=how.agent_seed(lease.rollout),
+        )
 
     async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
         """What the trainer of a run has kept, and the run's project."""

@@ -38,6 +38,7 @@ from lightning.types import (
     Span,
     Status,
     StepReward,
+    StepState,
     ToolEvent,
     Transition,
 )
@@ -238,10 +239,11 @@ async def transitions_of(call: ApiCall[NoQuery, messages.Attempts]) -> messages.
 
 def _size(call: Transition) -> int:
     said = 0 if call.conversation is None else _text_size(call.conversation)
-    return 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs)) + 500 + said + len(call.error)
+    arrays = 4 * (len(call.prompt_ids) + len(call.response_ids) + len(call.logprobs))
+    return arrays + 500 + said + len(call.exchange or b"") + len(call.error)
 
 
-def _text_size(told: ToolEvent | Span | Conversation) -> int:
+def _text_size(told: ToolEvent | StepState | Span | Conversation) -> int:
     """About; what agents tell may be long anywhere."""
     return len(repr(told))
 
@@ -264,13 +266,23 @@ async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
     return await _page_of_attempt(call, read)
 
 
+async def step_states(call: ApiCall[OfAttempt, None]) -> Slice[StepState]:
+    """The states that an attempt was completed with."""
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[StepState]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_states
+
+    return await _page_of_attempt(call, read, size=_text_size)
+
+
 async def attempts_of(call: ApiCall[NoQuery, messages.AnyAttempts]) -> messages.AttemptsOf:
     """What several attempts were completed with, of as many of the first ones as fit into one answer."""
     found: list[Attempt] = []
     used = 0
     for start in range(0, len(call.body.attempts), READ_AT_ONCE):
         for attempt in await call.store.attempts_of(call.body.attempts[start : start + READ_AT_ONCE]):
-            used += sum(map(_text_size, attempt.tool_events)) + 100 * len(attempt.step_rewards)
+            used += sum(map(_text_size, attempt.tool_events)) + sum(map(_text_size, attempt.step_states))
+            used += 100 * len(attempt.step_rewards)
             if found and used > PAGE_BYTES:
                 return messages.AttemptsOf(tuple(found))
             found.append(attempt)
@@ -336,6 +348,7 @@ ROUTES = (
     Route("POST", "/attempts/read", attempts_of, LOOK, messages.AttemptsOf, messages.AnyAttempts, heavy=True),
     Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
     Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Slice[StepState], query=OfAttempt, heavy=True),
     Route("GET", "/rollouts/{rollout}/spans", spans, LOOK, Slice[Span], query=OfAttempt, heavy=True),
     Route("POST", "/spans", append_spans, RUN, messages.Stored, messages.Spans),
 )
