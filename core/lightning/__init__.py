@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from lightning.algorithms.sft import SFT
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
-    from lightning.instrument import component, label, reward, tool
+    from lightning.instrument import component, label, reward, state, tool
     from lightning.trainer import Trainer
-    from lightning.types import LLM, Caller, Rollout, Task, ToolEvent, Transition
+    from lightning.types import LLM, Caller, Rollout, StepState, Task, ToolEvent, Transition
 
 __all__ = [
     "APO",
@@ -32,6 +32,7 @@ __all__ = [
     "LightningRL",
     "MissingExtraError",
     "Rollout",
+    "StepState",
     "Task",
     "ToolEvent",
     "Trainer",
@@ -41,6 +42,7 @@ __all__ = [
     "hookimpl",
     "label",
     "reward",
+    "state",
     "tool",
 ]
 
@@ -54,6 +56,7 @@ _HOME = {
     "LightningRL": "lightning.algorithms.lightning_rl",
     "MissingExtraError": "lightning.errors",
     "Rollout": "lightning.types",
+    "StepState": "lightning.types",
     "Task": "lightning.types",
     "ToolEvent": "lightning.types",
     "Trainer": "lightning.trainer",
@@ -62,6 +65,7 @@ _HOME = {
     "hookimpl": "lightning.hooks",
     "label": "lightning.instrument",
     "reward": "lightning.instrument",
+    "state": "lightning.instrument",
     "tool": "lightning.instrument",
 }
 

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from lightning.runner.protocol import Agent, Runner
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
-    from lightning.types import Caller, Rollout, StepRecord, ToolEvent
+    from lightning.types import Caller, Rollout, StepRecord, StepState, ToolEvent
 
 hookspec = pluggy.HookspecMarker("lightning")
 hookimpl = pluggy.HookimplMarker("lightning")
 
 
 @hookspec
-def lightning_install(emit: Callable[[ToolEvent], None]) -> Callable[[], None]:  # type: ignore[empty-body]
-    """Attach to the framework's own callbacks and report tool runs through `emit`; return a function that undoes it.
+def lightning_install(emit: Callable[[ToolEvent | StepState], None]) -> Callable[[], None]:  # type: ignore[empty-body]
+    """Attach to the framework's own callbacks and report tool runs and states through `emit`; return a function that undoes it.
 
     Called once in the agent's process. Must be idempotent and cheap.
     """
@@ -128,9 +128,10 @@ def lightning_redact(text: str, where: str) -> str | None:
     """Return what is to be stored instead of a text, or None to leave it as it is.
 
     Asked of every text of an attempt before it is stored, after credentials were left out of it: `where` is `outcome.error`,
-    `tool.arguments`, `tool.output`, `tool.error`, `span.name`, `span.error`, `span.attributes` or `conversation`. Each plugin
-    gets what the one before made of it; when one raises, the text is not stored. A conversation, said through the Responses
-    API, is stored as it is or not at all. Tasks and token ids cannot be redacted.
+    `tool.arguments`, `tool.output`, `tool.result`, `tool.error`, `state`, `request`, `reply`, `span.name`, `span.error`,
+    `span.attributes` or `conversation`. Each plugin gets what the one before made of it; when one raises, the text is not
+    stored. A conversation, said through the Responses API, is stored as it is or not at all. What a request, a reply or a
+    result is stored without cannot be replayed. Tasks and token ids cannot be redacted.
     """
 
 

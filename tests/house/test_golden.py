@@ -33,7 +33,7 @@ def golden(name: str, text: str) -> None:
 def test_public_names() -> None:
     assert set(lightning.__all__) == {
         *("Task", "LLM", "Transition", "Rollout", "Trainer", "LightningRL", "DPO", "SFT", "APO", "component"),
-        *("tool", "reward", "label", "Caller", "ToolEvent", "hookimpl"),
+        *("tool", "reward", "label", "state", "StepState", "Caller", "ToolEvent", "hookimpl"),
         *("LightningError", "MissingExtraError", "__version__"),
     }
 

@@ -52,7 +52,7 @@ POLICY_FAULTS = {
 
 
 @lightning.hookimpl
-def lightning_install(emit: Callable[[lightning.ToolEvent], None]) -> Callable[[], None]:
+def lightning_install(emit: Callable[[lightning.ToolEvent | lightning.StepState], None]) -> Callable[[], None]:
     """Hear every run of LangChain from now on. Raises `PluginError` for versions out of range."""
     check_supported(SUPPORTED)
     _register()

@@ -15,7 +15,7 @@ from uuid import UUID
 
 import lightning
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables.config import ensure_config
 from lightning.instrument import ask, component_path
 from lightning.instrument import emit as to_rollout
@@ -49,8 +49,8 @@ class _Run(NamedTuple):
     tool: lightning.ToolEvent | None = None
 
 
-receivers: list[Callable[[lightning.ToolEvent], None]] = []
-"""Who gets the tool events: the last one; without any, the rollout that the code runs for."""
+receivers: list[Callable[[lightning.ToolEvent | lightning.StepState], None]] = []
+"""Who gets the tool events and states: the last one; without any, the rollout that the code runs for."""
 _runs: dict[UUID, _Run] = {}
 _lock = threading.Lock()
 _model_call: ContextVar[UUID | None] = ContextVar("lightning_langchain_model_call", default=None)
@@ -142,6 +142,21 @@ def _message(output: Any, call_id: str) -> Any:
     return output
 
 
+def _state(inputs: Any) -> Any:
+    """What a node of a graph is called with; of messages, which the next call has, only how many. None where that is all."""
+    if not isinstance(inputs, dict):
+        dump = getattr(inputs, "model_dump", None)
+        inputs = dump() if callable(dump) else getattr(inputs, "__dict__", None)
+    if not isinstance(inputs, dict):
+        return None
+    told = {name: f"{len(value)} messages" if _are_messages(value) else value for name, value in inputs.items()}
+    return told if any(told[name] is inputs[name] for name in told) else None
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, BaseMessage) for item in value)
+
+
 class LightningCallback(BaseCallbackHandler):
     """Names callers and reports tool runs. Any number of them, beside the installed adapter too, report a run once."""
 
@@ -151,7 +166,7 @@ class LightningCallback(BaseCallbackHandler):
         ask(_caller_by_hand)
 
     def on_chain_start(self, serialized: Any, inputs: Any, **run: Any) -> None:
-        """A graph, a node, or a link of a chain begins; names that nobody gave do not count."""
+        """A graph, a node, or a link of a chain begins; names that nobody gave do not count. A node's input is a state."""
         name, said, parent = run.get("name") or "", run.get("metadata") or {}, _runs.get(run["parent_run_id"])
         unnamed = name == "LangGraph"
         created = said.get("lc_agent_name") == name or (unnamed and said.get("ls_integration") in CREATE_AGENT)
@@ -164,7 +179,12 @@ class LightningCallback(BaseCallbackHandler):
             name = "" if _path(parent) else "agent"
         elif unnamed or name.startswith(UNNAMED) or (name == AROUND_AGENT and _is_in_node(said, parent)):
             name = ""
+        new = run["run_id"] not in _runs
         _open(run, name, agent=created)
+        node = said.get("langgraph_node")
+        if new and node and run.get("name") == node and (values := _state(inputs)):
+            path = "/".join(_path(_runs.get(run["run_id"]))) or str(node)
+            (receivers[-1] if receivers else to_rollout)(lightning.StepState(values, path))
 
     def on_chat_model_start(self, serialized: Any, messages: Any, **run: Any) -> None:
         """The next request from here is this call's, and so are its retries. A link that has the class's name has none."""

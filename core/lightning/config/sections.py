@@ -368,6 +368,9 @@ class GatewayConfig(Section):
     seed_calls: bool = False
     """Give each call without a `seed` one computed from trainer.seed, the rollout's position in the run and the call's
     number. A synchronous run then samples the same tokens each time, as far as vLLM is deterministic."""
+    record_requests: bool = True
+    """Keep what agents send and get in each call, without credentials, so that a rollout can be replayed. Without it the store
+    has the calls' token ids, not their words."""
     allowed_upstreams: tuple[str, ...] = ("loopback", "private")
     """Hosts of policy servers that other processes may register: `loopback`, `private` (private networks), networks
     (`203.0.113.0/24`) and names (`gpu-*.example.org`). A policy server given to this process is always allowed."""
@@ -402,6 +405,10 @@ class RunnerConfig(Section):
     """Hosts whose calls go to the policy instead, for agents with a provider's address in their code (`api.openai.com`)."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
+    seed_agents: bool = True
+    """Seed `random`, numpy, torch and `uuid.uuid4` in agents' processes, from trainer.seed, the task, the rollout's index and
+    the attempt: a repeated run draws the same numbers, siblings draw others. If false, the seeds are random. The runner
+    `inline` seeds nothing, because its agents share one process."""
     rollouts_per_process: int = Field(default=1, ge=1)
     """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
     of modules (a checkpointer, a cache, a global client). More save a fork for each rollout."""

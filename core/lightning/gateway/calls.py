@@ -23,6 +23,7 @@ from lightning.errors import StaleAttemptError, StoreError
 from lightning.gateway.body_limits import parsed
 from lightning.gateway.dialects import Capture, Dialect, Plan, Translator
 from lightning.gateway.dialects.base import error_text, why_no_ids
+from lightning.gateway.exchanges import Shown, WholeReply, as_json
 from lightning.gateway.history import Entry, History
 from lightning.gateway.http import (
     JSON_TYPE,
@@ -45,7 +46,7 @@ from lightning.gateway.identity import Claims, ExpiredTokenError, Identity, forw
 from lightning.gateway.policy import LiveCall, Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers
-from lightning.gateway.recorder import Recorder, Ticket, described
+from lightning.gateway.recorder import NOTHING, Recorder, Ticket, described
 from lightning.gateway.sampling import (
     apply_sampling,
     call_seed,
@@ -91,6 +92,7 @@ class Call:
     headers: list[tuple[str, str]]
     translator: Translator | None = None
     started: bool = False
+    streamed: WholeReply = field(default_factory=WholeReply)
 
     async def draw_seed(self, seed: int) -> int:
         """The seed of this call in a run with this one. Raises `RefusalError` (503) when the store cannot number the call."""
@@ -153,7 +155,7 @@ class CallEndpoint:
             if (provider := self._providers.of_model(_model_in(body, scope))) is not None:
                 await self._providers.pass_on(provider, self._dialect.path[1:], payload, scope, receive, send)
                 return
-            call = await self._admit(claims, scope, body)
+            call = await self._admit(claims, scope, body, len(payload))
             await self._serve(call, receive, send)
         except ExpiredTokenError as refusal:
             await self._record_refused(scope, refusal.claims, refusal)
@@ -176,7 +178,8 @@ class CallEndpoint:
             log.exception("the gateway failed on a call")
             await self._refuse(call, send, RefusalError(500, "gateway_fault", "The gateway failed; see its log."))
 
-    async def _admit(self, claims: Claims, scope: Scope, body: Body) -> Call:
+    async def _admit(self, claims: Claims, scope: Scope, body: Body, size: int) -> Call:
+        asked = self._recorder.exchanges.asked(self._dialect.path, body, size)
         policy, model = self._policies.of(claims.run), _model_in(body, scope)
         await self._policies.asked.look(claims.run, policy, model)
         caller = self._identity.caller(scope, model)
@@ -190,7 +193,7 @@ class CallEndpoint:
         plan.temperature, plan.constrained, plan.media = temperature_of(body), is_constrained(body), has_media(body)
         plan.requested_model = model[:LONGEST_NAME] if isinstance(model, str) else ""
         live = LiveCall(request_id, plan.choices, plan.n, policy.book.current, capture)
-        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller)
+        ticket = self._recorder.begin(claims.rollout, claims.attempt, plan.choices, caller, asked)
         return Call(self._dialect, claims, policy, plan, ticket, live, forwarded_headers(scope), translator)
 
     async def _serve(self, call: Call, receive: Receive, send: Send) -> None:
@@ -318,6 +321,8 @@ class CallEndpoint:
                 return translator.chunk(chunk), last
             if dialect.exists_only_for_us(chunk, plan):
                 return b"", last
+            if call.ticket.asked is not None:
+                call.streamed.add(chunk)
             return (b"data: " + write_object(chunk) + b"\n\n" if stripped else event), last
         except SHAPE_ERRORS as error:
             raise UpstreamError(f"a chunk is not shaped like vLLM's ({error!r})") from error
@@ -332,7 +337,7 @@ class CallEndpoint:
         status = CallStatus.ERROR if call.live.unsure else answer.outcome
         if status is CallStatus.OK and call.plan.media:
             status = CallStatus.MEDIA
-        await self._record(call, status, None if entry is None else entry.stored)
+        await self._record(call, status, None if entry is None else entry.stored, _shown(call, answer))
         if entry is not None:
             self._history.keep(entry)
         if answer.outcome is CallStatus.OK:
@@ -343,9 +348,11 @@ class CallEndpoint:
         else:
             await send_bytes(send, answer.status, answer.body, answer.headers)
 
-    async def _record(self, call: Call, status: CallStatus, said: Conversation | None = None) -> None:
+    async def _record(
+        self, call: Call, status: CallStatus, said: Conversation | None = None, shown: Shown = NOTHING
+    ) -> None:
         try:
-            await self._recorder.append(call.ticket, call.plan, call.live, status, said)
+            await self._recorder.append(call.ticket, call.plan, call.live, status, said, shown)
         except StaleAttemptError as error:
             raise self._identity.over(call.claims, error) from error
         except StoreError as error:
@@ -398,6 +405,17 @@ class CallEndpoint:
         else:
             body, headers = self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers)
             await send_bytes(send, refusal.status, body, headers)
+
+
+def _shown(call: Call, answer: Answer) -> Shown:
+    """What the agent sees of a call that has been read to its end."""
+    if not call.started:
+        body = answer.body if answer.outcome is CallStatus.OK else as_json(answer.body)
+        return Shown(answer.status, body, call.plan.keep_ids)
+    if call.ticket.asked is None or answer.outcome is not CallStatus.OK:
+        return NOTHING
+    whole = call.streamed.whole() if call.translator is None else call.translator.answer()
+    return Shown(answer.status, write_object(whole), call.plan.keep_ids)
 
 
 def refuse_unstored(error: StoreError) -> RefusalError:

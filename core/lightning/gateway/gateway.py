@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError
+from lightning.gateway.exchanges import Exchanges
 from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
 from lightning.gateway.policy import Policy
@@ -71,7 +72,7 @@ class Gateway:
         self._forwarder = Forwarder()
         self._providers = Providers(read_providers(config.providers), config.upstream_timeout)
         self._serving: Serving | None = None
-        self._recorder = Recorder(store, config.token_ttl)
+        self._recorder = Recorder(store, config.token_ttl, Exchanges(wanted=config.record_requests))
         identity = Identity(self._signer)
         self._tracebook = TraceBook(store, self._signer, shared=shared)
         traces = TraceEndpoint(config, identity, self._tracebook, store)
@@ -180,6 +181,7 @@ class Gateway:
             await self._serving.stop()
             self._serving = None
         self._history.close()
+        self._recorder.exchanges.close()
         await self._tracebook.close()
         await self._policies.close()
         await self._forwarder.close()

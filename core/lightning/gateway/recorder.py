@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Choice, Plan
+from lightning.gateway.exchanges import Asked, Exchanges, Shown
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 COUNTERS = 8192
 """Attempts whose counter is remembered at most, and expired keys."""
 CONFLICT_RETRIES = 5
+NOTHING = Shown()
 LONGEST_ERROR = 2000
 """Characters kept of what an agent is told of a call that is refused; it may quote the request."""
 
@@ -64,13 +66,14 @@ class Ticket:
     counter: Counter
     offset: int
     started_at: float
+    asked: Asked | None = None
 
 
 class Recorder:
     """Numbers calls and writes them to the store."""
 
-    def __init__(self, store: Store, ttl: float) -> None:
-        self._store, self._ttl = store, ttl
+    def __init__(self, store: Store, ttl: float, exchanges: Exchanges) -> None:
+        self._store, self._ttl, self.exchanges = store, ttl, exchanges
         self._counters: OrderedDict[tuple[str, int], Counter] = OrderedDict()
         self._expired: OrderedDict[tuple[str, int, float], None] = OrderedDict()
 
@@ -83,7 +86,7 @@ class Recorder:
         self._counters.setdefault((rollout, attempt), Counter(0, 0, now))
         self._forget_idle(now)
 
-    def begin(self, rollout: str, attempt: int, choices: int, caller: Caller) -> Ticket:
+    def begin(self, rollout: str, attempt: int, choices: int, caller: Caller, asked: Asked | None = None) -> Ticket:
         """Reserve numbers for a call that begins now. Does not wait for the store: `append` does."""
         now = time.monotonic()
         key = (rollout, attempt)
@@ -95,7 +98,7 @@ class Recorder:
         self._counters.move_to_end(key)
         counter.touched = now
         self._forget_idle(now)
-        ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time())
+        ticket = Ticket(rollout, attempt, caller, counter, counter.used, time.time(), asked)
         counter.used += choices
         return ticket
 
@@ -107,11 +110,24 @@ class Recorder:
             del self._counters[key]
 
     async def append(
-        self, ticket: Ticket, plan: Plan, live: LiveCall, status: CallStatus, said: Conversation | None = None
+        self,
+        ticket: Ticket,
+        plan: Plan,
+        live: LiveCall,
+        status: CallStatus,
+        said: Conversation | None = None,
+        shown: Shown = NOTHING,
     ) -> None:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
+        attempt = (ticket.rollout, ticket.attempt)
+        packed = None if ticket.asked is None else await self.exchanges.pack(attempt, ticket.asked, shown)
         first = await ticket.counter.first() + ticket.offset
-        await self._append(ticket, build(ticket, first, plan, live, status, said))
+        built = build(ticket, first, plan, live, status, said)
+        if packed is None:
+            await self._append(ticket, built)
+            return
+        built[0] = replace(built[0], exchange=packed.stored)
+        self.exchanges.keep(attempt, await self._append(ticket, built), packed)
 
     async def append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
         """Make durable that the gateway refused the call with this id. Of an expired key it is the first call alone, since an
@@ -127,7 +143,8 @@ class Recorder:
             if len(self._expired) > COUNTERS:
                 self._expired.popitem(last=False)
 
-    async def _append(self, ticket: Ticket, transitions: list[Transition]) -> None:
+    async def _append(self, ticket: Ticket, transitions: list[Transition]) -> int:
+        """Returns the number of the first."""
         for _ in range(CONFLICT_RETRIES):
             try:
                 await self._store.append(transitions)
@@ -136,8 +153,9 @@ class Recorder:
                 log.info("calls of %s attempt %d renumbered from %d", ticket.rollout, ticket.attempt, first)
                 transitions = [replace(item, seq=first + offset) for offset, item in enumerate(transitions)]
             else:
-                return
+                return transitions[0].seq
         await self._store.append(transitions)
+        return transitions[0].seq
 
     async def _renumber(self, ticket: Ticket, count: int) -> int:
         free = await self._store.next_seq(ticket.rollout, ticket.attempt)

@@ -7,6 +7,7 @@ as they are: an agent works on its task, and a run is trained on the very tokens
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,15 @@ RULES = (
 )
 
 
+HINTS = tuple(sorted({hint.encode() for rule in RULES for hint in rule.hints}))
+
+
+def may_be_redacted(text: bytes) -> bool:
+    """Whether anything may be left out of a text or of JSON (UTF-8); false where surely nothing is. Faster than to look."""
+    lowered = text.lower()
+    return any(hint in lowered for hint in HINTS) or bool(plugins().hook.lightning_redact.get_hookimpls())
+
+
 def redacted(text: str, where: str) -> str:
     """The text that may be stored instead. `where` tells plugins what it is, such as `tool.output`."""
     if not text:
@@ -170,14 +180,23 @@ def printable(text: str) -> str:
 def redacted_outcome(outcome: Outcome) -> Outcome:
     """An outcome whose error and tool events may be stored; the error may be shown on a terminal as well."""
     events = tuple(_redacted_event(event) for event in outcome.tool_events)
-    return replace(outcome, error=printable(redacted(outcome.error, "outcome.error")), tool_events=events)
+    states = tuple(replace(state, values=redacted_json(state.values, "state")) for state in outcome.step_states)
+    error = printable(redacted(outcome.error, "outcome.error"))
+    return replace(outcome, error=error, tool_events=events, step_states=states)
 
 
 def _redacted_event(event: ToolEvent) -> ToolEvent:
+    result, output = event.result, redacted(event.output, "tool.output")
+    if result and may_be_redacted(result.encode(errors="replace")):
+        told = json.loads(result)
+        clean = redacted_json(told, "tool.result")
+        result = result if clean == told else json.dumps(clean)
     return replace(
         event,
+        result=result,
+        incomplete=event.incomplete or result != event.result or (not result and output != event.output),
         arguments=redacted_json(event.arguments, "tool.arguments"),
-        output=redacted(event.output, "tool.output"),
+        output=output,
         error=redacted(event.error, "tool.error"),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lightning.instrument.adapter_tools import by_type, check_supported
 from lightning.instrument.components import ask, component, component_path, current_caller, tool
-from lightning.instrument.context import Session, activate, current_session, emit, label, reward
+from lightning.instrument.context import Session, activate, current_session, emit, label, reward, state
 from lightning.instrument.httpx_patch import install_tap
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "install_tap",
     "label",
     "reward",
+    "state",
     "tool",
 ]

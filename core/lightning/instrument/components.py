@@ -20,7 +20,7 @@ from typing import ParamSpec, Self, TypeVar, cast, overload
 from lightning.errors import DataError
 from lightning.instrument.context import calling_session, current_session, log_once
 from lightning.instrument.starters import starter_here
-from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, text_of
+from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, result_of, text_of
 from lightning.types import Caller, Json, ToolEvent
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,9 @@ class _ToolScope(_Scope):
         if self._session is None:
             return
         abandoned = isinstance(error, GeneratorExit)
+        result, incomplete = ("", abandoned) if error is not None else result_of(output)
+        if isinstance(output, _Items) and output.cut:
+            result, incomplete = "", True
         self._session.add_tool_event(
             ToolEvent(
                 name=self.name,
@@ -146,6 +149,8 @@ class _ToolScope(_Scope):
                 error="" if error is None or abandoned else error_text(error),
                 caller=self.caller,
                 response_id=self._asked_by,
+                result=result,
+                incomplete=incomplete,
             )
         )
 
@@ -246,7 +251,7 @@ def _wrap_generator(
 ) -> Callable[P, Generator[object, object, object]]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Generator[object, object, object]:
         scope = open_scope((args, kwargs))
-        items: list[object] = []
+        items = _Items()
         generator = function(*args, **kwargs)
         step: Callable[[], object] = functools.partial(next, generator)
         try:
@@ -278,7 +283,7 @@ def _wrap_async_generator(
 ) -> Callable[P, AsyncGenerator[object, object]]:
     async def call(*args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[object, object]:
         scope = open_scope((args, kwargs))
-        items: list[object] = []
+        items = _Items()
         generator = function(*args, **kwargs)
         step: Callable[[], Awaitable[object]] = generator.__anext__
         try:
@@ -305,10 +310,18 @@ def _wrap_async_generator(
     return call
 
 
-def _keep(items: list[object], item: object) -> None:
-    """Remember the head of a stream for the event's output; the tail would be clipped anyway."""
+class _Items(list[object]):
+    """The head of a stream, for the event's output. `cut` says that more came."""
+
+    cut = False
+
+
+def _keep(items: _Items, item: object) -> None:
+    """Remember the head alone: an item may be of any size."""
     if len(items) < MAX_TEXT:
         items.append(item)
+    else:
+        items.cut = True
 
 
 def _signature(function: Callable[..., object]) -> inspect.Signature | None:

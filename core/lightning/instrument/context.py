@@ -30,14 +30,14 @@ from lightning.instrument.last_call import Trail
 from lightning.instrument.otel_parent import parent_of_spans
 from lightning.instrument.providers import Address, Url, place_of
 from lightning.instrument.starters import starter_here
-from lightning.instrument.texts import arguments_of, caller_of, number, size_of, text_of
+from lightning.instrument.texts import arguments_of, caller_of, number, size_of, state_of, text_of
 from lightning.spans.trace import traceparent_of
-from lightning.types import LLM, Caller, StepReward, ToolEvent
+from lightning.types import LLM, Caller, StepReward, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
 
 MAX_REPORTS = 10_000
-"""Tool events, step rewards, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
+"""Tool events, step rewards, states, and labels, kept per rollout; an agent in an endless loop must not fill the memory."""
 MAX_REPORTED_TEXT = 8 * 1024 * 1024
 """Characters of each of these kept per rollout: they travel in one message, together with the reward."""
 LONGEST_LABEL = 8192
@@ -61,6 +61,7 @@ class Session:
         """The W3C header that lets another service's spans join this attempt; empty without a key."""
         self._tool_events: dict[tuple[str, ...], ToolEvent] = {}
         self._step_rewards: list[StepReward] = []
+        self._step_states: list[StepState] = []
         self._labels: dict[str, Caller] = {}
         self._sizes: dict[str, int] = {}
         self._unasked = set(llm.prompts)
@@ -76,6 +77,11 @@ class Session:
     def step_rewards(self) -> tuple[StepReward, ...]:
         """The rewards given on the way, in order."""
         return tuple(self._step_rewards)
+
+    @property
+    def step_states(self) -> tuple[StepState, ...]:
+        """The states told on the way, in order."""
+        return tuple(self._step_states)
 
     @property
     def labels(self) -> Mapping[str, Caller]:
@@ -99,6 +105,8 @@ class Session:
             caller=None if event.caller is None else caller_of(event.caller),
             at=event.at or time.time(),
             response_id=text_of(event.response_id or self.calls.last(agent)),
+            result=event.result,
+            incomplete=event.incomplete,
         )
         with _lock:
             key = (kept.name, kept.call_id, kept.response_id) if kept.call_id else (str(len(self._tool_events)),)
@@ -109,6 +117,8 @@ class Session:
             if before is not None:
                 kept = _merged(before, kept)
                 self._sizes["tool events"] -= size_of(before)
+            if kept.result and self._sizes.get("tool events", 0) + size_of(kept) > MAX_REPORTED_TEXT:
+                kept = replace(kept, result="", incomplete=True)
             if self._takes("tool events", len(self._tool_events) - known, size_of(kept)):
                 self._tool_events.pop(key, None)
                 self._tool_events[key] = kept
@@ -126,6 +136,27 @@ class Session:
         with _lock:
             if self._takes("step rewards", len(self._step_rewards), size_of(kept)):
                 self._step_rewards.append(kept)
+
+    def add_state(self, state: StepState) -> None:
+        """Keep a state, for the next call of the flow that tells it."""
+        kept = replace(
+            state,
+            values=state_of(state.values),
+            name=text_of(state.name),
+            response_id=text_of(state.response_id),
+            at=state.at or time.time(),
+        )
+        with _lock:
+            place = len(self._step_states)
+            if not self._takes("states", place, size_of(kept)):
+                return
+            self._step_states.append(kept)
+
+        def before(response_id: str) -> None:
+            self._step_states[place] = replace(self._step_states[place], response_id=response_id)
+
+        if not kept.response_id:
+            self.calls.await_next(before)
 
     def add_label(self, response_id: str, caller: Caller) -> None:
         """Keep the name of the caller of one model call; a later one for the same call replaces it."""
@@ -199,6 +230,8 @@ def _merged(before: ToolEvent, after: ToolEvent) -> ToolEvent:
         output=known.output or (other.output if other.status == known.status else ""),
         error=known.error or (other.error if other.status == known.status else ""),
         caller=known.caller or other.caller,
+        result=known.result or other.result,
+        incomplete=known.incomplete or other.incomplete,
     )
 
 
@@ -329,11 +362,30 @@ def is_gateway(url: Url) -> bool:
     return any(session.gateway.covers(kind, place) for session in sessions)
 
 
-def emit(event: ToolEvent) -> None:
-    """Hand a tool event to the current rollout; adapters get this function. Outside a rollout it does nothing."""
+def emit(event: ToolEvent | StepState) -> None:
+    """Hand a tool event or a state to the current rollout; adapters get this function. Outside a rollout it does nothing."""
     session = current_session()
-    if session is not None:
+    if session is None:
+        return
+    if isinstance(event, StepState):
+        session.add_state(event)
+    else:
         session.add_tool_event(event)
+
+
+def state(**variables: object) -> None:
+    """Tell the state that the next model call is made in, in the agent's own words: `lightning.state(board=board, turn=3)`.
+
+    It is recorded with the id of the next call that this thread or asyncio task makes, or what it starts: a `StepState` of at
+    most 4 KB of JSON. Values that JSON cannot say are kept in words. Training does not look at it.
+
+    Outside a rollout this does nothing, so code that is also used without training may keep it.
+    """
+    session = current_session()
+    if session is None:
+        log_once("state outside", "lightning.state() was called outside a rollout and did nothing")
+        return
+    session.add_state(StepState(state_of(variables)))
 
 
 def reward(value: float, name: str = "reward", response_id: str = "") -> None:

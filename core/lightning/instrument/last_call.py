@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
@@ -22,6 +22,8 @@ DEEPEST = 64
 make an ever longer chain."""
 MOST_AGENTS = 1000
 """Agents whose last call a flow knows; the one that has not called for longest is forgotten."""
+MOST_AWAITING = 1000
+"""States of a flow that wait for its next call."""
 NOBODY = 0
 """No thread and no task."""
 
@@ -42,6 +44,7 @@ class Flow:
     around: Flow | None = None
     depth: int = 0
     last: dict[str, AnsweredCall] = field(default_factory=dict)
+    awaiting: list[Callable[[str], None]] = field(default_factory=list)
 
     def outwards(self) -> Iterator[Flow]:
         """This flow, the one that started it, and so on."""
@@ -100,11 +103,21 @@ class Trail:
             _here.set(flow)
         return flow
 
+    def await_next(self, told: Callable[[str], None]) -> None:
+        """Tell `told` the id of the next call that this flow makes, or what it starts."""
+        with _lock:
+            flow = self.open()
+            if len(flow.awaiting) < MOST_AWAITING:
+                flow.awaiting.append(told)
+
     def add(self, response_id: str, agent: str) -> None:
         """A call that this flow made for `agent` has been answered."""
         with _lock:
             self._answered += 1
             for flow in self.open().outwards():
+                for told in flow.awaiting:
+                    told(response_id)
+                flow.awaiting.clear()
                 flow.last.pop(agent, None)
                 flow.last[agent] = AnsweredCall(self._answered, response_id)
                 if len(flow.last) > MOST_AGENTS:

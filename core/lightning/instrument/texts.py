@@ -11,10 +11,15 @@ from collections.abc import Mapping
 from typing import cast
 
 from lightning.errors import DataError
-from lightning.types import Caller, Json, StepReward, ToolEvent
+from lightning.types import Caller, Json, StepReward, StepState, ToolEvent
 
 MAX_TEXT = 4096
 """Characters kept of a name, of a tool's output, of its error and of an argument."""
+
+MAX_RESULT = 1024 * 1024
+"""Characters of the JSON of what a tool returned that are kept."""
+MAX_STATE = 4096
+"""Characters of the JSON of a state that are kept."""
 
 MAX_REWARD = 1e12
 """The largest reward, either way. Gradients are float32 (up to 3.4e38) and their norm is a sum of squares, so what is made of
@@ -73,6 +78,34 @@ def json_of(value: object) -> Json:
     return cast("Json", json.loads(text)) if len(text) <= MAX_TEXT else text_of(value)
 
 
+def result_of(value: object) -> tuple[str, bool]:
+    """What a tool returned as JSON text, and whether that is incomplete. Of a text that `text_of` keeps whole there is none."""
+    if isinstance(value, str) and type(value) is str and len(value) <= MAX_TEXT:
+        return "", False
+    try:
+        text = json.dumps(value, allow_nan=False)
+        same = json.loads(text) == value
+    except Exception:  # noqa: BLE001 — isolates the user's classes
+        return "", True
+    return (text, not same) if len(text) <= MAX_RESULT else ("", True)
+
+
+def state_of(values: object) -> Json:
+    """A state as JSON: values that JSON cannot say in words, and one text, cut, where all are too long."""
+    text = ""
+    try:
+        for part in _STATES.iterencode(values):  # no more of a large state than is kept
+            text += part
+            if len(text) > MAX_STATE:
+                return text[: MAX_STATE - 1] + "…"
+        return cast("Json", json.loads(text, parse_constant=str))
+    except Exception:  # noqa: BLE001 — isolates the user's classes
+        return text_of(values)
+
+
+_STATES = json.JSONEncoder(default=text_of)
+
+
 def arguments_of(value: object) -> Json:
     """A tool's arguments as JSON; each one that has a name is bounded by itself."""
     if not isinstance(value, Mapping):
@@ -94,13 +127,15 @@ def caller_of(caller: Caller) -> Caller:
     )
 
 
-def size_of(report: ToolEvent | StepReward | Caller) -> int:
+def size_of(report: ToolEvent | StepReward | StepState | Caller) -> int:
     """About how many characters a report takes up in a message."""
     match report:
         case ToolEvent():
             texts = (report.name, report.status, report.call_id, report.output, report.error, report.response_id)
             caller = 0 if report.caller is None else size_of(report.caller)
-            return sum(map(len, texts)) + len(json.dumps(report.arguments)) + caller
+            return sum(map(len, texts)) + len(json.dumps(report.arguments)) + caller + len(report.result)
+        case StepState():
+            return len(report.name) + len(report.response_id) + len(json.dumps(report.values))
         case StepReward():
             return len(report.name) + len(report.response_id)
         case Caller():

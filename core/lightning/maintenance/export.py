@@ -15,8 +15,9 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeAlias, get_args
 
 from lightning.errors import StoreError
-from lightning.store import rows
+from lightning.store import exchanges, rows
 from lightning.store.epochs import read_epochs
+from lightning.store.exchanges import Exchange
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.types import (
@@ -103,13 +104,20 @@ async def _transitions(store: Store, run: Run, scope: ExportScope) -> AsyncItera
     async for some in _batches(_attempts(store, run, scope)):
         read = await store.transitions_of([(rollout.id, attempt) for rollout, attempt in some])
         for (rollout, attempt), calls in zip(some, read, strict=True):
-            for call in calls:
-                yield {**_of_attempt(run, rollout, attempt), **_transition(call)}
+            for call, exchange in zip(calls, exchanges.read(calls), strict=True):
+                yield {**_of_attempt(run, rollout, attempt), **_transition(call, exchange)}
 
 
-def _transition(call: Transition) -> Record:
+def _transition(call: Transition, exchange: Exchange | None) -> Record:
+    said = exchange or Exchange("", None)
     return {
         **_plain(call, _CALL),
+        "api": said.path,
+        "request": said.request,
+        "reply": said.reply,
+        "http_status": said.status,
+        "redacted": said.redacted,
+        "too_large": said.too_large,
         **_caller(call.caller),
         "conversation": _conversation(call.conversation),
         "versions": [{"start": part.start, "version": part.version} for part in call.versions],
@@ -141,6 +149,8 @@ def _tool_event(event: ToolEvent) -> Record:
         **_caller(event.caller or Caller("")),
         "at": event.at,
         "response_id": event.response_id,
+        "result": event.result,
+        "incomplete": event.incomplete,
     }
 
 
@@ -153,6 +163,14 @@ async def _step_rewards(store: Store, run: Run, scope: ExportScope) -> AsyncIter
 
 def _step_reward(reward: StepReward) -> Record:
     return {"name": reward.name, "value": reward.value, "response_id": reward.response_id, "at": reward.at}
+
+
+async def _step_states(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
+    async for rollout, attempt in _attempts(store, run, scope):
+        (ended,) = await store.attempts_of([(rollout.id, attempt)])
+        for place, state in enumerate(ended.step_states):
+            told = {"name": state.name, "values": state.values, "response_id": state.response_id, "at": state.at}
+            yield {**_of_attempt(run, rollout, attempt), "place": place, **told}
 
 
 async def _spans(store: Store, run: Run, scope: ExportScope) -> AsyncIterator[Record]:
@@ -247,7 +265,7 @@ def _plain_value(value: Any) -> Cell:
 
 
 _ROLLOUT: Final = _kinds(rows.ROLLOUTS, "id", "run", "task")
-_CALL: Final = _kinds(rows.CALLS, "caller", "versions", "conversation")
+_CALL: Final = _kinds(rows.CALLS, "caller", "versions", "conversation", "exchange")
 _SPAN: Final = _kinds(rows.SPANS)
 _STEP: Final = _kinds(rows.STEPS, "run", "rollouts")
 _T, _I, _N, _J = ColumnKind.TEXT, ColumnKind.INTEGER, ColumnKind.NUMBER, ColumnKind.JSON
@@ -273,6 +291,12 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
             _columns(
                 **_ATTEMPT,
                 **_CALL,
+                api=_T,
+                request=_J,
+                reply=_J,
+                http_status=_I,
+                redacted=ColumnKind.TRUTH,
+                too_large=ColumnKind.TRUTH,
                 **_CALLER,
                 conversation=_J,
                 versions=_J,
@@ -295,10 +319,13 @@ TABLES: Final[Mapping[str, Table]] = MappingProxyType(
                 **_CALLER,
                 at=_N,
                 response_id=_T,
+                result=_T,
+                incomplete=ColumnKind.TRUTH,
             ),
             _tool_events,
         ),
         "step_rewards": Table(_columns(**_ATTEMPT, place=_I, name=_T, value=_N, response_id=_T, at=_N), _step_rewards),
+        "step_states": Table(_columns(**_ATTEMPT, place=_I, name=_T, values=_J, response_id=_T, at=_N), _step_states),
         "spans": Table(_columns(**_ATTEMPT, **_SPAN), _spans),
         "steps": Table(_columns(run=_T, **_STEP, rollouts=_J), _steps),
         "metrics": Table(_columns(run=_T, step=_I, name=_T, value=_N, at=_N), _metrics),

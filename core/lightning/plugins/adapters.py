@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pluggy
 
 from lightning.plugins.info import PluginInfo
-from lightning.types import Caller, ToolEvent
+from lightning.types import Caller, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Identifier(NamedTuple):
 class Installation:
     """One call of `install_adapters`: who is meant, and all that must be undone."""
 
-    def __init__(self, emit: Callable[[ToolEvent], None], names: frozenset[str] | None) -> None:
+    def __init__(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> None:
         self.emit, self.names = emit, names
         self.undos: list[Callable[[], None]] = []
         self.done: set[str] = set()
@@ -69,7 +69,7 @@ class Adapters:
         self._absent: tuple[str, ...] = ()
         self._said: set[str] = set()
 
-    def begin(self, emit: Callable[[ToolEvent], None], names: frozenset[str] | None) -> Installation:
+    def begin(self, emit: Callable[[ToolEvent | StepState], None], names: frozenset[str] | None) -> Installation:
         """A new installation with no adapter attached yet."""
         installation = Installation(functools.partial(self._pass_on, emit), names)
         self._installations.append(installation)
@@ -174,7 +174,7 @@ class Adapters:
             self._identifiers = known
         return known
 
-    def _pass_on(self, emit: Callable[[ToolEvent], None], event: ToolEvent) -> None:
+    def _pass_on(self, emit: Callable[[ToolEvent | StepState], None], event: ToolEvent | StepState) -> None:
         try:
             emit(event)
         except Exception as error:  # noqa: BLE001 — recording must not change what the agent does

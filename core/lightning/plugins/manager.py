@@ -21,7 +21,7 @@ from lightning.errors import PluginError
 from lightning.plugins.adapters import Adapters, Installation
 from lightning.plugins.importing import imported, on_import
 from lightning.plugins.info import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
-from lightning.types import Caller, ToolEvent
+from lightning.types import Caller, StepState, ToolEvent
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -199,7 +199,7 @@ class Plugins:
         ]
 
     def install_adapters(
-        self, emit: Callable[[ToolEvent], None], names: Sequence[str] | None = None
+        self, emit: Callable[[ToolEvent | StepState], None], names: Sequence[str] | None = None
     ) -> Callable[[], None]:
         """Let adapters attach to their frameworks, now or as soon as a framework is imported; returns the undo.
 

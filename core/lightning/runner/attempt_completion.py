@@ -54,7 +54,7 @@ async def report(store: Store, rollout: str, attempt: int, outcome: Outcome) -> 
             outcome = judge(outcome, calls)
             spend = not (outcome.fault is Fault.INFRASTRUCTURE and any(map(is_unserved, calls)))
         outcome = with_spans(outcome, spans, calls)
-    if outcome.error or outcome.tool_events:  # in a thread, since tools may say a lot
+    if outcome.error or outcome.tool_events or outcome.step_states:  # in a thread, since tools may say a lot
         outcome = await asyncio.to_thread(redacted_outcome, outcome)
     try:
         return await store.complete(rollout, attempt, outcome, spend=spend)

@@ -19,7 +19,7 @@ from lightning.instrument.texts import CURE, number
 from lightning.memory_budget import json_values
 from lightning.runner.policy_faults import cause_of, described
 from lightning.runner.socket_framing import LONGEST_REPLY, MOST_VALUES
-from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, Task, ToolEvent
+from lightning.types import LLM, Caller, Fault, Json, Outcome, StepReward, StepState, Task, ToolEvent
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def returned(value: object, session: Session, seconds: float) -> Outcome:
         tool_events=session.tool_events,
         step_rewards=session.step_rewards,
         labels=session.labels,
+        step_states=session.step_states,
     )
 
 
@@ -88,7 +89,13 @@ def failed(fault: Fault, error: str, session: Session | None = None, seconds: fl
     outcome = Outcome(fault=fault, error=_end(error, MAX_ERROR), seconds=seconds)
     if session is None:
         return outcome
-    return replace(outcome, tool_events=session.tool_events, step_rewards=session.step_rewards, labels=session.labels)
+    return replace(
+        outcome,
+        tool_events=session.tool_events,
+        step_rewards=session.step_rewards,
+        labels=session.labels,
+        step_states=session.step_states,
+    )
 
 
 def _end(text: str, length: int) -> str:
@@ -98,7 +105,7 @@ def _end(text: str, length: int) -> str:
 def encode_request(task: Task, llm: LLM) -> bytes:
     """One attempt to run, as JSON."""
     fields = {"input": task.input, "expected": task.expected, "metadata": dict(task.metadata), "id": task.id}
-    return _dump({"task": fields, "llm": [llm.base_url, llm.api_key, llm.model, dict(llm.prompts)]})
+    return _dump({"task": fields, "llm": [llm.base_url, llm.api_key, llm.model, dict(llm.prompts), llm.seed]})
 
 
 def decode_request(data: bytes) -> tuple[Task, LLM]:
@@ -122,8 +129,12 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 
 def without_arguments(outcome: Outcome) -> Outcome:
-    """The outcome without the arguments of its tool events, which may be of any length."""
-    return replace(outcome, tool_events=tuple(replace(event, arguments=None) for event in outcome.tool_events))
+    """The outcome without the arguments and the results of its tool events, which may be of any length."""
+    events = tuple(
+        replace(event, arguments=None, result="", incomplete=event.incomplete or bool(event.result))
+        for event in outcome.tool_events
+    )
+    return replace(outcome, tool_events=events)
 
 
 def sanitized(outcome: Outcome) -> Outcome:
@@ -155,6 +166,12 @@ def decode_outcome(data: bytes) -> Outcome:
                 for step in fields["step_rewards"]
             ),
             labels={str(response): _caller(caller) for response, caller in fields["labels"].items()},
+            step_states=tuple(
+                StepState(
+                    cast("Json", state["values"]), str(state["name"]), str(state["response_id"]), float(state["at"])
+                )
+                for state in fields["step_states"]
+            ),
         )
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an outcome: {error!r}") from error
@@ -175,6 +192,8 @@ def _tool_event(fields: dict[str, Any]) -> ToolEvent:
         caller=None if caller is None else _caller(caller),
         at=float(fields["at"]),
         response_id=str(fields["response_id"]),
+        result=str(fields["result"]),
+        incomplete=bool(fields["incomplete"]),
     )
 
 

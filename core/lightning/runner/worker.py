@@ -14,7 +14,6 @@ import inspect
 import ipaddress
 import json
 import os
-import random
 import socket
 import sys
 import time
@@ -29,6 +28,7 @@ from lightning.runner import socket_framing
 from lightning.runner.agent_serialization import unpack_agent
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
+from lightning.runner.seeding import seed_process
 from lightning.runner.warmth import Contexts, built_models
 from lightning.types import LLM, Outcome, Task
 
@@ -44,7 +44,7 @@ def serve(
     """Answer requests until the parent closes the socket. After the first, what it has imported and built since the fork is
     written to the descriptor `needs`, as a line of JSON."""
     before, places = set(sys.modules), list(sys.path)
-    _reseed()
+    seed_process(None)  # until a rollout has a seed of its own: what the agent's modules draw when they are imported
     contexts.install()
     agent = unpack_agent(shipped)
     install_tap(reroute)
@@ -81,6 +81,7 @@ def _found_in(places: Sequence[str], name: str) -> bool:
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
     """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
     started = time.monotonic()
+    seed_process(llm.seed)
     with _environment(llm), activate(llm, alone=True) as session:
         try:
             return returned(_call(agent, task, llm, session, loop), session, time.monotonic() - started)
@@ -135,15 +136,6 @@ def _environment(llm: LLM) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _reseed() -> None:
-    """Forks share the generators' state; the siblings of a group must not all explore the same way."""
-    random.seed()
-    for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
-        module = sys.modules.get(name)
-        if module is not None:
-            getattr(module, seed)()
 
 
 def flush() -> None:

@@ -7,6 +7,8 @@ project.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from lightning.gateway import Gateway
 from lightning.server.names import Names
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
-from lightning.types import DEFAULT_PROJECT, LLM, Lease, ResourceKind
+from lightning.types import DEFAULT_PROJECT, LLM, Lease, ResourceKind, Rollout
 
 STATE = "how_to_call"
 TRAIN = "train"
@@ -28,12 +30,22 @@ TRAIN = "train"
 @dataclass(frozen=True, slots=True)
 class HowToCall:
     """`own` are prompt templates by component, `bound` the resources of the other components, `versions` what a rollout runs
-    with unless it says otherwise, by resource. `eval_temperature` is that of evaluations, None for the agent's own."""
+    with unless it says otherwise, by resource. `eval_temperature` is that of evaluations, None for the agent's own.
+    `seed` is the run's, from which those of its agents follow; None where they get none.
+    """
 
     own: Mapping[str, str] = field(default_factory=dict)
     bound: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
     eval_temperature: float | None = None
+    seed: int | None = None
+
+    def agent_seed(self, rollout: Rollout) -> int | None:
+        """63 bits for the agent's process: siblings and attempts get others, the same rollout of a repeated run the same."""
+        if self.seed is None:
+            return None
+        place = json.dumps([self.seed, rollout.task.id, rollout.index, rollout.attempt])
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 
     @classmethod
     async def of_run(cls, store: Store, run: str) -> HowToCall:
@@ -71,7 +83,12 @@ class AgentAccess:
             if name in chosen:
                 seen = of_project(store, project)
                 prompts[component] = await self._text(seen, lease.rollout.run, name, chosen[name])
-        return replace(llm, base_url=f"{self._url}/v1" if self._url else llm.base_url, prompts=prompts)
+        return replace(
+            llm,
+            base_url=f"{self._url}/v1" if self._url else llm.base_url,
+            prompts=prompts,
+            seed=how.agent_seed(lease.rollout),
+        )
 
     async def _how(self, run: str, store: Store) -> tuple[HowToCall, str]:
         """What the trainer of a run has kept, and the run's project."""

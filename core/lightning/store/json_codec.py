@@ -171,6 +171,19 @@ def _decode_bool(value: object, where: str, strict: bool) -> bool:
     return value
 
 
+def _encode_bytes(value: bytes) -> Json:
+    if not isinstance(value, bytes):
+        raise DataError(f"{value!r:.80} is not bytes")
+    return base64.b64encode(value).decode()
+
+
+def _decode_bytes(value: object, where: str, strict: bool) -> bytes:
+    try:
+        return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
+    except ValueError:  # binascii's own error among them
+        raise wrong(value, where, "base64") from None
+
+
 def _array(unpack: Callable[[bytes], Any], code: str, of: str) -> Codec[Any]:
     def encode(value: Any) -> Json:
         if not isinstance(value, array) or value.typecode != code:
@@ -201,6 +214,9 @@ _SCALARS: Final[Mapping[object, Codec[Any]]] = {
         {"type": "integer", "format": "int64", "minimum": -INT_LIMIT, "maximum": INT_LIMIT - 1},
     ),
     float: Codec(_encode_float, _decode_float, {"anyOf": [{"type": "number"}, {"enum": list(NUMBERS)}]}),
+    bytes: Codec(
+        _encode_bytes, _decode_bytes, {"type": "string", "contentEncoding": "base64", "description": "base64"}
+    ),
     _Ids: _array(arrays.unpack_ids, "i", "int32"),
     _LogProbs: _array(arrays.unpack_logprobs, "f", "float32"),
     AnyJson: Codec(lambda value: value, lambda value, where, strict: cast("Any", value), {"description": "any JSON"}),

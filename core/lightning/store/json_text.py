@@ -1,4 +1,4 @@
-"""JSON text for what is nested inside a noun, and back: callers, tool events, step rewards, labels, conversations.
+"""JSON text for what is nested inside a noun, and back: callers, tool events, step rewards and states, labels, conversations.
 
 The invariant: what is read back equals what was written (tuples of JSON become lists), and text survives whatever an agent put
 into it, because it is escaped to ASCII.
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning.errors import DataError, StoreError
-from lightning.types import Caller, Conversation, Json, StepReward, ToolEvent, VersionRun
+from lightning.types import Caller, Conversation, Json, StepReward, StepState, ToolEvent, VersionRun
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -94,11 +94,19 @@ def tool_events_to_text(events: Sequence[ToolEvent]) -> str:
             event.error,
             None if event.caller is None else caller_to_json(event.caller),
             event.at,
-            *([event.response_id] if event.response_id else []),
+            *_later(event),
         ]
         for event in events
     ]
     return dump(rows, "a tool event")
+
+
+def _later(event: ToolEvent) -> list[Json]:
+    """What came after an event's first fields, without the empty tail."""
+    parts: list[Json] = [event.response_id, event.result, event.incomplete]
+    while parts and not parts[-1]:
+        parts.pop()
+    return parts
 
 
 def tool_events_from_text(text: str) -> list[ToolEvent]:
@@ -113,9 +121,9 @@ def tool_events_from_text(text: str) -> list[ToolEvent]:
             error,
             None if caller is None else _caller_from_json(caller),
             at,
-            response[0] if response else "",
+            *later,
         )
-        for name, status, call_id, arguments, output, error, caller, at, *response in as_list(
+        for name, status, call_id, arguments, output, error, caller, at, *later in as_list(
             text, "the tool events of an attempt"
         )
     ]
@@ -131,6 +139,16 @@ def step_rewards_to_text(rewards: Sequence[StepReward]) -> str:
 def step_rewards_from_text(text: str) -> list[StepReward]:
     """What `step_rewards_to_text` wrote."""
     return [StepReward(*row) for row in as_list(text, "the step rewards of an attempt")]
+
+
+def step_states_to_text(states: Sequence[StepState]) -> str:
+    """All states of an attempt."""
+    return dump([[state.values, state.name, state.response_id, state.at] for state in states], "a state")
+
+
+def step_states_from_text(text: str) -> list[StepState]:
+    """What `step_states_to_text` wrote."""
+    return [StepState(*row) for row in as_list(text, "the states of an attempt")]
 
 
 def labels_to_text(labels: Mapping[str, Caller]) -> str:

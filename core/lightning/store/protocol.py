@@ -23,6 +23,7 @@ from lightning.types import (
     Status,
     StepRecord,
     StepReward,
+    StepState,
     Token,
     ToolEvent,
     Transition,
@@ -87,6 +88,7 @@ class Attempt:
     attempt: int
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
+    step_states: tuple[StepState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

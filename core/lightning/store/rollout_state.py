@@ -27,6 +27,7 @@ from lightning.store.json_text import (
     labels_to_text,
     plain_text,
     step_rewards_to_text,
+    step_states_to_text,
     tool_events_to_text,
     versions_to_text,
 )
@@ -62,6 +63,7 @@ class Ending:
     tool_events: str
     step_rewards: str
     labels: str
+    step_states: str
     digest: str
 
 
@@ -95,7 +97,9 @@ def ending(rollout: str, outcome: Outcome) -> Ending:
         step_rewards_to_text(outcome.step_rewards),
         labels_to_text(outcome.labels),
     )
-    return Ending(*values, digest=hashlib.sha256(json.dumps(values).encode()).hexdigest())
+    states = step_states_to_text(outcome.step_states)
+    values_of_digest = (*values, states) if outcome.step_states else values  # as it was before there were any
+    return Ending(*values, step_states=states, digest=hashlib.sha256(json.dumps(values_of_digest).encode()).hexdigest())
 
 
 def after(position: Position, end: Ending) -> Status:
@@ -203,11 +207,13 @@ def transition_digest(transition: Transition, content: bytes) -> bytes:
     """BLAKE2b-128 over every field of a transition; `content` is the codec's digest of its token arrays.
 
     Two transitions are the same for the store if and only if these agree. Tool calls, the conversation and what is in `LATER`
-    are part of it where there are any: rows of the schemas that had no place for them keep their digests.
+    are part of it where there are any, as is the exchange: rows of the schemas that had no place for them keep their digests.
     """
     tool_calls: list[Json] = [list(transition.tool_calls)] if transition.tool_calls else []
     conversation: list[Json] = [conversation_to_text(transition.conversation)] if transition.conversation else []
     later: dict[str, Json] = {name: value for name in LATER if (value := getattr(transition, name))}
+    if transition.exchange is not None:
+        later["exchange"] = hashlib.blake2b(transition.exchange, digest_size=codec.DIGEST_BYTES).hexdigest()
     text = dump(
         [
             transition.rollout,

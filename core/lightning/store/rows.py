@@ -27,9 +27,13 @@ from lightning.store.json_text import (
     finite,
     load,
     plain_text,
+    step_rewards_from_text,
+    step_states_from_text,
+    tool_events_from_text,
     versions_from_text,
     versions_to_text,
 )
+from lightning.store.protocol import Attempt
 from lightning.types import (
     LogProbs,
     Resource,
@@ -73,7 +77,7 @@ def _optional(form: Form) -> Form:
 
 def _form(kind: Any) -> Form:
     """How a field of a type is kept, unless its noun says otherwise."""
-    if kind in (str, int):
+    if kind in (str, int, bytes):
         return Form()
     if kind is float:
         return Form(finite)
@@ -260,6 +264,17 @@ def transition_from_row(
     """From `CALLS` and the tokens. Raises `StoreError`, `ValueError` or `TypeError` for a damaged row."""
     return CALLS.read(
         row, rollout=rollout, attempt=attempt, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs
+    )
+
+
+def attempt_of(rollout: str, attempt: int, events: str = "[]", rewards: str = "[]", states: str = "[]") -> Attempt:
+    """What an attempt was completed with, from its texts; nothing without them."""
+    return Attempt(
+        rollout,
+        attempt,
+        tuple(tool_events_from_text(events)),
+        tuple(step_rewards_from_text(rewards)),
+        tuple(step_states_from_text(states)),
     )
 
 

@@ -105,11 +105,13 @@ INSERT_ATTEMPT: Final = "INSERT INTO attempts (rollout, attempt, worker, leased_
 CLOSE_ATTEMPT: Final = "UPDATE attempts SET ended_at = ?, ending = ? WHERE rollout = ? AND attempt = ?"
 """For attempts that ended without an outcome of their own: `expired` or `released`."""
 END_ATTEMPT: Final = (
-    "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ? "
-    "WHERE rollout = ? AND attempt = ?"
+    "UPDATE attempts SET ended_at = ?, ending = ?, outcome_digest = ?, tool_events = ?, step_rewards = ?, labels = ?, "
+    "step_states = ? WHERE rollout = ? AND attempt = ?"
 )
 SELECT_OUTCOME_DIGEST: Final = "SELECT outcome_digest FROM attempts WHERE rollout = ? AND attempt = ?"
-SELECT_ATTEMPTS: Final = "SELECT rollout, attempt, tool_events, step_rewards FROM attempts WHERE rollout IN "
+SELECT_ATTEMPTS: Final = (
+    "SELECT rollout, attempt, tool_events, step_rewards, step_states FROM attempts WHERE rollout IN "
+)
 """Followed by `places`."""
 SELECT_LABELS: Final = "SELECT labels FROM attempts WHERE rollout = ? AND attempt = ?"
 

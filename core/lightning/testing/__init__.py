@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning.testing.decisions import Action, ActionOutcome, Decision, DecisionTask, bifurcation_tasks
     from lightning.testing.fake_vllm import FakeVLLM, Reply, ToolCall
     from lightning.testing.network import NetworkHeldError, hold_network
+    from lightning.testing.one_rollout import RolloutRecord, rollout
     from lightning.testing.public_imports import check_imports
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "FakeVLLM",
     "NetworkHeldError",
     "Reply",
+    "RolloutRecord",
     "ToolCall",
     "bifurcation_tasks",
     "check_imports",
     "hold_network",
+    "rollout",
     "score_credit",
     "score_credits",
 ]
@@ -50,10 +53,12 @@ _HOME = {
     "NetworkHeldError": "network",
     "ActionOutcome": "decisions",
     "Reply": "fake_vllm",
+    "RolloutRecord": "one_rollout",
     "ToolCall": "fake_vllm",
     "bifurcation_tasks": "decisions",
     "check_imports": "public_imports",
     "hold_network": "network",
+    "rollout": "one_rollout",
     "score_credit": "credit_score",
     "score_credits": "credit_score",
 }

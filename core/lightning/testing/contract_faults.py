@@ -16,7 +16,7 @@ from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_harness import ContractHarness, calculator, check, solved, unbroken
 from lightning.testing.contract_house import BAD, HANG, REFUSE, Ran
 from lightning.testing.vllm_replies import Reply
-from lightning.types import CallStatus, ToolEvent
+from lightning.types import CallStatus, StepState, ToolEvent
 
 SETTLED = 0.2
 """Seconds that a call hangs before its run is cancelled. In Python 3.11 `asyncio.wait_for`, with which LangChain waits for each
@@ -66,7 +66,7 @@ class FaultChecks(ContractHarness):
     def test_broken_receiver_does_not_break_the_agent(self) -> None:
         """What receives events raises: the agent goes on."""
 
-        def broken(event: ToolEvent) -> NoReturn:
+        def broken(event: ToolEvent | StepState) -> NoReturn:
             raise RuntimeError(f"the kit's receiver is broken ({event.name})")
 
         with self.installed(broken):

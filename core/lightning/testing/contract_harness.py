@@ -26,7 +26,7 @@ from lightning.plugins import plugins
 from lightning.plugins.adapters import failed_adapter
 from lightning.testing.contract_house import ANSWER, LIMIT, House, Ran
 from lightning.testing.network import hold_network
-from lightning.types import LLM, Caller, ToolEvent
+from lightning.types import LLM, Caller, StepState, ToolEvent
 
 CAPABILITIES = {
     "tools": "reports each run of a tool with its status",
@@ -111,7 +111,7 @@ class ContractHarness:
         if not self.adapter:
             pytest.fail(f"{type(self).__name__}.adapter: say the name of your plugin (its entry point's, up to a dot)")
         self.house = house_of(request.config)
-        self.emitted: list[ToolEvent] = []
+        self.emitted: list[ToolEvent | StepState] = []
         for name in KEYS:
             monkeypatch.delenv(name, raising=False)
         # Nothing here is encrypted, and reading the machine's certificates for each client is most of what a run costs.
@@ -131,7 +131,7 @@ class ContractHarness:
             pytest.skip(f"the adapter {self.adapter} does not claim {capability!r} ({CAPABILITIES[capability]})")
 
     @contextlib.contextmanager
-    def installed(self, receiver: Callable[[ToolEvent], None] | None = None) -> Iterator[None]:
+    def installed(self, receiver: Callable[[ToolEvent | StepState], None] | None = None) -> Iterator[None]:
         """The adapter, and the tap, installed as the runner installs them. Fails when it does not let itself install."""
         with _complaints() as said, contextlib.ExitStack() as undoing:
             undoing.callback(install_tap())
@@ -161,7 +161,7 @@ class ContractHarness:
             undoing.callback(plugins().install_adapters(self._emit, []))
             yield
 
-    def _emit(self, event: ToolEvent) -> None:
+    def _emit(self, event: ToolEvent | StepState) -> None:
         self.emitted.append(event)
         emit(event)
 

@@ -23,11 +23,13 @@ from typing import Any, TypeVar
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
 from lightning.instrument import Session
+from lightning.runner.attempt_completion import report
 from lightning.runner.outcomes import raised, returned
 from lightning.store.memory import MemoryStore
+from lightning.store.protocol import Attempt
 from lightning.testing.fake_vllm import FakeVLLM
 from lightning.testing.vllm_replies import Reply, ToolCall
-from lightning.types import LLM, Lease, Rollout, Run, Task, ToolEvent, Transition
+from lightning.types import LLM, Lease, Outcome, Rollout, Run, Task, ToolEvent, Transition
 
 T = TypeVar("T")
 
@@ -102,13 +104,14 @@ class House:
         """Run agents on their loop, in a context that ends with them."""
         return self._agents.run(agents, context=contextvars.copy_context())
 
-    def lease(self) -> tuple[Lease, LLM]:
+    def lease(self, task: Task | None = None) -> tuple[Lease, LLM]:
         """A new rollout, leased, and what its agent needs."""
-        return self.do(self._lease(f"contract-{next(self._numbers)}"))
+        name = f"contract-{next(self._numbers)}"
+        return self.do(self._lease(name, task or Task(input=name)))
 
-    async def _lease(self, name: str) -> tuple[Lease, LLM]:
+    async def _lease(self, name: str, task: Task) -> tuple[Lease, LLM]:
         await self._store.put_run(Run(name, name))
-        await self._store.create_rollouts([Rollout(id=name, run=name, task=Task(input=name), group=name)])
+        await self._store.create_rollouts([Rollout(id=name, run=name, task=task, group=name)])
         (lease,) = await self._store.lease(name, "contract", ttl=3600.0)
         assert self._gateway is not None, "the house has been started"
         return lease, self._gateway.llm(lease)
@@ -120,6 +123,12 @@ class House:
         self.do(self._store.complete(rollout, attempt, outcome))
         events = self.do(self._store.attempts_of([(rollout, attempt)]))[0].tool_events
         return Ran(answer, error, tuple(self.calls(lease)), tuple(events))
+
+    def end(self, lease: Lease, outcome: Outcome) -> tuple[Rollout, list[Transition], Attempt]:
+        """Report an outcome as a runner does; what the store has then."""
+        rollout, attempt = lease.rollout.id, lease.attempt
+        ended = self.do(report(self._store, rollout, attempt, outcome))
+        return ended, self.calls(lease), self.do(self._store.attempts_of([(rollout, attempt)]))[0]
 
     def calls(self, lease: Lease) -> list[Transition]:
         """The rollout's calls that are in the store by now."""

@@ -96,7 +96,7 @@ class Stack:
             llm = self.gateway.llm(lease, sampling={"temperature": temperature})
         else:
             llm = self.gateway.llm(lease)
-        return replace(llm, prompts=self.prompts.of(lease.rollout))
+        return replace(llm, prompts=self.prompts.of(lease.rollout), seed=self._how.agent_seed(lease.rollout))
 
     async def create(self, rollouts: Sequence[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume) that run with the run's prompts."""
@@ -228,8 +228,13 @@ class Stack:
 
     async def tell_how_to_call(self) -> None:
         """Tell other servers over the store how this run's agents are to call the model."""
-        prompts, temperature = self.prompts, self.config.trainer.eval_temperature
-        await HowToCall(prompts.own, prompts.bound, prompts.versions, temperature).keep(self.store, self.run.id)
+        await self._how.keep(self.store, self.run.id)
+
+    @property
+    def _how(self) -> HowToCall:
+        prompts, trainer = self.prompts, self.config.trainer
+        seed = trainer.seed if self.config.runner.seed_agents else None
+        return HowToCall(prompts.own, prompts.bound, prompts.versions, trainer.eval_temperature, seed)
 
 
 def upstream_of(policy: PolicyServer) -> Upstream:

@@ -28,7 +28,7 @@ from lightning.server.control import project_of
 from lightning.server.projects import of_project
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
-from lightning.store.resource_ref import run_id_of
+from lightning.store.resource_ref import DATABASE, run_id_of
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
@@ -147,7 +147,8 @@ class Trainer:
 
         Use it to see that calls arrive, which agents they come from, and what the reward says, before a long run. An algorithm,
         a credit function or a loss of your own is tried on what was recorded; the first task is then run twice, so that there
-        are rollouts to compare. Nothing is kept but vLLM's log, in `out`/dev.
+        are rollouts to compare. What was recorded, and vLLM's log, stays in `out`/dev: each dry run is a run of its own in the
+        store there, which `lightning runs` reads.
         """
         if not tasks:
             raise DataError("the list of tasks is empty: give dev() at least one")
@@ -318,10 +319,11 @@ class Trainer:
             folder = self.out / "dev"
             resources.enter_context(claim_folder(folder))
             reporter = resources.enter_context(Reporter(enabled=self.progress))
-            store = plugins().store("memory://")
+            store = plugins().store(sqlite_url(folder / DATABASE))
             await store.open()
             resources.push_async_callback(store.close)
-            run = await store.put_run(Run("dev", "dev", self._described(tasks, []), project=self._project))
+            name = f"dev-{len(await store.list_runs(brief=True)) + 1}"
+            run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
             seen, given = of_project(store, run.project), self.config.runner.prompts
             prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)
             if not isinstance(self.algorithm, SearchAlgorithm):
@@ -330,7 +332,10 @@ class Trainer:
             stack = await self._open_stack(resources, folder, run, store, runner, prompts)
             await stack.tell_how_to_call()
             _say_how_to_join(stack, reporter)
-            return await dry_run(stack, tasks, self.train_agents, self.algorithm, reporter)
+            report = await dry_run(stack, tasks, self.train_agents, self.algorithm, reporter)
+            said = f"what was recorded: `lightning runs show {run.id} --runs {folder}`"
+            reporter.console.print(said, markup=False, highlight=False, soft_wrap=True)
+            return report
 
     async def _summary(self) -> Summary:
         store = self.open_store()

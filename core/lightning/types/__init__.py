@@ -23,6 +23,7 @@ from lightning.types.recorded import (
     Conversation,
     Span,
     StepReward,
+    StepState,
     ToolEvent,
     Transition,
     VersionRun,
@@ -52,6 +53,7 @@ __all__ = [
     "Status",
     "StepRecord",
     "StepReward",
+    "StepState",
     "Task",
     "Token",
     "TokenIds",
@@ -153,13 +155,16 @@ class LLM:
     """What an agent needs to call the policy: give these three to any OpenAI-compatible client.
 
     `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
-    templates that components have in this rollout, by the component's name, where they are not the agent's own.
+    templates that components have in this rollout, by the component's name, where they are not the agent's own. `seed` follows
+    from the run's seed, the task, the rollout's index and the attempt; an agent may seed generators of its own with it. It is
+    None where agents are not seeded (`runner.seed_agents`).
     """
 
     base_url: str
     api_key: str
     model: str
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    seed: int | None = None
 
     @property
     def url_with_token(self) -> str:
@@ -263,6 +268,7 @@ class Outcome:
     tool_events: tuple[ToolEvent, ...] = ()
     step_rewards: tuple[StepReward, ...] = ()
     labels: Mapping[str, Caller] = field(default_factory=dict)
+    step_states: tuple[StepState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

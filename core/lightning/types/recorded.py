@@ -65,6 +65,10 @@ class ToolEvent:
 
     `call_id` is the id under which the model asked for the run; `response_id` is that of the last call before it, as the code
     that ran it saw it. Whoever emits an event may leave the latter empty: the rollout fills it in.
+
+    `output` is a text of at most 4096 characters. `result` is the whole JSON text of what a `lightning.tool` returned; empty
+    where that is a text which `output` has whole, and where nobody told more than the output. `incomplete` says that what the
+    tool returned is not kept: it was more than 1 MB, no JSON, or had a credential.
     """
 
     name: str
@@ -76,6 +80,22 @@ class ToolEvent:
     caller: Caller | None = None
     at: float = 0.0
     response_id: str = ""
+    result: str = ""
+    incomplete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """The state of the agent's MDP in the agent's own words, before its call `response_id` (empty: no call followed).
+
+    `values` is JSON of at most 4 KB: what `lightning.state` was given, or what a graph's node `name` was called with; a text
+    stands in the place of what is longer. `at` is Unix time in seconds by the agent's clock.
+    """
+
+    values: Json
+    name: str = "state"
+    response_id: str = ""
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +143,9 @@ class Transition:
     `conversation` is what `previous_response_id` may go on with; None for calls through other APIs, those with `store` false,
     and those whose text may not be stored. `error` is what the agent was told of a call that was refused, whose `finish_reason`
     is the error's code. `max_tokens_asked` is the limit of the answer that the agent asked for where there was less room: it
-    got the room that was left (else 0). `requested_model` is the model that the agent asked for.
+    got the room that was left (else 0). `requested_model` is the model that the agent asked for. `exchange` is what the agent
+    sent and got, packed: `lightning.store.exchanges.read` reads it. None where it is not recorded (`gateway.record_requests`),
+    and for every choice of a call but its first.
     """
 
     rollout: str
@@ -147,6 +169,7 @@ class Transition:
     error: str = ""
     max_tokens_asked: int = 0
     requested_model: str = ""
+    exchange: bytes | None = None
 
     @property
     def key(self) -> tuple[str, int, int]:

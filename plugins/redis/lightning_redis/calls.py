@@ -23,6 +23,8 @@ DIGEST_BYTES: Final = codec.DIGEST_BYTES
 ALWAYS_KEPT: Final = rows.CALLS.fields.index("conversation") - 1
 """Columns of a call that every call has. The last of the others take no place where they are empty, and calls that were kept
 before there were such columns are read."""
+EXCHANGE: Final = rows.CALLS.fields.index("exchange") - 1
+"""The column in whose place stands how many bytes of it precede the tokens."""
 _EMPTY: Final = rows.CALLS.filled([None] * ALWAYS_KEPT, without=("seq",))
 _LENGTH: Final = struct.Struct("<I")
 
@@ -46,6 +48,8 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
     for part in (transition.seq, transition.choice, transition.id, transition.finish_reason):
         encoded(part, f"a part {what}")
     columns = list(rows.CALLS.values(transition, without=("seq",)))
+    exchange: bytes = columns[EXCHANGE] or b""  # type: ignore[assignment]  # what its noun says
+    columns[EXCHANGE] = None if columns[EXCHANGE] is None else len(exchange)
     while len(columns) > ALWAYS_KEPT and columns[-1] == _EMPTY[len(columns) - 1]:
         columns.pop()
     text = json_text.dump(
@@ -54,7 +58,7 @@ def pack(transition: Transition, parent: CallKey | None, digest: bytes, blob: by
             *columns,
         ]
     ).encode()
-    return b"".join((digest, _LENGTH.pack(len(text)), text, blob))
+    return b"".join((digest, _LENGTH.pack(len(text)), text, exchange, blob))
 
 
 def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored:
@@ -71,7 +75,9 @@ def unpack(rollout: str, attempt: int, seq: bytes | int, value: bytes) -> Stored
             above: CallKey | None = (rollout, attempt, parent)
         else:
             above = None if parent is None else (str(parent[0]), int(parent[1]), int(parent[2]))
-        return Stored(key, value[:DIGEST_BYTES], above, tuple(columns), value[start + length :])
+        blob = start + length + (columns[EXCHANGE] or 0)
+        columns[EXCHANGE] = None if columns[EXCHANGE] is None else value[start + length : blob]
+        return Stored(key, value[:DIGEST_BYTES], above, tuple(columns), value[blob:])
     except (ValueError, TypeError, LookupError, struct.error) as error:
         raise StoreError(f"its value makes no sense ({error})") from error
 

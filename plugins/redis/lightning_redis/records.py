@@ -114,15 +114,9 @@ def _attempt(rollout: str, attempt: int, text: bytes | None) -> Attempt:
     if text is None:
         return Attempt(rollout, attempt)
     found = json_text.load(text.decode(errors="replace"), f"an attempt of rollout {rollout!r}")
-    events, rewards = (
-        str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in ("tool_events", "step_rewards")
-    )
-    return Attempt(
-        rollout,
-        attempt,
-        tuple(json_text.tool_events_from_text(events)),
-        tuple(json_text.step_rewards_from_text(rewards)),
-    )
+    names = ("tool_events", "step_rewards", "step_states")
+    texts = (str(found.get(name, "[]")) if isinstance(found, Mapping) else "" for name in names)
+    return rows.attempt_of(rollout, attempt, *texts)
 
 
 # steps ----------------------------------------------------------------------------------------------------------

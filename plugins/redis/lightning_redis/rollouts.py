@@ -200,6 +200,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
         ],
         *(rollout, attempt, end.digest, "" if end.reward is None else end.reward, end.rewards, end.fault, end.error),
         *(end.seconds, end.tool_events, end.step_rewards, end.labels, 0 if spend else rollout_state.EXCUSED),
+        end.step_states,
     )
     if word != "ok":
         raise _refused(word, rest, rollout, attempt)

@@ -555,3 +555,39 @@ def test_a_version_out_of_range_is_refused_with_the_cure(
     model = Model()
     graph_of(write=node_of(model)).invoke(HI)
     assert model.callers == [None]
+
+
+def test_what_a_node_is_called_with_is_a_state_of_the_next_call(session: Session) -> None:
+    class State(MessagesState):
+        turn: int
+        board: list[int]
+
+    def play(state: State) -> dict[str, Any]:
+        session.calls.add(f"call-{state['turn']}", "game/play")
+        return {"turn": state["turn"] + 1, "board": [*state["board"], state["turn"]]}
+
+    graph = StateGraph(State)
+    graph.add_node("play", play)
+    graph.add_edge(START, "play")
+    graph.add_conditional_edges("play", lambda state: "play" if state["turn"] < 2 else "__end__")
+    graph.compile(name="game").invoke({**HI, "turn": 0, "board": []}, config={"callbacks": [LightningCallback()]})
+    assert [(state.name, state.values, state.response_id) for state in session.step_states] == [
+        ("game/play", {"messages": "1 messages", "turn": 0, "board": []}, "call-0"),
+        ("game/play", {"messages": "1 messages", "turn": 1, "board": [0]}, "call-1"),
+    ]
+
+
+def test_a_graph_of_messages_alone_tells_no_states_and_a_large_state_is_cut(session: Session) -> None:
+    class Large(TypedDict):
+        text: str
+
+    graph_of(write=node_of(Model())).invoke(HI)
+    assert session.step_states == ()
+    graph = StateGraph(Large)
+    graph.add_node("read", lambda state: {"text": ""})
+    graph.add_edge(START, "read")
+    graph.compile().invoke({"text": "x" * 1_000_000})
+    (state,) = session.step_states
+    assert (state.name, state.response_id) == ("read", "")
+    assert isinstance(state.values, str)
+    assert len(state.values) == 4096

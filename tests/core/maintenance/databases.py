@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lightning.store import exchanges
 from lightning.store.protocol import Store
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -21,6 +23,7 @@ from lightning.types import (
     Span,
     StepRecord,
     StepReward,
+    StepState,
     Task,
     Token,
     ToolEvent,
@@ -51,6 +54,7 @@ def call_of(rollout: str, seq: int, prompt: list[int], *, attempt: int = 1, rng:
         ended_at=2.5,
         tool_calls=("t-1",),
         conversation=Conversation(({"role": "user", "content": "q"},), "call", 1) if seq == 0 else None,
+        exchange=exchanges.pack("/chat/completions", 200, exchanges.canonical({"n": seq}), b'{"id": "x"}'),
     )
 
 
@@ -79,6 +83,7 @@ async def fill(store: Store, run: str = "run") -> None:
         outcome = Outcome(
             outcome.reward, outcome.rewards, outcome.fault, outcome.error, 3.0, events, rewards, {first.id: Caller("x")}
         )
+        outcome = replace(outcome, step_states=(StepState({"k": 1}, "state", first.id, 2.0),))
         await store.complete(rollout.id, 1, outcome)
     for step in range(2):
         trained = tuple((f"{run}/{step}/0/{index}", 1) for index in range(2))

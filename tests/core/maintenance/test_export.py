@@ -80,6 +80,7 @@ async def test_calls_are_exported_bit_for_bit(store: Store, tmp_path: Path, kind
         assert (row["started_at"], row["ended_at"], row["tool_calls"]) == (1.25, 2.5, ["t-1"])
         said = {"after": "call", "kept": 1, "messages": [{"role": "user", "content": "q"}]}
         assert row["conversation"] == (said if call.seq == 0 else None)
+        assert (row["api"], row["request"], row["reply"]) == ("/chat/completions", {"n": call.seq}, {"id": "x"})
     assert {row["split"] for row in found} == {"train", "val"}
 
 
@@ -92,6 +93,7 @@ async def test_the_other_tables_have_what_the_store_has(store: Store, tmp_path: 
         "transitions": 20,
         "tool_events": 10,
         "step_rewards": 10,
+        "step_states": 10,
         "spans": 10,
         "steps": 2,
         "metrics": 4,

@@ -32,6 +32,7 @@ from lightning.types import (
     Status,
     StepRecord,
     StepReward,
+    StepState,
     Task,
     Token,
     ToolEvent,
@@ -395,9 +396,13 @@ async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
         ),
         ToolEvent("run", "error", error="boom"),
         ToolEvent("run", "ok", at=1.0, response_id="call-0"),
+        ToolEvent("run", "ok", result='{"rows": [1, "\\ud800"]}'),
+        ToolEvent("run", "ok", incomplete=True),
     )
+    states = (StepState({"board": [1, None, "\ud800"]}, "state", "call-0", 3.0), StepState("a text"))
     steps = (StepReward(0.25, "format", "call-0", 3.0), StepReward(-1.0))
     outcome = Outcome(reward=0.999, rewards={"a": 1, "b": -0.1}, seconds=2.5, tool_events=events, step_rewards=steps)
+    outcome = replace(outcome, step_states=states)
     done = await leased.complete("a", 1, outcome)
     assert (done.status, done.reward, dict(done.rewards), done.seconds) == (
         Status.SUCCEEDED,
@@ -408,6 +413,7 @@ async def test_a_reward_ends_the_rollout_with_its_events(leased: Store) -> None:
     assert done == await leased.get_rollout("a")
     assert list((await leased.attempts_of([("a", None)]))[0].tool_events) == list(events)
     assert list((await leased.attempts_of([("a", 1)]))[0].step_rewards) == list(steps)
+    assert (await leased.attempts_of([("a", 1)]))[0].step_states == states
     assert list((await leased.attempts_of([("a", 2)]))[0].tool_events) == []
 
 
@@ -570,8 +576,18 @@ async def test_a_transition_comes_back_exactly(leased: Store, call: CallOf) -> N
             ended_at=1.7e9 + 1.5,
             tool_calls=("call_1", "\ud800 \0"),
             conversation=Conversation(({"role": "user", "content": "\ud800 \0 é", "n": [2**70, None]},), "call-0", 3),
+            exchange=bytes(range(256)),
         ),
-        call(2, (), (), logprobs=logprobs(), status=CallStatus.ERROR, caller=Caller(""), conversation=Conversation(())),
+        call(
+            2,
+            (),
+            (),
+            logprobs=logprobs(),
+            exchange=b"",
+            status=CallStatus.ERROR,
+            caller=Caller(""),
+            conversation=Conversation(()),
+        ),
     ]
     assert await leased.append(given) == 3
     found = await leased.transitions("a")
@@ -604,6 +620,7 @@ async def test_appending_again_is_a_no_op_and_other_content_a_conflict(leased: S
         replace(nan, caller=Caller("other")),
         replace(nan, tool_calls=("call_1",)),
         replace(nan, conversation=Conversation(())),
+        replace(nan, exchange=b""),
     ):
         with pytest.raises(ConflictError, match=r"\('a', 1, 0\)"):
             await leased.append([call(7), other])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from lightning.errors import SchemaError
-from lightning.store import Alias, MetricPoint
+from lightning.store import Alias, MetricPoint, exchanges
+from lightning.store.exchanges import Exchange
 from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.sqlite import SqliteStore
 from lightning.types import (
@@ -27,6 +28,7 @@ from lightning.types import (
     Status,
     StepRecord,
     StepReward,
+    StepState,
     Task,
     Token,
     ToolEvent,
@@ -78,7 +80,10 @@ async def test_calls_are_read_back_equal(tmp_path: Path, call: CallOf, version: 
     (found,) = await store.transitions("b")
     assert (found.id, list(found.prompt_ids), list(found.response_ids)) == ("call-b0", [1, 2, 3], [8])
     said = Conversation(({"role": "user", "content": "q"}, {"role": "assistant", "content": "é"}), "call-x", 1)
+    asked = Exchange("/chat/completions", {"messages": [{"role": "user", "content": "q"}]}, {"id": "call-b0"}, 200)
     assert found.conversation == (said if version > 6 else None)
+    (exchange,) = exchanges.read([found])  # earlier releases recorded none
+    assert exchange == (asked if version > 9 else None)
     assert await store.append([found]) == 0  # its digest is still what the older release wrote
     await store.close()
 
@@ -104,6 +109,8 @@ async def test_outcomes_steps_and_state_are_read_back_equal(tmp_path: Path, vers
         ToolEvent("t", "ok", "c1", {"x": 1}, "out", at=2.0)
     ]
     assert list((await store.attempts_of([("a", None)]))[0].step_rewards) == [StepReward(0.25, "fmt", "call-a0", 2.0)]
+    states = (StepState({"k": 1}, "state", "call-a0", 2.0),) if version > 9 else ()
+    assert (await store.attempts_of([("a", None)]))[0].step_states == states
     checkpoint, at = ("step-1", 5.0) if version == 2 else ("step-00000001", 1001.0)
     groups = ("g",) if version > 3 else ()
     context = {"epoch": 0, "dtype": "float32"} if version > 7 else {}

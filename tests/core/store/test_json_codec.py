@@ -74,6 +74,7 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
     """Values of a type, from its hints."""
     known: dict[Any, st.SearchStrategy[Any]] = {
         str: TEXT,
+        bytes: st.binary(max_size=9),
         bool: st.booleans(),
         int: INT64,
         float: st.floats(allow_nan=False),

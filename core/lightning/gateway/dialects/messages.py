@@ -308,7 +308,8 @@ class MessageTranslator(Translator):
         if choice is not None and choice.get("finish_reason"):
             self._stop = choice.get("stop_reason")
 
-    def _answer(self) -> Body:
+    def answer(self) -> Body:
+        """See `Translator`."""
         content = [self._block(part) for part in self._parts.all]
         return self._message(content, usage_of(self._usage)) | self._reason()
 

@@ -99,7 +99,8 @@ class ResponseTranslator(Translator):
             self._piece_logprobs = holder.get("content") or []
             self._logprobs += self._piece_logprobs
 
-    def _answer(self) -> Body:
+    def answer(self) -> Body:
+        """See `Translator`."""
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _response(self, status: str) -> Body:
@@ -158,7 +159,7 @@ class ResponseTranslator(Translator):
         return [{"type": kind, "response": begun} for kind in ("response.created", "response.in_progress")]
 
     def _ending(self) -> list[Body]:
-        response = self._answer()
+        response = self.answer()
         return [{"type": f"response.{response['status']}", "response": response}]
 
     def _written(self, said: list[Body]) -> bytes:

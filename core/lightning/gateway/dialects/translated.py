@@ -221,7 +221,7 @@ class Translator(ABC):
         self._read(reply, choice)
         for _ in (*self._parts.feed(choice["message"]), *self._parts.close()):
             pass
-        return self._answer()
+        return self.answer()
 
     def chunk(self, chunk: Body) -> bytes:
         """The dialect's events for one chunk, possibly none."""
@@ -255,8 +255,8 @@ class Translator(ABC):
             self._finish = choice.get("finish_reason") or self._finish
 
     @abstractmethod
-    def _answer(self) -> Body:
-        """The object for a whole answer that was read."""
+    def answer(self) -> Body:
+        """The object for a whole answer that was read; of a stream, what it adds up to."""
 
     @abstractmethod
     def _beginning(self, chunk: Body) -> list[Body]:

@@ -22,7 +22,7 @@ from lightning.store.json_codec import Slice
 from lightning.store.operation import QUERY
 from lightning.store.operations import ANY, LOOK, RUNS
 from lightning.store.rollout_state import unknown_rollout
-from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, ToolEvent
+from lightning.types import Fault, Lease, Outcome, Rollout, StepReward, StepState, ToolEvent
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,15 @@ async def step_rewards(call: ApiCall[OfAttempt, None]) -> Slice[StepReward]:
     return await page_of_attempt(call, read)
 
 
+async def step_states(call: ApiCall[OfAttempt, None]) -> Slice[StepState]:
+    """The states that an attempt was completed with."""
+
+    async def read(rollout: str, attempt: int | None) -> Sequence[StepState]:
+        return (await call.store.attempts_of([(rollout, attempt)]))[0].step_states
+
+    return await page_of_attempt(call, read)
+
+
 async def watch(call: ApiCall[WatchQuery, None]) -> messages.Changed:
     """Wait until something of a run may have changed: rollouts created, leased, ended or given back, steps, state. Ask without
     `since` first, look at what is to be known, then ask with the last answer's `since`: no change is missed, and some answers
@@ -153,5 +162,6 @@ WATCH = Route("GET", "/watch", watch, ANY, messages.Changed, query=WatchQuery)
 ROUTES = (
     Route("GET", "/rollouts/{rollout}/tool_events", tool_events, LOOK, Slice[ToolEvent], query=OfAttempt, heavy=True),
     Route("GET", "/rollouts/{rollout}/step_rewards", step_rewards, LOOK, Slice[StepReward], query=OfAttempt),
+    Route("GET", "/rollouts/{rollout}/step_states", step_states, LOOK, Slice[StepState], query=OfAttempt, heavy=True),
     WATCH,
 )

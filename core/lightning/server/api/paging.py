@@ -65,7 +65,7 @@ def size_of(item: object) -> int:
     if isinstance(item, Transition):
         numbers = len(item.prompt_ids) + len(item.response_ids) + len(item.logprobs)
         said = 0 if item.conversation is None else len(repr(item.conversation))
-        return 4 * numbers + 500 + said + len(item.error)
+        return 4 * numbers + 500 + said + len(item.exchange or b"") + len(item.error)
     return sum(map(size_of, item)) if isinstance(item, list) else len(repr(item))
 
 

@@ -66,9 +66,7 @@ async def attempts_of(transaction: Transaction, attempts: Sequence[tuple[str, in
             if rollout not in current:
                 raise rollout_state.unknown_rollout(rollout)
             number = current[rollout] if attempt is None else attempt
-            events, rewards = kept.get((rollout, number), ("[]", "[]"))
-            read = json_text.tool_events_from_text(events), json_text.step_rewards_from_text(rewards)
-            found.append(Attempt(rollout, number, tuple(read[0]), tuple(read[1])))
+            found.append(rows.attempt_of(rollout, number, *kept.get((rollout, number), ())))
     return found
 
 

@@ -231,6 +231,7 @@ async def complete(
                 end.tool_events,
                 end.step_rewards,
                 end.labels,
+                end.step_states,
                 rollout,
                 attempt,
             ),

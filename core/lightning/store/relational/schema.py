@@ -196,6 +196,12 @@ _REQUESTS: Final = (
     "ALTER TABLE transitions ADD COLUMN requested_model TEXT NOT NULL DEFAULT ''",
 )
 
+_WHOLE: Final = (
+    # NULL: not recorded, as all that earlier releases wrote.
+    "ALTER TABLE transitions ADD COLUMN exchange BLOB",
+    "ALTER TABLE attempts ADD COLUMN step_states TEXT NOT NULL DEFAULT '[]'",
+)
+
 MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _FIRST,
     _LABELS,
@@ -206,5 +212,6 @@ MIGRATIONS: Final[tuple[tuple[str, ...], ...]] = (
     _CONVERSATIONS,
     _CONTEXT,
     _REQUESTS,
+    _WHOLE,
 )
 """`MIGRATIONS[i]` brings a database from version i to i + 1."""

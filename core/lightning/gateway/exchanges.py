@@ -1,0 +1,234 @@
+"""What agents send and get, on its way into the store: redacted, and told against an earlier call of the attempt.
+
+The invariant: a text passes the redaction before it is stored, once: what came with an earlier call of the attempt is not
+looked through again. What is remembered never exceeds a fixed number of bytes; what is forgotten costs bytes in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.gateway.http import Body, write_object
+from lightning.gateway.redaction import may_be_redacted, redacted_json
+from lightning.store import exchanges
+from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
+
+MOST_BYTES = 64 << 20
+MOST_BODIES = 4
+"""Requests of an attempt that a later one may be told against: those of agents that take turns."""
+SHORT = 16 * 1024
+"""Bytes of new text up to which it is looked through where the calls are answered, since that takes less than a thread."""
+
+Attempt = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as the agent sent it, in pieces of canonical JSON; none of one that is too large."""
+
+    path: str
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the agent is shown of its call: the status, and the JSON of the whole answer, empty for a call that broke off.
+    `has_ids` says that it asked for token ids."""
+
+    status: int = 0
+    reply: bytes = b""
+    has_ids: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Remembered:
+    """What is remembered of an attempt: which pieces need not be looked through again, and its last requests."""
+
+    clean: set[int] = field(default_factory=set)
+    last: deque[Said] = field(default_factory=lambda: deque(maxlen=MOST_BODIES))
+
+    @property
+    def size(self) -> int:
+        return sum(len(said.request) + len(said.reply) for said in self.last) + 64 * len(self.clean)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExchange:
+    """An exchange as it is stored, and what is to be remembered of it once it is."""
+
+    stored: bytes
+    request: bytes
+    reply: bytes
+    clean: frozenset[int]
+
+
+class Exchanges:
+    """Packs the exchanges of all attempts. `wanted` is `gateway.record_requests`."""
+
+    def __init__(self, *, wanted: bool = True, most_bytes: int = MOST_BYTES) -> None:
+        self._wanted, self._most = wanted, most_bytes
+        self._attempts: OrderedDict[Attempt, _Remembered] = OrderedDict()
+        self._bytes = 0
+        # Not the loop's own threads: agents of the inline runner may hold all of them, and wait for this answer.
+        self._threads = ThreadPoolExecutor(1, "lightning-exchanges")
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self._threads.shutdown(wait=False)
+
+    def asked(self, path: str, body: Body, size: int) -> Asked | None:
+        """A request of so many bytes, before anybody changes it; None where it is not to be recorded."""
+        if not self._wanted:
+            return None
+        try:
+            return Asked(path, () if size > exchanges.LARGEST else tuple(exchanges.pieces(body)))
+        except RecursionError:  # whoever passes it on refuses it
+            return None
+
+    async def pack(self, attempt: Attempt, asked: Asked, shown: Shown) -> PackedExchange:
+        """The exchange, ready to be stored."""
+        known = self._attempts.get(attempt) or _Remembered()
+        # A tuple now: other calls of the attempt end while a thread is at work.
+        new = tuple(piece for piece in asked.pieces if piece.key not in known.clean)
+        bodies = tuple(known.last)
+        if sum(len(piece.value) for piece in new) + len(shown.reply) <= SHORT:
+            return _pack(asked, new, shown, bodies)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _pack, asked, new, shown, bodies)
+
+    def keep(self, attempt: Attempt, seq: int, packed: PackedExchange) -> None:
+        """The call is durable under this number: later ones may be told against it."""
+        if not packed.request:
+            return
+        known = self._attempts.setdefault(attempt, _Remembered())
+        self._attempts.move_to_end(attempt)
+        before = known.size
+        known.clean |= packed.clean
+        known.last.append(Said(seq, packed.request, packed.reply))
+        self._bytes += known.size - before
+        while self._bytes > self._most:
+            self._bytes -= self._attempts.popitem(last=False)[1].size
+
+
+def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Said]) -> PackedExchange:
+    flags, reply = WHOLE, shown.reply
+    if not asked.pieces:
+        return PackedExchange(
+            exchanges.pack(asked.path, shown.status, b"", b"", flags=Flag.TOO_LARGE), b"", b"", frozenset()
+        )
+    request = b"".join(piece.text for piece in asked.pieces)
+    clean = frozenset(piece.key for piece in new if _is_clean(piece))
+    if len(clean) < len({piece.key for piece in new}):
+        flags |= Flag.REDACTED
+        request = exchanges.canonical(_object(redacted_json(json.loads(request), "request")))
+    if shown.has_ids or (reply and may_be_redacted(reply)):
+        whole = json.loads(reply)
+        if shown.has_ids and exchanges.without_ids(whole):
+            flags |= Flag.IDS
+        told = redacted_json(whole, "reply")
+        flags |= Flag.REDACTED if told != whole else WHOLE
+        reply = write_object(_object(told)) if told != whole or shown.has_ids else reply
+    base = max(bodies, key=lambda said: exchanges.shared(request, said.request), default=NOBODY)
+    stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
+    if len(reply) > exchanges.LARGEST:
+        return PackedExchange(stored, b"", b"", frozenset())
+    return PackedExchange(stored, request, reply, clean)
+
+
+def _is_clean(piece: Piece) -> bool:
+    if not piece.value or not (may_be_redacted(piece.value) or may_be_redacted(piece.name.encode(errors="replace"))):
+        return True
+    said = {piece.name: [json.loads(piece.value)]}
+    return redacted_json(said, "request") == said
+
+
+def _object(value: Any) -> Body:
+    assert isinstance(value, dict), "an object stays one"
+    return value
+
+
+def as_json(body: bytes) -> bytes:
+    """A refusal's body as JSON: a policy server's proxy may say it in plain text."""
+    try:
+        json.loads(body)
+    except ValueError:
+        return json.dumps(body.decode("utf-8", "replace")).encode()
+    return body
+
+
+class WholeReply:
+    """A stream of chat or text completions put together: the answer that would have been sent without `stream`."""
+
+    def __init__(self) -> None:
+        self._head: Body = {}
+        self._choices: dict[int, Body] = {}
+
+    def add(self, chunk: Body) -> None:
+        """Take what the agent sees of a chunk."""
+        for name, value in chunk.items():
+            if name != "choices" and (value is not None or name not in self._head):
+                self._head[name] = value
+        for said in chunk.get("choices") or ():
+            choice = self._choices.setdefault(said.get("index", 0), {})
+            _merge(choice, {"message" if name == "delta" else name: value for name, value in said.items()})
+
+    def whole(self) -> Body:
+        """All of it so far."""
+        kind = str(self._head.get("object", "")).removesuffix(".chunk")
+        return {**self._head, "object": kind, "choices": [_joined(self._choices[at]) for at in sorted(self._choices)]}
+
+
+ONCE = frozenset({"id", "type", "role", "name", "finish_reason", "stop_reason"})
+"""Texts of a chunk that are not added to those of the chunks before."""
+
+
+class _Texts(list[str]):
+    """A text whose pieces are still coming."""
+
+
+class _Numbered(dict[int, Any]):
+    """A list whose items say their places."""
+
+
+def _merge(into: Body, said: Body) -> None:
+    for name, value in said.items():
+        before = into.get(name)
+        if value is None:
+            into.setdefault(name, None)
+        elif isinstance(value, str) and name not in ONCE:
+            into[name] = _Texts((value,)) if before is None else before
+            if before is not None:
+                before.append(value)
+        elif isinstance(value, dict):
+            _merge(into.setdefault(name, {}) if before is not None else _fresh(into, name), value)
+        elif isinstance(value, list) and value and isinstance(value[0], dict) and "index" in value[0]:
+            items = into[name] = _Numbered() if before is None else before
+            for item in value:
+                _merge(items.setdefault(item["index"], {}), {key: each for key, each in item.items() if key != "index"})
+        elif isinstance(value, list):
+            into[name] = [*value] if before is None else before
+            if before is not None:
+                before.extend(value)
+        elif value or before is None:
+            into[name] = value
+
+
+def _fresh(into: Body, name: str) -> Body:
+    made: Body = {}
+    into[name] = made
+    return made
+
+
+def _joined(value: Any) -> Any:
+    if isinstance(value, _Texts):
+        return "".join(value)
+    if isinstance(value, _Numbered):
+        return [_joined(value[place]) for place in sorted(value)]
+    if isinstance(value, dict):
+        return {name: _joined(item) for name, item in value.items()}
+    return value

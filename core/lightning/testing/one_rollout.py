@@ -1,0 +1,112 @@
+"""One rollout of an agent against a model that plays a script: what training would see of it.
+
+The invariant: it goes the way it goes in training (tap, adapters, gateway, store, judged outcome), in this process and without
+another server, so that a debugger and a test's patches reach the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning.instrument import emit, install_tap
+from lightning.plugins import plugins
+from lightning.runner.protocol import Agent
+from lightning.runner.worker import run_agent
+from lightning.store import exchanges
+from lightning.store.exchanges import Exchange
+from lightning.testing.contract_house import House
+from lightning.testing.fake_vllm import FakeVLLM, Reply, Script, ToolCall
+from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """What a rollout left in the store. `rollout` has its reward, the named parts of it, or its fault and error; `exchanges`
+    are what the agent sent and got in each of the `transitions`."""
+
+    rollout: Rollout
+    transitions: tuple[Transition, ...]
+    exchanges: tuple[Exchange | None, ...]
+    tool_events: tuple[ToolEvent, ...]
+    step_rewards: tuple[StepReward, ...]
+    step_states: tuple[StepState, ...]
+
+    @property
+    def rewards_of_calls(self) -> Mapping[str, Mapping[str, float]]:
+        """The sum of the step rewards of each name, by the id of the call that they are for (empty: nobody knew which)."""
+        found: dict[str, dict[str, float]] = {}
+        for step in self.step_rewards:
+            named = found.setdefault(step.response_id, {})
+            named[step.name] = named.get(step.name, 0.0) + step.value
+        return found
+
+
+def rollout(
+    agent: Agent,
+    task: Task | Json,
+    script: Script | Sequence[Reply | ToolCall | str],
+    *,
+    adapters: Sequence[str] | None = None,
+) -> RolloutRecord:
+    """Run an agent once on a task and return what was recorded.
+
+    `script` is what the model says: a function from a chat request's body to a `Reply`, or the replies in order, where a text
+    or a `ToolCall` is short for a reply. A call after the last is refused (400). `adapters` are the names of those to install;
+    None installs all that are found. What the agent raises is in `rollout.error`. The agent runs in this thread, or in another
+    one while an event loop runs here; random numbers are not seeded.
+    """
+    asked = task if isinstance(task, Task) else Task(task)
+    house = House(FakeVLLM(script=script if callable(script) else _in_order(script)))
+    with ExitStack() as closing:
+        house.start()
+        closing.callback(house.close)
+        lease, llm = house.lease(asked)
+        closing.callback(install_tap())
+        closing.callback(plugins().install_adapters(emit, adapters))
+        outcome = _outside_of_loops(lambda: _run(agent, asked, llm))
+        ended, calls, attempt = house.end(lease, outcome)
+    return RolloutRecord(
+        ended,
+        tuple(calls),
+        tuple(exchanges.read(calls)),
+        attempt.tool_events,
+        attempt.step_rewards,
+        attempt.step_states,
+    )
+
+
+def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
+    with asyncio.Runner() as loop:
+        return run_agent(agent, task, llm, loop)
+
+
+def _outside_of_loops(function: Callable[[], T]) -> T:
+    """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    with ThreadPoolExecutor(1, "lightning-agent") as pool:
+        return pool.submit(contextvars.copy_context().run, function).result()
+
+
+def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:
+    left = list(replies)
+
+    def script(body: Mapping[str, object]) -> Reply:
+        if not left:
+            return Reply(status=400, message=f"the script has {len(replies)} replies, and the agent asks once more")
+        said = left.pop(0)
+        if isinstance(said, str):
+            return Reply(said)
+        return Reply("", tool_calls=[said]) if isinstance(said, ToolCall) else said
+
+    return script

@@ -1,0 +1,207 @@
+"""What an agent sends and gets is recorded as it was, in every API, streamed or not, and told against earlier calls."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import openai
+import pytest
+from lightning.gateway import exchanges as recorded
+from lightning.store import exchanges
+from lightning.testing.fake_vllm import Reply, ToolCall
+from lightning.types import CallStatus
+
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},
+    "completions": {"prompt": "hi there"},
+    "responses": {"input": "hi there"},
+    "messages": {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 50},
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+every = pytest.mark.parametrize("path", BODIES)
+
+
+async def exchanged(house, count=1, number=0):
+    await house.recorded(count)
+    return exchanges.read(await house.transitions(number))
+
+
+@every
+async def test_a_request_and_its_reply_are_what_the_agent_sent_and_got(house, path):
+    http = await house.http()
+    body = {**BODIES[path], "model": "mine", "temperature": 0.25, "metadata": {"b": 1, "a": "é"}}
+    body |= {"metadata": {"user_id": "x"}} if path == "messages" else {}
+    reply = await http.post(f"/{path}", json=body)
+    assert reply.status_code == 200
+    (found,) = await exchanged(house)
+    assert found == exchanges.Exchange(f"/{path}", body, reply.json(), 200)
+
+
+async def test_a_streamed_chat_is_recorded_as_the_whole_answer(house):
+    house.fake.queue(Reply("one two three", tool_calls=[ToolCall("look", '{"at": "sky"}'), ToolCall("look", "{}")]))
+    client = await house.client()
+    request = {"messages": [{"role": "user", "content": "hi"}], "model": "m", "tools": TOOLS}
+    stream = await client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    seen, text, arguments, usage = set(), "", {}, None
+    async for chunk in stream:
+        seen.add(chunk.id)
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                entry = arguments.setdefault(call.index, ["", ""])
+                entry[0] = call.id or entry[0]
+                entry[1] += call.function.arguments or ""
+    (found,) = await exchanged(house)
+    whole = openai.types.chat.ChatCompletion.model_validate(found.reply)
+    (choice,) = whole.choices
+    assert {whole.id} == seen
+    assert choice.message.content == text
+    assert [[call.id, call.function.arguments] for call in choice.message.tool_calls] == list(arguments.values())
+    assert (choice.finish_reason, whole.usage.total_tokens) == ("tool_calls", usage.total_tokens)
+    assert found.request["stream"] is True
+    assert whole.object == "chat.completion"
+    assert choice.model_extra["token_ids"] is None
+
+
+async def test_a_streamed_response_and_message_are_recorded_as_the_client_puts_them_together(house):
+    client = await house.client()
+    async with client.responses.stream(input="hi", model="m") as stream:
+        final = await stream.get_final_response()
+    llm = await house.llm()
+    theirs = anthropic.AsyncAnthropic(base_url=llm.base_url.removesuffix("/v1"), api_key=llm.api_key)
+    await house.stack.enter_async_context(theirs)
+    async with theirs.messages.stream(messages=BODIES["messages"]["messages"], max_tokens=9, model="m") as events:
+        message = await events.get_final_message()
+    (response,) = await exchanged(house)
+    assert response.reply["id"] == final.id
+    assert response.reply["output"][0]["content"][0]["text"] == final.output_text
+    house.leases.reverse()
+    (told,) = await exchanged(house)
+    assert anthropic.types.Message.model_validate(told.reply).content[0].text == message.content[0].text
+    assert (told.reply["id"], told.reply["stop_reason"]) == (message.id, message.stop_reason)
+    assert told.reply["usage"]["output_tokens"] == message.usage.output_tokens
+
+
+async def test_completions_with_several_choices_are_recorded_once_and_put_together(house):
+    http = await house.http()
+    async with http.stream("POST", "/completions", json={"prompt": ["a", "b"], "n": 2, "stream": True}) as reply:
+        events = [line[6:] async for line in reply.aiter_lines() if line.startswith("data: {")]
+    calls = await house.recorded(4)
+    found = exchanges.read(calls)
+    assert [each is None for each in found] == [False, True, True, True]
+    texts = {}
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert {choice["index"]: choice["text"] for choice in found[0].reply["choices"]} == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_that_the_agent_asked_for_are_put_back_from_the_row(house, stream):
+    http = await house.http()
+    body = {**BODIES["chat/completions"], "return_token_ids": True, "logprobs": True, "stream": stream}
+    reply = await http.post("/chat/completions", json=body)
+    (call,) = await house.recorded()
+    assert exchanges.flags_of(call) == exchanges.Flag.IDS
+    (found,) = exchanges.read([call])
+    (choice,) = found.reply["choices"]
+    assert choice["token_ids"] == list(call.response_ids)
+    assert found.reply["prompt_token_ids"] == list(call.prompt_ids)
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(list(call.logprobs))
+    if not stream:
+        assert found.reply == reply.json()
+
+
+async def test_a_refused_call_is_recorded_with_its_error(house):
+    house.fake.queue(Reply(status=400, message="no such tool"))
+    http = await house.http()
+    reply = await http.post("/chat/completions", json=BODIES["chat/completions"])
+    (found,) = await exchanged(house)
+    assert (found.status, found.reply) == (400, reply.json())
+
+
+async def test_a_call_that_broke_off_keeps_its_request_alone(house):
+    house.fake.queue(Reply(die_after=1))
+    http = await house.http()
+    assert (await http.post("/chat/completions", json=BODIES["chat/completions"])).status_code == 502
+    (call,) = await house.recorded()
+    assert call.status is CallStatus.ERROR
+    assert exchanges.read([call])[0] == exchanges.Exchange("/chat/completions", BODIES["chat/completions"], None, 0)
+
+
+async def test_a_long_conversation_is_told_in_what_each_turn_adds(house):
+    http = await house.http()
+    messages, sent = [{"role": "system", "content": " ".join(map(str, range(3000)))}], []
+    for turn in range(6):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        sent.append({"messages": [*messages], "model": "m"})
+        reply = await http.post("/chat/completions", json=sent[-1])
+        messages.append(reply.json()["choices"][0]["message"])
+    found = await exchanged(house, 6)
+    assert [each.request for each in found] == sent
+    sizes = [len(call.exchange) for call in await house.transitions()]
+    assert max(sizes[1:]) < sizes[0] / 5
+    assert max(sizes[1:]) < 1000
+
+
+async def test_agents_that_take_turns_are_told_against_their_own_calls(house):
+    http = await house.http()
+    talks = {name: [{"role": "system", "content": f"{name} " * 2000}] for name in ("writer", "critic")}
+    sent = []
+    for turn in range(4):
+        for name, talk in talks.items():
+            talk.append({"role": "user", "content": f"{name} {turn}"})
+            sent.append({"messages": [*talk]})
+            await http.post("/chat/completions", json=sent[-1])
+    found = await exchanged(house, 8)
+    assert [each.request for each in found] == sent
+    assert max(len(call.exchange) for call in (await house.transitions())[2:]) < 1000
+
+
+async def test_a_gateway_that_knows_nothing_of_the_attempt_records_the_whole_request(house, monkeypatch):
+    http = await house.http()
+    await http.post("/chat/completions", json=BODIES["chat/completions"])
+    house.gateway._recorder.exchanges = recorded.Exchanges()
+    await http.post("/chat/completions", json=BODIES["chat/completions"])
+    _, second = await house.recorded(2)
+    assert exchanges.read([second])[0].request == BODIES["chat/completions"]
+
+
+SECRET = "sk-" + "a1B2" * 10
+
+
+async def test_a_credential_is_left_out_and_said_so_in_every_call_that_repeats_it(house):
+    house.fake.queue(Reply("ok"), Reply("ok"), Reply(f"your key is {SECRET}"))
+    http = await house.http()
+    said = [{"role": "user", "content": f"use {SECRET}"}, {"role": "user", "content": "a token, a password: none"}]
+    for body in ({"messages": said}, {"messages": [*said, said[1]]}, {"messages": said[1:]}, {"messages": said[1:]}):
+        await http.post("/chat/completions", json=body)
+    calls = await house.recorded(4)
+    found = exchanges.read(calls)
+    assert [each.redacted for each in found] == [True, True, True, False]
+    assert [bool(exchanges.flags_of(call) & exchanges.Flag.REDACTED) for call in calls] == [True, True, True, False]
+    assert found[0].request["messages"][0]["content"] == "use [redacted]"
+    assert SECRET not in json.dumps([(each.request, each.reply) for each in found])
+
+
+async def test_a_request_that_is_too_large_is_left_out_and_said_so(house, monkeypatch):
+    monkeypatch.setattr(exchanges, "LARGEST", 2000)
+    http = await house.http()
+    long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+    for body in (long, BODIES["chat/completions"]):
+        await http.post("/chat/completions", json=body)
+    first, second = await exchanged(house, 2)
+    assert (first.too_large, first.request, first.reply, first.status) == (True, None, None, 200)
+    assert not second.too_large
+    assert second.request == BODIES["chat/completions"]
+
+
+async def test_nothing_is_recorded_where_it_is_not_wanted(build):
+    house = await build(record_requests=False)
+    http = await house.http()
+    await http.post("/chat/completions", json=BODIES["chat/completions"])
+    (call,) = await house.recorded()
+    assert call.exchange is None
+    assert len(call.response_ids) > 0
+    assert exchanges.read([call]) == [None]
