@@ -1,7 +1,7 @@
 """What it costs to record requests and replies: bytes and CPU per call, with `gateway.record_requests` and without.
 
 Two gateways (SQLite, a process of its own each) stand before one scripted vLLM and get the same calls, turn by turn. CPU is
-what the gateway's process used (user + system, its writer's thread included). Texts are paragraphs of this project's documentation.
+what the gateway's process used (user + system, its writer's thread too). Texts are paragraphs of this project's documentation.
 "bytes in the store" is the size of the database's file divided by the calls; "of it request and reply" are the packed
 exchanges, and "as JSON" is what the agent sent and got.
 
