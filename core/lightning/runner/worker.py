@@ -70,7 +70,7 @@ def _found_in(places: Sequence[str], name: str) -> bool:
     if there is None or here is None:
         return True  # it is built in, or a finder of its own knows it
     if here.has_location:
-        return there.origin == here.origin
+        return bool(there.origin == here.origin)
     return list(there.submodule_search_locations or ()) == list(here.submodule_search_locations or ())
 
 
