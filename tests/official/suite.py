@@ -223,7 +223,9 @@ async def opened(listing: Listing) -> AsyncIterator[Suite]:
     store, truth = MemoryStore(), Truth()
     async with AsyncExitStack() as stack:
         url, keys = stack.enter_context(provider())
-        stack.enter_context(_variables({"OPENAI_BASE_URL": url, "OPENAI_API_KEY": KEY}))
+        # LiteLLM asks the network for prices at its import, which the fork server repeats.
+        offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        stack.enter_context(_variables({"OPENAI_BASE_URL": url, "OPENAI_API_KEY": KEY, **offline}))
         await store.open()
         stack.push_async_callback(store.close)
         await store.put_run(Run("official", "official"))

@@ -30,9 +30,14 @@ the source distributions.
 """
 
 
+def programs_section(listing: Listing) -> str:
+    """The end of the page: what is in the list."""
+    return "\n## The programs\n\n" + "".join(_names(listing.programs))
+
+
 def page(listing: Listing, results: Sequence[Result]) -> str:
     """The whole page."""
-    return HEAD + "".join(_rows(listing, results)) + "".join(_remarks(listing, results))
+    return HEAD + "".join(_rows(listing, results)) + "".join(_remarks(listing, results)) + programs_section(listing)
 
 
 def _rows(listing: Listing, results: Sequence[Result]) -> Iterator[str]:
@@ -81,8 +86,6 @@ def _remarks(listing: Listing, results: Sequence[Result]) -> Iterator[str]:
     if wrong:
         yield "\n## What is not as it should be\n\n"
         yield from (f"- `{result.program}`: {_short(result.problems)}\n" for result in wrong)
-    yield "\n## The programs\n\n"
-    yield from _names(listing.programs)
 
 
 def _short(problems: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from lightning.types import Outcome, Transition
 
+from tests.official import table
 from tests.official.listing import load
 from tests.official.suite import CONTEXT, Result, opened
 
@@ -41,6 +42,11 @@ def test_the_store_has_what_the_policy_server_said_under_the_names_of_the_list(
     result = ran[0][name]
     assert result.calls > 0
     assert result.problems == []
+
+
+def test_the_page_was_written_from_this_list() -> None:
+    """`make test-official` writes it anew."""
+    assert table.PAGE.read_text(encoding="utf-8").endswith(table.programs_section(LISTING))
 
 
 def test_chat_anthropic_asks_for_more_than_there_is_room_for(seen: Seen) -> None:

@@ -70,11 +70,9 @@ def test_taken(name: str) -> None:
     assert refusal(body(TAKEN[name])) is None
 
 
-def test_arguments_that_are_no_json_and_pictures() -> None:
+def test_arguments_that_are_no_json() -> None:
     broken = {**CALL, "function": {"name": "add", "arguments": "{2, 3"}}
     assert refusal(body({"messages": [*HI, {"role": "assistant", "tool_calls": [broken]}]})) is not None
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    assert refusal(body({"messages": [{"role": "user", "content": [picture]}]})) is not None
 
 
 async def test_the_server_answers_400_and_names_the_field() -> None:
