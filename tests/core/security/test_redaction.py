@@ -198,7 +198,8 @@ def test_four_times_the_text_takes_about_four_times_as_long(
         assert four < 10 * once + 0.005, "16 times where it is quadratic"
 
 
-PIECES = sorted({piece for pieces in WORST.values() for piece in pieces}) + [
+PIECES = [
+    *sorted({piece for pieces in WORST.values() for piece in pieces}),
     ": abcdefgh", "=", "'", '"', " ", "\n", "a" * 45, "-", ".", "@", "-----END", "İ", "é", "0123456789abcdef_", "key", ",",
 ]  # fmt: skip
 
