@@ -130,12 +130,14 @@ async def attack_server(attack: str, url: str, key: str) -> None:
 
         async def repeat(path: str, body: bytes) -> None:
             while time.monotonic() < until:
+                number = len(statuses)
+                statuses.append(-1)  # no answer yet
                 try:
                     async with session.post(url + path, data=body) as reply:
                         await reply.read()
-                        statuses.append(reply.status)
+                        statuses[number] = reply.status
                 except aiohttp.ClientError:
-                    statuses.append(0)
+                    statuses[number] = 0  # the connection was lost
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SECONDS + 15):
@@ -367,8 +369,10 @@ async def control_routes() -> None:
 def shown(rows: list[Row]) -> str:
     """The table."""
     lines = [
-        "| attack | defence | alive | p90 before -> during, ms | CPU of a call: honest, attack, ms | requests: statuses "
-        "| peak, MB |"
+        (
+            "| attack | defence | alive | p90 before -> during, ms | CPU of a call: honest, attack, ms | requests: statuses "
+            "| peak, MB |"
+        )
     ]
     lines += ["|---|---|---|---|---|---|---|"]
     for row in rows:
