@@ -36,9 +36,8 @@ MIB = 1 << 20
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 ATTACKS = {
     "values": "32 MB of `[[],[],...]` in a call",
-    "many values": "1.4 MB of them, just what is allowed",
+    "many values": "0.7 MB of it, just what is allowed",
     "text": "32 MB of text in a call",
-    "credentials": "4 MB of text that looks like credentials all over, in the Responses API",
     "hoard": "16 bodies of 30 MB that never end, for each key",
     "connections": "400 connections that ask nothing, at a server that may open 300 files",
     "frame": "45 MB in a report to the runner, of `[],` (the runner's peak)",
@@ -155,9 +154,6 @@ async def one(attack: str, url: str, repeat: Any, session: aiohttp.ClientSession
     elif attack == "text":
         body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "a" * (size - 200)}]}).encode()
         await asyncio.gather(*(repeat(chat, body) for _ in range(2)))
-    elif attack == "credentials":
-        body = json.dumps({"model": "policy", "input": "cookie' password ://a: " * (4 * MIB // 23)}).encode()
-        await repeat("/v1/responses", body)
     elif attack == "hoard":
 
         async def endless() -> AsyncIterator[bytes]:
