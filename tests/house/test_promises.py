@@ -39,7 +39,7 @@ SECURITY: dict[str, tuple[str, ...]] = {
     ),
     "vLLM's control routes answer their owner alone.": (
         "tests/core/policy_server/test_owner_secret.py::test_control_routes_answer_nobody_without_the_secret",
-        "tests/core/policy_server/test_owner_secret.py::test_control_routes_answer_the_owner",
+        "tests/core/policy_server/test_vllm.py::test_its_control_routes_answer_its_owner_alone",
     ),
     "Pages of other sites cannot reach a server on loopback.": (
         f"{ATTACKS}/test_limits.py::test_a_server_on_loopback_answers_to_its_names_only",
@@ -54,6 +54,13 @@ SECURITY: dict[str, tuple[str, ...]] = {
         "tests/core/gateway/test_tracing_ingest.py::test_who_sends_no_token_can_bring_little",
         "tests/core/gateway/test_tracing_ingest.py::test_few_requests_without_a_token_are_read_at_a_time",
         f"{ATTACKS}/test_attacks.py::test_an_attack_gets_what_the_table_says",
+    ),
+    "What others send is counted before it is parsed.": (
+        "tests/core/test_memory_budget.py",
+        f"{ATTACKS}/test_limits.py::test_a_body_is_counted_in_values_as_it_arrives",
+        f"{ATTACKS}/test_limits.py::test_one_token_holds_half_of_the_memory_and_leaves_room_for_others",
+        "tests/core/runner/test_hostile_agents.py::test_a_report_that_would_fill_the_runners_memory_is_not_parsed",
+        f"{ATTACKS}/test_redaction.py::test_four_times_the_text_takes_about_four_times_as_long",
     ),
     "Requests do not choose where calls go.": (
         f"{ATTACKS}/test_upstreams.py::test_no_request_chooses_the_upstream",

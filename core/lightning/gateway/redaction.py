@@ -131,9 +131,8 @@ def _substituted(rule: _Rule, text: str, lowered: str) -> str:
 
     One search through megabytes would hold the interpreter's lock for a second, and so stop everything else.
     """
-    if len(text) <= LONG or len(lowered) != len(
-        text
-    ):  # a few letters are longer in lower case, and then nothing is where it was
+    moved = len(lowered) != len(text)  # a few letters are longer in lower case
+    if moved or len(text) <= LONG:
         return rule.pattern.sub(rule.instead, text)
     parts: list[str] = []
     kept = begin = 0  # up to where the text is in `parts`; where a match may begin

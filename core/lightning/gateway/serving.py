@@ -40,6 +40,9 @@ LONGEST_HEAD = 65_536
 """Bytes of a request's line and headers."""
 FILES_FOR_ONE = 3
 """Open files for a connection: itself, one to vLLM, and what else the process opens."""
+MOST_IGNORED = 64 << 20
+"""Bytes of a body that are read after its request was refused; then the connection is closed. Common clients read no answer
+before they have sent all, and lose it with the connection."""
 TELL_AGAIN = 60.0
 """Seconds between two warnings that there are too many connections."""
 
@@ -67,7 +70,7 @@ class _Patience(_Base):
     _timed: tuple[Owed, int] = (Owed.NOTHING, 0)
     _timer: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _head_bytes = 0
+    _head_bytes = _ignored = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +94,10 @@ class _Patience(_Base):
             if self._head_bytes > LONGEST_HEAD:
                 text = f"The request's headers have more than {LONGEST_HEAD} bytes; send fewer."
                 self._cut(RefusalError(431, "headers_too_large", text))
+        if self._owed[0] is Owed.BODY and self.cycle is not None and self.cycle.response_complete:
+            self._ignored += len(data)
+            if self._ignored > MOST_IGNORED:
+                self.transport.close()
         if self._owed != self._timed:
             self._watch()
 

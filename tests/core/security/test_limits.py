@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import httpx
 import orjson
 import pytest
 from lightning.config import LimitsConfig
@@ -438,3 +439,13 @@ async def test_a_client_that_goes_away_gives_its_memory_back() -> None:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
     assert await send_body(door, *[b"x" * MIB] * 4) == (200, 0)
+
+
+async def test_who_is_refused_is_told_and_then_read_for_a_while(pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with port(LimitsConfig(json_values=1000), hold, pure=pure) as number, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{number}/", content=b"[" * 8 * MIB)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_values")
+        monkeypatch.setattr(serving, "MOST_IGNORED", MIB)
+        with pytest.raises(httpx.TransportError):
+            await client.post(f"http://127.0.0.1:{number}/", content=b"[" * 64 * MIB)
+        assert (await client.get(f"http://127.0.0.1:{number}/")).status_code == 200
