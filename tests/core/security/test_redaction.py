@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from lightning import hookimpl
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream
-from lightning.gateway.redaction import GONE, redacted, redacted_json, redacted_outcome, redacted_span, storable
+from lightning.gateway.redaction import (
+    GONE,
+    may_be_redacted,
+    redacted,
+    redacted_json,
+    redacted_outcome,
+    redacted_span,
+    storable,
+)
 from lightning.plugins import plugins
 from lightning.runner.attempt_completion import report
 from lightning.server.auth import issue_token
@@ -382,3 +390,51 @@ async def test_a_conversation_that_comes_through_the_control_api_is_looked_at_to
         assert await store.append(calls) == 0
         assert [call.conversation for call in await store.transitions("a")] == [said("hi there"), None]
         await store.close()
+
+
+AROUND = st.text(st.sampled_from("ab \n\t\"'\\:=@/._-€é\u2003{}[],"), max_size=12)
+NAMES = [
+    "password",
+    "x-api-key",
+    "client_secret",
+    "AccessToken",
+    "refresh-token",
+    "Set-Cookie",
+    "private_key",
+    "my_secret_access_key",
+]
+FORMS = [
+    *SECRETS,
+    "Bearer " + "a" * 12,
+    "basic  " + "dXNlcjpwYXNz" * 2,
+    "postgres://me:hush@host/x",
+    "-----BEGIN PRIVATE KEY-----\nabc",
+]
+
+
+@given(
+    AROUND,
+    st.sampled_from([*FORMS, *(f"{name}{mark}x" for name in NAMES for mark in (": ", "=", "' : '", '"\n="'))]),
+    AROUND,
+)
+def test_the_quick_look_misses_nothing_that_the_rules_find(before: str, secret: str, after: str) -> None:
+    text = before + secret + after
+    for written in (json.dumps, lambda value: json.dumps(value, ensure_ascii=False)):
+        for value in (text, {"content": text}, [{"a": [text]}]):
+            if redacted_json(value, "request") != value:
+                assert may_be_redacted(written(value).encode()), value
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, "authorization", "http.request.header.cookie", "passwd", "apikey", "app.secret"]
+)
+def test_the_quick_look_knows_the_names_of_credentials(name: str) -> None:
+    value = {name: "x"}
+    assert redacted_json(value, "request") != value
+    assert may_be_redacted(json.dumps(value).encode())
+    assert may_be_redacted(json.dumps(value, separators=(",", ":")).encode())
+
+
+def test_the_quick_look_leaves_common_words_alone() -> None:
+    said = "The max_tokens of a basic idea, task-0123456789abcdef, a secret or password, result_x at https://example.org/a:b"
+    assert not may_be_redacted(json.dumps({"messages": said, "max_tokens": 5, "token": "x"}).encode())
