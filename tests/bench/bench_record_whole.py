@@ -1,9 +1,9 @@
-"""What it costs to record requests and replies: bytes and CPU per call, with `gateway.record_requests` and without.
+"""What recording requests and replies costs: bytes and CPU per call, with `gateway.record_requests` and without, side by side.
 
-Two gateways (SQLite, a process of its own each) stand before one scripted vLLM and get the same calls, turn by turn. CPU is
-what the gateway's process used (user + system, its writer's thread too). Texts are paragraphs of this project's documentation.
-"bytes in the store" is the size of the database's file divided by the calls; "of it request and reply" are the packed
-exchanges, and "as JSON" is what the agent sent and got.
+Two gateways (SQLite, a process of its own each) stand before one scripted vLLM and get the same calls in turns. CPU is what the
+gateway's process used (user + system, its writer's thread included). Texts are paragraphs of this project's documentation
+without those that look like credentials. "bytes in the store" is the size of the database's file divided by the calls; "of it
+request and reply" are the packed exchanges, and "as JSON" is what the agent sent and got.
 
     python tests/bench/bench_record_whole.py [--conversations N] [--json FILE]
 """
@@ -28,6 +28,7 @@ import aiohttp
 import psutil
 from lightning.config.sections import GatewayConfig
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.redaction import redacted
 from lightning.store import exchanges
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
@@ -37,7 +38,7 @@ PARAGRAPHS = [
     " ".join(part.split())
     for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     for part in page.read_text().split("\n\n")
-    if len(part) > 200 and not part.startswith(("|", "```", "#"))
+    if len(part) > 200 and not part.startswith(("|", "```", "#")) and redacted(part, "") == part
 ]
 KINDS = {
     "1 call, 1k words": (1, 1000),

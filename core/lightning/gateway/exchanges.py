@@ -141,7 +141,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
 
 
 def _is_clean(piece: Piece) -> bool:
-    if not piece.value or not (may_be_redacted(piece.value) or may_be_redacted(piece.name.encode(errors="replace"))):
+    if not piece.value or not may_be_redacted(b'"%b":%b' % (piece.name.encode(errors="replace"), piece.value)):
         return True
     said = {piece.name: [json.loads(piece.value)]}
     return redacted_json(said, "request") == said

@@ -94,13 +94,42 @@ RULES = (
 )
 
 
-HINTS = tuple(sorted({hint.encode() for rule in RULES for hint in rule.hints}))
+# Of each rule a part that every match has, in JSON in lower case, where a line's end is an escape: most texts that have a hint,
+# such as "token", are told from a credential by it, far faster than by the rule.
+# Possessive: a quote may be an escape's or stand alone, and trying both for each would take for ever.
+_GAP = rb"""(?:[\s"'\x80-\xff]|\\[a-z0-9"']{1,5}+)*+[:=]"""
+_WORD = rb"[\w\x80-\xff-]"
+_TOKEN = rb"token(?:%b)" % b"|".join(
+    rb"(?<=%b%btoken)" % (kind, dash) for kind in (b"access", b"refresh", b"auth") for dash in (b"", b"[-_]")
+)
+# Each begins with fixed letters, which are found at the speed of memory.
+_SIGNS = (
+    *(rb"authorization", rb"cookie", rb"github_pat_", rb"private key-----"),
+    *(
+        name + _GAP
+        for name in (rb"api[-_]?key", rb"secret(?:[-_]access)?(?:[-_]?key)?", rb"password", rb"passwd", _TOKEN)
+    ),
+    rb"private[-_]?key" + _GAP,
+    *(name + rb" +[\w.~+/=\x80-\xff-]{12}" for name in (rb"bearer", rb"basic")),
+    rb"lt_[0-9a-f]{16}_",
+    rb"\.eyj",
+    rb"sk-" + _WORD + rb"{20}",
+    rb"hf_" + _WORD + rb"{30}",
+    rb"gh[pousr]_" + _WORD + rb"{36}",
+    rb"xox[abprs]-" + _WORD + rb"{10}",
+    *(name + rb"[a-z0-9]{16}" for name in (rb"akia", rb"asia")),
+    rb"aiza" + _WORD + rb"{35}",
+    rb"://[^\s/@:]{0,800}:[^\s/]{1,800}@",
+)
+SIGNS = tuple(map(re.compile, _SIGNS))
 
 
 def may_be_redacted(text: bytes) -> bool:
-    """Whether anything may be left out of a text or of JSON (UTF-8); false where surely nothing is. Faster than to look."""
+    """Whether anything may be left out of JSON (UTF-8); false where surely nothing is. Much faster than to look."""
     lowered = text.lower()
-    return any(hint in lowered for hint in HINTS) or bool(plugins().hook.lightning_redact.get_hookimpls())
+    if plugins().hook.lightning_redact.get_hookimpls():
+        return True
+    return any(sign.search(lowered) is not None for sign in SIGNS)
 
 
 def redacted(text: str, where: str) -> str:

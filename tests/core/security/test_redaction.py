@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,16 @@ from hypothesis import strategies as st
 from lightning import hookimpl
 from lightning.config import GatewayConfig
 from lightning.gateway import Gateway, Upstream, redaction
-from lightning.gateway.redaction import GONE, RULES, redacted, redacted_json, redacted_outcome, redacted_span, storable
+from lightning.gateway.redaction import (
+    GONE,
+    RULES,
+    may_be_redacted,
+    redacted,
+    redacted_json,
+    redacted_outcome,
+    redacted_span,
+    storable,
+)
 from lightning.plugins import plugins
 from lightning.runner.attempt_completion import report
 from lightning.server.auth import issue_token
@@ -167,12 +177,12 @@ WORST = {
 """By a rule's first hint: what, repeated, keeps it busy for longest. Spaces, letters and line ends behind it do so for some."""
 
 
-def steps(text: str) -> float:
-    """CPU seconds to look through a text, of the fastest of three."""
+def steps(look: Callable[[], object]) -> float:
+    """CPU seconds of a look through a text, of the fastest of three."""
     took = []
     for _ in range(3):
         began = time.process_time()
-        redacted(text, "x")
+        look()
         took.append(time.process_time() - began)
     return min(took)
 
@@ -194,8 +204,20 @@ def test_four_times_the_text_takes_about_four_times_as_long(
         (lambda n: (piece + filler) * (n // (len(piece) + len(filler)))),
         (lambda n: piece + (filler or "-") * n + piece),
     ):
-        once, four = steps(make(size)), steps(make(4 * size))
+        once, four = (steps(partial(redacted, make(n), "x")) for n in (size, 4 * size))
         assert four < 10 * once + 0.005, "16 times where it is quadratic"
+
+
+@pytest.mark.parametrize("filler", ["", " ", "a", "\n", '"', "\n'''''", "'\t"])
+@pytest.mark.parametrize("piece", ["password", *(piece for pieces in WORST.values() for piece in pieces)])
+def test_so_does_the_quick_look(piece: str, filler: str) -> None:
+    """Line ends and quotes behind a name may be read in several ways, which must not be tried one by one."""
+    for make in (
+        (lambda n: (piece + filler) * (n // len(piece + filler))),
+        (lambda n: piece + (filler or "-") * (n // len(filler or "-")) + piece),
+    ):
+        once, four = (steps(partial(may_be_redacted, json.dumps(make(n)).encode())) for n in (6_000, 24_000))
+        assert four < 10 * once + 0.005
 
 
 PIECES = [
@@ -460,3 +482,51 @@ async def test_a_conversation_that_comes_through_the_control_api_is_looked_at_to
         assert await store.append(calls) == 0
         assert [call.conversation for call in await store.transitions("a")] == [said("hi there"), None]
         await store.close()
+
+
+AROUND = st.text(st.sampled_from("ab \n\t\"'\\:=@/._-€é\u2003{}[],"), max_size=12)
+NAMES = [
+    "password",
+    "x-api-key",
+    "client_secret",
+    "AccessToken",
+    "refresh-token",
+    "Set-Cookie",
+    "private_key",
+    "my_secret_access_key",
+]
+FORMS = [
+    *SECRETS,
+    "Bearer " + "a" * 12,
+    "basic  " + "dXNlcjpwYXNz" * 2,
+    "postgres://me:hush@host/x",
+    "-----BEGIN PRIVATE KEY-----\nabc",
+]
+
+
+@given(
+    AROUND,
+    st.sampled_from([*FORMS, *(f"{name}{mark}x" for name in NAMES for mark in (": ", "=", "' : '", '"\n="'))]),
+    AROUND,
+)
+def test_the_quick_look_misses_nothing_that_the_rules_find(before: str, secret: str, after: str) -> None:
+    text = before + secret + after
+    for written in (json.dumps, lambda value: json.dumps(value, ensure_ascii=False)):
+        for value in (text, {"content": text}, [{"a": [text]}]):
+            if redacted_json(value, "request") != value:
+                assert may_be_redacted(written(value).encode()), value
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, "authorization", "http.request.header.cookie", "passwd", "apikey", "app.secret"]
+)
+def test_the_quick_look_knows_the_names_of_credentials(name: str) -> None:
+    value = {name: "x"}
+    assert redacted_json(value, "request") != value
+    assert may_be_redacted(json.dumps(value).encode())
+    assert may_be_redacted(json.dumps(value, separators=(",", ":")).encode())
+
+
+def test_the_quick_look_leaves_common_words_alone() -> None:
+    said = "The max_tokens of a basic idea, task-0123456789abcdef, a secret or password, result_x at https://example.org/a:b"
+    assert not may_be_redacted(json.dumps({"messages": said, "max_tokens": 5, "token": "x"}).encode())
