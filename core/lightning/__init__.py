@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from lightning._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_finetuning.dpo import DPO
+    from lightning_finetuning.sft import SFT
     from lightning_prompts.apo import APO
 
-    from lightning.algorithms.dpo import DPO
     from lightning.algorithms.lightning_rl import LightningRL
-    from lightning.algorithms.sft import SFT
     from lightning.errors import LightningError, MissingExtraError
     from lightning.hooks import hookimpl
     from lightning.instrument import component, label, reward, state, tool
@@ -48,9 +48,9 @@ __all__ = [
 
 _HOME = {
     "APO": "lightning_prompts.apo",
-    "DPO": "lightning.algorithms.dpo",
+    "DPO": "lightning_finetuning.dpo",
     "LLM": "lightning.types",
-    "SFT": "lightning.algorithms.sft",
+    "SFT": "lightning_finetuning.sft",
     "Caller": "lightning.types",
     "LightningError": "lightning.errors",
     "LightningRL": "lightning.algorithms.lightning_rl",
@@ -77,11 +77,12 @@ def __getattr__(name: str) -> object:
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
-        if error.name != "lightning_prompts":
+        package = home.partition(".")[0]
+        if error.name != package or package == "lightning":
             raise
         from lightning.errors import MissingExtraError
 
-        raise MissingExtraError("prompts", "lightning_prompts") from error
+        raise MissingExtraError(package.removeprefix("lightning_"), package) from error
     value: object = getattr(module, name)
     globals()[name] = value
     return value

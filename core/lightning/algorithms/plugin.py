@@ -15,17 +15,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
-    """`lightning_rl`, it with each low level under that one's own name, `dpo` and `sft`."""
-    from lightning.algorithms.dpo import DPO
+    """`lightning_rl`, and it with each low level under that one's own name."""
     from lightning.algorithms.lightning_rl import LightningRL
     from lightning.algorithms.low_level import PRESETS
-    from lightning.algorithms.sft import SFT
 
     register("lightning_rl", LightningRL)
     for low_level in PRESETS:
         register(low_level, partial(LightningRL, low_level=low_level))
-    register("dpo", DPO)
-    register("sft", SFT)
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.credit.advantage import all_equal, centre, grpo, rloo
 from lightning.credit.assign import Decayed, Discounted, identical, per_agent, returns_to_go, state_ids
 from lightning.credit.critic import Critic
-from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, with_tool_rewards
+from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, check_tool_reward, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, Returns, group_returns, rollout_return
 from lightning.credit.tree import GiGPO, LeaveOneOut
 
@@ -23,6 +23,7 @@ __all__ = [
     "all_equal",
     "call_rewards",
     "centre",
+    "check_tool_reward",
     "group_returns",
     "grpo",
     "identical",

@@ -73,6 +73,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.outcomes",
             "lightning.runner.process",
         ),
+        "an algorithm": ("lightning.algorithms.intake",),
         "an engine": (
             "lightning.engines.critic",
             "lightning.engines.export",

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from lightning.algorithms.dpo import DPO
+from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
-from lightning.algorithms.sft import SFT
 from lightning.audit import audit
 from lightning.credit import Critic, GiGPO
 from lightning.errors import ConfigError

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import SFT
 from lightning.algorithms import Batch, Intake, from_batch, from_loss
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
@@ -19,7 +20,6 @@ from lightning.engines.protocol import OptimizerConfig
 from lightning.engines.torch.engine import TorchEngine
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.correction import NO_CORRECTION, Correction
-from lightning.losses.likelihood import NegativeLogLikelihood
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
 from lightning.testing.tiny_models import make_tiny_model
@@ -207,7 +207,7 @@ def test_what_is_no_loss_is_refused(loss: object) -> None:
         from_loss(loss)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("loss", [plain, NegativeLogLikelihood(), Prepared()])
+@pytest.mark.parametrize("loss", [plain, SFT().loss, Prepared()])
 def test_the_digest_of_a_batch_names_the_loss_that_was_given(loss: Loss) -> None:
     """As in the records of runs that began when a function was kept as it is."""
     batch = rows([GROUP])

@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning import DPO, SFT
 from lightning.algorithms import Batch, Intake, from_batch
-from lightning.algorithms.dpo import DPO
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS, LowLevel
-from lightning.algorithms.sft import SFT
 from lightning.batch.trajectory import Group
-from lightning.losses.likelihood import NegativeLogLikelihood
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TokenBatch
 from lightning.testing.trajectories import make_group
@@ -76,7 +74,7 @@ def test_rows_that_nobody_else_made_have_the_trainers_loss() -> None:
         members = groups[0].trajectories
         return Intake().batch(members, [[1.0]] * len(members))
 
-    assert own().batch(GROUPS).loss_for(SFT()) == NegativeLogLikelihood()
+    assert own().batch(GROUPS).loss_for(SFT()) == SFT().loss
 
 
 @pytest.mark.parametrize("low_level", [name for name in PRESETS if name != "ppo"])

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lightning.algorithms.dpo import DPO
+from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.low_level import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
-from lightning.algorithms.sft import SFT
 from lightning.batch.build import build_samples, state_rows, with_values
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import OptimizerConfig

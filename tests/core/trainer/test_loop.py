@@ -12,8 +12,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from lightning import DPO
 from lightning.algorithms import Batch, from_batch
-from lightning.algorithms.dpo import DPO
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.batch.trajectory import Group

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from lightning.algorithms.dpo import DPO
+from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.protocol import Algorithm
-from lightning.algorithms.sft import SFT
 from lightning.config import Config, with_settings
 from lightning.credit import per_agent
 from lightning.credit.critic import Critic

@@ -11,15 +11,21 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
-
 from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
 from lightning.algorithms.protocol import Batch
-from lightning.batch.build import Normalization
-from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit.intermediate import ToolReward, check_tool_reward
-from lightning.credit.protocol import group_returns
+from lightning.batch import Group, Normalization, Trajectory
+from lightning.credit import ToolReward, check_tool_reward, group_returns
 from lightning.errors import ConfigError
-from lightning.losses.protocol import Loss
+from lightning.losses.protocol import Loss, LossOutput, TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class NegativeLogLikelihood:
+    """sum_t w_t * -logprob_t: supervised fine-tuning. Advantages and old logprobs play no part."""
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """The loss; its weighted mean over the step is what the engine reports as `loss`."""
+        return LossOutput(-(batch.weights * batch.logprobs).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +74,6 @@ class SFT:
     @property
     def loss(self) -> Loss:
         """The negative log likelihood."""
-        from lightning.losses.likelihood import NegativeLogLikelihood
-
         return NegativeLogLikelihood()
 
     def teaches(self, group: Group) -> bool:

@@ -8,15 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lightning.algorithms.sft import SFT
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError
-from lightning.losses.likelihood import NegativeLogLikelihood
 from lightning.losses.protocol import TokenBatch
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import ToolEvent, token_ids
+from lightning_finetuning.sft import SFT, NegativeLogLikelihood
 
 GROUP = make_group([0.5, 1.0, 0.0, 1.0], group="a")
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-
 from lightning.errors import ConfigError, EngineError
 from lightning.losses.protocol import LossOutput, StepTokens, TokenBatch
 

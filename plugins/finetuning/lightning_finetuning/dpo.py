@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-
 from lightning.algorithms.intake import Intake, reason_to_skip, trains, with_rules
 from lightning.algorithms.protocol import Batch
-from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit.intermediate import ToolReward, check_tool_reward
-from lightning.credit.protocol import Returns, group_returns
+from lightning.batch import Group, Trajectory
+from lightning.credit import Returns, ToolReward, check_tool_reward, group_returns
 from lightning.errors import ConfigError
 from lightning.losses.protocol import Loss
+
+from lightning_finetuning.preference import PreferenceLoss
 
 Pairs = Literal["best-worst", "all"]
 
@@ -30,8 +30,8 @@ class DPO:
     Of the `group_size` rollouts of a task, `pairs` takes the best with the worst, or `all` pairs whose returns differ; in
     either case by more than `margin`. What is compared is the sum of logprobs over all trained calls of a rollout, relative
     to the model that training began with (with `length_normalized` the mean), times `beta`; `label_smoothing` is the share of
-    pairs expected to be the wrong way round (`lightning.losses.preference.PreferenceLoss` has the formula). Returns are what
-    the agents returned, their `lightning.reward`s, and `tool_reward` as of `LightningRL`.
+    pairs expected to be the wrong way round (`lightning_finetuning.preference.PreferenceLoss` has the formula). Returns are
+    what the agents returned, their `lightning.reward`s, and `tool_reward` as of `LightningRL`.
 
     Dropped and skipped are the same as with `LightningRL`; a group is also skipped when fewer than two of its rollouts have
     something to train (`too_few_trainable`) and when no two of them are further apart than `margin` (`margin_too_small`).
@@ -118,6 +118,4 @@ class DPO:
         return [(won, lost) for won, lost in candidates if returns[won] - returns[lost] > self.margin]
 
     def _loss(self, pairs: tuple[tuple[str, str], ...]) -> Loss:
-        from lightning.losses.preference import PreferenceLoss
-
         return PreferenceLoss(pairs, self.beta, self.label_smoothing, self.length_normalized)

@@ -7,16 +7,16 @@ import logging
 from dataclasses import dataclass, field, replace
 
 import pytest
-from lightning.algorithms.dpo import DPO
 from lightning.batch.trajectory import Group
 from lightning.errors import ConfigError, DataError
-from lightning.losses.preference import PreferenceLoss
 from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group
 from lightning.trainer.collect import batch_digest
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import StepReward, ToolEvent, logprobs
+from lightning_finetuning.dpo import DPO
+from lightning_finetuning.preference import PreferenceLoss
 
 
 def pairs_of(batch) -> list[str]:

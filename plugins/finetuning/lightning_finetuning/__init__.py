@@ -1,0 +1,1 @@
+"""Fine-tuning on an agent's own rollouts: those that did well are imitated (SFT), or preferred to others (DPO)."""

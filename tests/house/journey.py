@@ -1,0 +1,98 @@
+"""Traces one model call from the socket to the durable row: which modules of the core it enters, and how many functions.
+
+    python tests/house/journey.py [--functions]
+
+A gateway over SQLite answers calls of a fake vLLM. The first call fills caches and opens connections; the second is traced in
+all threads. What is entered besides the core (the fake, clients, libraries) is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+
+import httpx
+import lightning
+from lightning.config.sections import GatewayConfig
+from lightning.gateway import Gateway, Upstream
+from lightning.store.sqlite import SqliteStore
+from lightning.testing.fake_vllm import FakeVLLM
+from lightning.types import Rollout, Run, Task
+
+CORE = Path(lightning.__file__).parent
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class Trace:
+    """The functions that were entered while it is on, in order; `install` it before the threads begin."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.entered: dict[CodeType, None] = {}
+
+    def install(self) -> None:
+        """Listen in this thread and in all that begin from now on."""
+        threading.setprofile(self._heard)
+        sys.setprofile(self._heard)
+
+    def modules(self) -> dict[str, list[str]]:
+        """Module -> its functions that were entered, both in the order of their first entry."""
+        found: dict[str, list[str]] = {}
+        for code in self.entered:
+            file = Path(code.co_filename)
+            if file.is_relative_to(CORE) and not file.is_relative_to(CORE / "testing") and "<" not in code.co_name:
+                found.setdefault(str(file.relative_to(CORE).with_suffix("")), []).append(code.co_qualname)
+        return found
+
+    def _heard(self, frame: FrameType, event: str, _: object) -> None:
+        if self.on and event == "call":
+            self.entered.setdefault(frame.f_code)
+
+
+async def model_call(folder: Path) -> dict[str, list[str]]:
+    """The modules that a model call enters, with its functions."""
+    trace = Trace()
+    trace.install()
+    store = SqliteStore(folder / "store.db")
+    await store.open()
+    await store.put_run(Run("run", "run"))
+    await store.create_rollouts([Rollout(id="rollout", run="run", task=Task(input="hello"), group="group")])
+    (lease,) = await store.lease("run", "worker")
+    async with FakeVLLM() as fake:
+        gateway = Gateway(
+            store, [Upstream(fake.url, fake.model)], GatewayConfig(), secret=b"of the trace, and long enough"
+        )
+        await gateway.start()
+        llm = gateway.llm(lease)
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        async with httpx.AsyncClient(base_url=llm.base_url, headers=headers) as client:
+            for trace.on in (False, True):
+                answer = await client.post("chat/completions", json=BODY)
+                assert answer.status_code == httpx.codes.OK, answer.text
+            trace.on = False
+        await gateway.close()
+    recorded = await store.transitions("rollout")
+    assert len(recorded) == 2, "what is traced was recorded"
+    await store.close()
+    return trace.modules()
+
+
+def main() -> None:
+    """Print the modules in the order in which they are entered."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", action="store_true", help="print the functions as well")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(model_call(Path(folder)))
+    for module, functions in found.items():
+        sys.stdout.write(f"{len(functions):4} {module}{' ' + ' '.join(functions) if given.functions else ''}\n")
+    sys.stdout.write(f"{len(found)} modules, {sum(map(len, found.values()))} functions\n")
+
+
+if __name__ == "__main__":
+    main()
