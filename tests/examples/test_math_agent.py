@@ -102,7 +102,7 @@ async def test_it_gives_up_after_so_many_calls() -> None:
 
 
 async def test_bad_calls_are_answered_with_an_error_the_model_can_read() -> None:
-    calls = [ToolCall("delete", "{}", "a"), ToolCall("calculate", "{}", "b"), ToolCall("calculate", "{", "c")]
+    calls = [ToolCall("delete", "{}", "a"), ToolCall("calculate", "{}", "b"), ToolCall("calculate", "[]", "c")]
     played = await play(Reply("", tool_calls=calls), Reply("The answer is 15."))
     assert played.rollout.reward == 1.0
     results = [message["content"] for message in played.requests[1]["messages"] if message["role"] == "tool"]
