@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, overload
 
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, Batch
 from lightning.algorithms.spec import types_of
 from lightning.batch.trajectory import Group

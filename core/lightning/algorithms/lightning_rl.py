@@ -27,7 +27,7 @@ from lightning.algorithms.intake import (
     reward_scale,
     with_rules,
 )
-from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, unrounded, whiten
+from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, unrounded, whiten
 from lightning.algorithms.protocol import Batch
 from lightning.batch.build import Normalization
 from lightning.batch.trajectory import Group, Trajectory

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def register_algorithms(register: Callable[[str, Callable[..., Algorithm]], None]) -> None:
     """`lightning_rl`, and it with each low level under that one's own name."""
     from lightning.algorithms.lightning_rl import LightningRL
-    from lightning.algorithms.low_level import PRESETS
+    from lightning.algorithms.presets import PRESETS
 
     register("lightning_rl", LightningRL)
     for low_level in PRESETS:

@@ -17,9 +17,10 @@ from lightning.config.sections import PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.policy_server.auto_settings import DEFAULT_DEMAND, Demand
 from lightning.policy_server.control import NoRoutesError, NotOursError, VLLMControl
-from lightning.policy_server.model_facts import parsers_for, read_facts
+from lightning.policy_server.model_facts import read_facts
 from lightning.policy_server.model_folder import check_model_folder
 from lightning.policy_server.owner_secret import SECRET
+from lightning.policy_server.parsers import parsers_for
 from lightning.policy_server.protocol import PolicyServer
 from lightning.policy_server.vllm_server import LOOK_SECONDS, OwnedVLLM, VLLMServer
 from lightning.policy_server.weight_transfer import Sender

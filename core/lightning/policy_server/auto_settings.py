@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning.policy_server.model_facts import ModelFacts, parsers_for
+from lightning.policy_server.model_facts import ModelFacts
+from lightning.policy_server.parsers import parsers_for
 
 if TYPE_CHECKING:
     from lightning.config.sections import PolicyServerConfig

@@ -99,7 +99,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.summary",
         ),
         "a reader of recorded runs": (
-            "lightning.algorithms.low_level",
+            "lightning.algorithms.presets",
             "lightning.trainer.pacing",
             "lightning.trainer.publishing",
         ),

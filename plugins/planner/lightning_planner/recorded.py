@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
 from lightning.errors import DataError
 from lightning.store.protocol import Store

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.audit import audit
 from lightning.credit import Critic, GiGPO

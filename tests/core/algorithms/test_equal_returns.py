@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.algorithms import from_loss
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS, LowLevel
+from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS, LowLevel, estimator_of, whiten
+from lightning.algorithms.presets import PRESETS, LowLevel, estimator_of, whiten
 from lightning.batch.trajectory import Trajectory
 from lightning.losses.correction import Correction
 from lightning.losses.policy_gradient import ClippedPolicyGradient, SequencePolicyGradient

@@ -10,7 +10,7 @@ import torch
 from lightning import DPO, SFT
 from lightning.algorithms import Batch, Intake, from_batch
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS, LowLevel
+from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.trajectory import Group
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TokenBatch

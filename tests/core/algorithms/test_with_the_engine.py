@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lightning import DPO, SFT
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import PRESETS
+from lightning.algorithms.presets import PRESETS
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch.build import build_samples, state_rows, with_values
 from lightning.batch.trajectory import Group

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
-from lightning.algorithms.low_level import LowLevel
+from lightning.algorithms.presets import LowLevel
 from lightning.batch.trajectory import Group, Trajectory
 from lightning.credit import GiGPO, LeaveOneOut, centre, group_returns, grpo, returns_to_go, rloo, state_ids
 from lightning.errors import ConfigError

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms import from_loss
 from lightning.algorithms.lightning_rl import LightningRL, of_record
-from lightning.algorithms.low_level import PRESETS, LowLevel
+from lightning.algorithms.presets import PRESETS, LowLevel
 from lightning.batch.sample import Sample
 from lightning.batch.trajectory import Group
 from lightning.engines.microbatch import Tally

@@ -1,7 +1,7 @@
-"""The low levels of LightningRL: single-call algorithms, each a row of one table.
+"""The presets of LightningRL: GRPO, DAPO, RLOO and the other single-call algorithms, each a row of one table.
 
-The invariant: a preset only chooses among parts that exist by themselves (an estimator, a surrogate, a normalisation), so
-whatever a low level is, its parts can be had one by one through the fields of `LightningRL`.
+The invariant: a preset only chooses among parts that exist by themselves (an estimator, a surrogate, a normalisation). The
+fields of `LightningRL` change its credit, its clipping, its normalisation and its sampling; the rest is the preset's.
 """
 
 from __future__ import annotations
