@@ -224,7 +224,7 @@ async def test_an_attack(attack: str, kept_in: Literal["none", "bwrap"], world: 
     async with runner(kept_in) as made:
         outcome, beside = await side_by_side(made, attack, world, LLM("http://127.0.0.1:9/v1", "key", "policy"))
     assert outcome.fault is None, outcome.error
-    left = [pid for pid in set(psutil.pids()) - before if _name(pid) == "sleep"]
+    left = [pid for pid in set(psutil.pids()) - before if _is_daemon(_command(pid))]
     if attack == "daemon":
         assert bool(left) == (kept_in == "none")
         for pid in left:
@@ -234,10 +234,15 @@ async def test_an_attack(attack: str, kept_in: Literal["none", "bwrap"], world: 
     assert beside.fault is (Fault.INFRASTRUCTURE if (attack, kept_in) == ("kill", "none") else None)
 
 
-def _name(pid: int) -> str:
+def _command(pid: int) -> list[str]:
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).name()
-    return ""
+        return psutil.Process(pid).cmdline()
+    return []
+
+
+def _is_daemon(command: list[str]) -> bool:
+    """Whether it is the process that the attack leaves, and no other program's `sleep`."""
+    return command[:1] == ["sleep"] and re.fullmatch(r"30\d{4}", command[1]) is not None
 
 
 def test_the_table_is_in_the_promises() -> None:

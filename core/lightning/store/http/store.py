@@ -186,7 +186,9 @@ def _once(operation: Operation, arguments: Mapping[str, Any]) -> str:
 
 def _within(ttl: float) -> float:
     """Seconds a server has to answer about a lease of `ttl` seconds: a few servers may be asked before it is over."""
-    return min(max(ttl / 6, SHORTEST_ANSWER), LEASE_ANSWER)
+    return min(
+        max(SHORTEST_ANSWER, ttl / 6), LEASE_ANSWER
+    )  # in this order a NaN, which the server refuses, is no timeout
 
 
 def _path(operation: Operation, arguments: Mapping[str, Any]) -> tuple[str, ...]:
