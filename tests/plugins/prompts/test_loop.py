@@ -688,3 +688,9 @@ def test_a_dry_run_has_the_prompts_of_the_run(tmp_path: Path, house: FakePolicy)
     make_tiny_model(made.model)  # what is no model folder is refused, by a dry run, too
     report = made.dev(agent, TRAIN, count=1)
     assert [row.reward for row in report.rows] == [1.0]
+
+    async def kept(store: Store) -> list[tuple[str, float | None]]:
+        runs = [run.id for run in await store.list_runs()]
+        return [(run, item.reward) for run in runs for item in (await store.list_rollouts(run)).rollouts]
+
+    assert look(made.out / "dev", kept) == [("dev-2", 1.0)]  # the first found no prompts and ran nothing
