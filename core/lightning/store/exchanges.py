@@ -23,7 +23,7 @@ import orjson
 import zstandard
 
 from lightning.errors import StoreError
-from lightning.types import Json, Transition
+from lightning.types import Json, ToolEvent, Transition
 
 VERSION: Final = 1
 LEVEL: Final = 1
@@ -158,6 +158,22 @@ def shared(one: bytes, other: bytes) -> int:
 def flags_of(call: Transition) -> Flag:
     """What stands in the way of replaying a call; nothing where it is not recorded. Does not unpack it."""
     return Flag(call.exchange[1]) if call.exchange is not None and len(call.exchange) >= _HEAD.size else WHOLE
+
+
+def why_not_replayable(calls: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> str:
+    """Why an attempt cannot be run again from its record, in words; empty where it can. Does not unpack it."""
+    if any(call.exchange is None for call in calls if call.status.answered):
+        return "requests were not recorded: gateway.record_requests was false, or an earlier release recorded them"
+    flags = WHOLE
+    for call in calls:
+        flags |= flags_of(call)
+    if flags & Flag.REDACTED:
+        return "a credential was left out of a request or a reply"
+    if flags & Flag.TOO_LARGE:
+        return f"a request or a reply had more than {LARGEST >> 20} MiB"
+    if any(event.incomplete for event in tool_events):
+        return "the result of a tool is not kept: it had more than 1 MB, a credential, or was no JSON"
+    return ""
 
 
 def read(calls: Sequence[Transition]) -> list[Exchange | None]:

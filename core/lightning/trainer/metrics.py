@@ -22,6 +22,7 @@ from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
+from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.rules import Attempted, diagnose, nothing_trained
 from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
@@ -104,6 +105,7 @@ def step_metrics(
         "calls_per_rollout": float(np.mean(calls)) if calls else 0.0,
         **({"too_long": float(refused)} if (refused := count_too_long(rollouts, groups)) else {}),
         **({"dropped/media": float(media)} if (media := len(media_calls(groups))) else {}),
+        "not_replayable": float(count_not_replayable(groups)),
         "truncated": count_truncated(trained) / len(trained) if trained else 0.0,
     }
 
@@ -113,6 +115,12 @@ def policy_faults(rollouts: Sequence[Rollout]) -> dict[str, float]:
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     causes = Counter(read_cause(rollout.error) for rollout in failed if rollout.fault is Fault.POLICY)
     return {f"{POLICY_FAULT}{cause}": float(count) for cause, count in sorted(causes.items())}
+
+
+def count_not_replayable(groups: Sequence[Group]) -> int:
+    """How many rollouts of the groups cannot be run again from their record."""
+    members = [Attempted.of(member) for group in groups for member in group.trajectories]
+    return sum(bool(why_not_replayable(member.calls, member.tool_events)) for member in members)
 
 
 def trained_calls(groups: Sequence[Group]) -> list[Transition]:

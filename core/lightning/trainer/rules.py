@@ -15,6 +15,7 @@ from typing import Final
 from lightning.batch.trajectory import Trajectory
 from lightning.instrument.frameworks import framework_without_adapter
 from lightning.runner.attempt_completion import NEVER_CALLED
+from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
 from lightning.trainer.shared_memory import shared_answers
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
@@ -258,6 +259,19 @@ def names_of(callers: Iterable[Caller | str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + rest
 
 
+def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Attempts that cannot be run again from their record, by the reason; not where nobody wants requests recorded."""
+    recorded = [each for each in evidence.attempts if any(call.exchange is not None for call in each.calls)]
+    reasons = Counter(why_not_replayable(attempt.calls, attempt.tool_events) for attempt in recorded)
+    for reason, count in sorted(reasons.items()):
+        if reason:
+            yield Diagnosis(
+                f"not replayable/{reason}",
+                f"{count} of {len(evidence.attempts)} rollouts cannot be run again from the record: {reason}",
+                minor=True,
+            )
+
+
 RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     unmatched_agents,
     refused_calls,
@@ -268,4 +282,5 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     requested_models,
     lost_names,
     unadapted_frameworks,
+    not_replayable,
 )

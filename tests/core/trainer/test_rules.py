@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from lightning.runner.attempt_completion import NEVER_CALLED
+from lightning.store.exchanges import Flag, pack, why_not_replayable
 from lightning.trainer.rules import Attempted, diagnose
 from lightning.trainer.shared_memory import LENGTH
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
@@ -38,6 +39,28 @@ def test_refused_calls_are_one_finding_for_each_cause() -> None:
 
 def test_a_call_that_was_too_long_has_words_of_its_own() -> None:
     assert diagnose([Attempted([refused("no", TOO_LONG)], ())]) == []
+
+
+def test_rollouts_that_cannot_be_run_again_are_counted_by_the_reason() -> None:
+    def packed(flags: Flag) -> bytes:
+        return pack("/chat", 200, b"{}", b"{}", flags=flags)
+
+    whole, redacted, large = (call(exchange=packed(flags)) for flags in (Flag(0), Flag.REDACTED, Flag.TOO_LARGE))
+    lost = ToolEvent("add", "ok", incomplete=True)
+    attempts = [
+        Attempted([whole], ()),
+        *[Attempted([whole, redacted], ())] * 2,
+        Attempted([large], ()),
+        Attempted([whole], (lost,)),
+    ]
+    found = diagnose(attempts)
+    assert [each.text.partition(" rollouts")[0] for each in found] == ["2 of 5", "1 of 5", "1 of 5"]
+    assert [word in each.text for word, each in zip(("credential was", "4 MiB", "tool"), found, strict=True)] == [
+        True
+    ] * 3
+    assert all(each.minor and not each.serious for each in found)
+    assert diagnose([Attempted([call()], ())]) == [], "requests were not to be recorded"
+    assert why_not_replayable([call()], ()).startswith("requests were not recorded")
 
 
 def test_a_long_refusal_is_cut() -> None:
