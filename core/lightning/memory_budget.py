@@ -100,6 +100,11 @@ class Holder:
         self._turn: asyncio.Lock | None = None
         self._rests_until = 0.0
 
+    @property
+    def largest(self) -> int:
+        """What it can have when nobody else holds anything."""
+        return self._budget.largest
+
     def take(self, size: int) -> bool:
         """Hold so many bytes more, if there is room for them."""
         budget = self._budget

@@ -406,9 +406,9 @@ class RunnerConfig(Section):
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports once, so that new processes start faster."""
     seed_agents: bool = True
-    """Seed `random`, numpy, torch and `uuid.uuid4` in agents' processes, from trainer.seed, the task, the rollout's index and
-    the attempt: a repeated run draws the same numbers, siblings draw others. If false, the seeds are random. The runner
-    `inline` seeds nothing, because its agents share one process."""
+    """Seed `random`, numpy, torch and `uuid.uuid4` in agents' processes, from trainer.seed, the rollout's place in the run, its
+    task and the attempt: a repeated run draws the same numbers, siblings draw others. If false, the seeds are random. The
+    runner `inline` seeds nothing, because its agents share one process."""
     rollouts_per_process: int = Field(default=1, ge=1)
     """Number of rollouts after which a worker process is replaced. With 1 no rollout sees what another left in the memory
     of modules (a checkpointer, a cache, a global client). More save a fork for each rollout."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.gateway.http import Body, write_object
+from lightning.gateway.http import Body
 from lightning.gateway.redaction import may_be_redacted, redacted_json
 from lightning.store import exchanges
 from lightning.store.exchanges import NOBODY, WHOLE, Flag, Piece, Said
@@ -132,7 +132,7 @@ def _pack(asked: Asked, new: Sequence[Piece], shown: Shown, bodies: Sequence[Sai
             flags |= Flag.IDS
         told = redacted_json(whole, "reply")
         flags |= Flag.REDACTED if told != whole else WHOLE
-        reply = write_object(_object(told)) if told != whole or shown.has_ids else reply
+        reply = json.dumps(told).encode() if told != whole or shown.has_ids else reply
     base = max(bodies, key=lambda said: exchanges.shared(request, said.request), default=NOBODY)
     stored = exchanges.pack(asked.path, shown.status, request, reply, base, flags)
     if len(reply) > exchanges.LARGEST:
@@ -197,9 +197,9 @@ class _Numbered(dict[int, Any]):
 
 def _merge(into: Body, said: Body) -> None:
     for name, value in said.items():
-        before = into.get(name)
-        if value is None:
-            into.setdefault(name, None)
+        before = into.get(name) or None  # an empty list says no more than none
+        if value is None or value == []:
+            into.setdefault(name, value)
         elif isinstance(value, str) and name not in ONCE:
             into[name] = _Texts((value,)) if before is None else before
             if before is not None:

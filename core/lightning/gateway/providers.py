@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from starlette.types import Receive, Scope, Send
@@ -131,7 +132,12 @@ class Providers:
         started = False
         try:
             async with self._client().request(
-                scope["method"], url, data=payload or None, headers=_headers(provider, scope), allow_redirects=False
+                scope["method"],
+                url,
+                data=payload or None,
+                headers=_headers(provider, scope),
+                allow_redirects=False,
+                proxy=_proxy_for(url),
             ) as answer:
                 if answer.status in REFUSED_KEY or 300 <= answer.status < 400:
                     raise _refused(provider, answer.status)
@@ -148,7 +154,7 @@ class Providers:
                 async for data in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             log.warning("%s.%s did not answer %s: %r", SETTING, provider.name, route, error)
             if not started:  # else the connection ends without the answer's end, as the provider's did
                 message = f"The provider {provider.name!r} ({SETTING}) did not answer ({type(error).__name__}). Send it again."
@@ -161,7 +167,6 @@ class Providers:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._timeout),
                 skip_auto_headers=("Content-Type",),
-                trust_env=True,  # a proxy that the machine's calls need
             )
         return self._session
 
@@ -170,6 +175,11 @@ class Providers:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _proxy_for(url: URL) -> str | None:
+    """The proxy that the machine's calls need. aiohttp's `trust_env` would find it, too, and add logins of ~/.netrc."""
+    return None if proxy_bypass(url.host or "") else getproxies().get(url.scheme)
 
 
 def _headers(provider: Provider, scope: Scope) -> dict[str, str]:

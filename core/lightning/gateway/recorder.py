@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from lightning.errors import ConflictError, StaleAttemptError
 from lightning.gateway.dialects import Choice, Plan
-from lightning.gateway.exchanges import Asked, Exchanges, Shown
+from lightning.gateway.exchanges import Asked, Exchanges, PackedExchange, Shown
 from lightning.gateway.http import RefusalError
 from lightning.gateway.identity import Claims
 from lightning.gateway.policy import LiveCall
@@ -120,7 +120,7 @@ class Recorder:
     ) -> None:
         """Make a call's transitions durable. Raises `StoreError`; a number that was taken meanwhile is replaced."""
         attempt = (ticket.rollout, ticket.attempt)
-        packed = None if ticket.asked is None else await self.exchanges.pack(attempt, ticket.asked, shown)
+        packed = None if ticket.asked is None else await self._packed(attempt, ticket.asked, shown)
         first = await ticket.counter.first() + ticket.offset
         built = build(ticket, first, plan, live, status, said)
         if packed is None:
@@ -128,6 +128,14 @@ class Recorder:
             return
         built[0] = replace(built[0], exchange=packed.stored)
         self.exchanges.keep(attempt, await self._append(ticket, built), packed)
+
+    async def _packed(self, attempt: tuple[str, int], asked: Asked, shown: Shown) -> PackedExchange | None:
+        try:
+            return await self.exchanges.pack(attempt, asked, shown)
+        except Exception:
+            # A call must be stored and answered whatever is wrong with the text of its request.
+            log.exception("request and reply of a call of %s are not recorded", attempt[0])
+            return None
 
     async def append_refused(self, claims: Claims, caller: Caller, call: str, refusal: RefusalError) -> None:
         """Make durable that the gateway refused the call with this id. Of an expired key it is the first call alone, since an

@@ -116,8 +116,11 @@ class Others:
                 raise unknown from None
             raise
         try:
+            if self._providers.of_route(route, None) is None:
+                raise unknown
             payload = await read_body(scope, receive, self._config.max_body_bytes)
-            provider = self._providers.of_route(route, _model_in(payload, scope))
+            model = await parsed(scope, payload, lambda body: _model_in(body, scope))
+            provider = self._providers.of_route(route, model)
             if provider is None:
                 raise unknown
             await self._providers.pass_on(provider, route, payload, scope, receive, send)

@@ -98,6 +98,8 @@ class _Patience(_Base):
             self._ignored += len(data)
             if self._ignored > MOST_IGNORED:
                 self.transport.close()
+        else:
+            self._ignored = 0
         if self._owed != self._timed:
             self._watch()
 

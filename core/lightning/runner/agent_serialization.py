@@ -129,12 +129,12 @@ def _homeless(of_agent: str) -> list[ModuleType]:
     for name, module in list(sys.modules.items()):
         if name == "__main__" or not isinstance(module, ModuleType) or vars(module).get("__name__") != name:
             continue  # an alias; and cloudpickle takes care of `__main__` itself
-        if (name == of_agent or not _installed(vars(module).get("__file__"))) and not _importable(module):
+        if (name == of_agent or not is_installed(vars(module).get("__file__"))) and not _importable(module):
             found.append(module)
     return found
 
 
-def _installed(file: object) -> bool:
+def is_installed(file: object) -> bool:
     """Whether a module belongs to the standard library or an installed package, or has no file."""
     return not isinstance(file, str) or file.startswith(_LIBRARIES)
 

@@ -22,8 +22,10 @@ from lightning.types import EXPIRED, TOO_LONG, UNSERVED, CallStatus, Fault, Outc
 
 logger = logging.getLogger(__name__)
 
+UNCALLED = "the agent returned a reward but never called the model"
+"""How the error begins, in every release."""
 NEVER_CALLED = (
-    "the agent returned a reward but never called the model: use llm.base_url and llm.api_key, and llm.model. If other "
+    f"{UNCALLED}: use llm.base_url and llm.api_key, and llm.model. If other "
     "rollouts of the same task did call it, a cache in the agent's client answers (DSPy and litellm have one): switch it off"
 )
 SWALLOWED = (

@@ -37,6 +37,9 @@ MOST_NAMES = 8
 LONGEST_IMPORT = 60.0
 """Seconds that the modules of the first rollout may take."""
 
+LONGEST_ANSWER = 4095
+"""Bytes of what a trial of them tells: a pipe passes that much on as one."""
+
 _COPE_WITH_FORKS = frozenset({"opentelemetry", "sentry_sdk", "tqdm"})
 """They start their threads anew in a forked process, or do without."""
 
@@ -98,8 +101,9 @@ def _build(contexts: Contexts, needs: dict[str, Any]) -> None:
     """Build what the first rollout built. What cannot be built here is built by each rollout, which hears why."""
     platform.platform()  # clients tell it in their headers, and the first to ask starts a program for it
     for module, name in needs["models"]:
-        with contextlib.suppress(Exception):
-            build_model(module, name)
+        if module in sys.modules:  # else it is one that must not be imported here
+            with contextlib.suppress(Exception):
+                build_model(module, name)
     for asked in needs["contexts"]:
         with contextlib.suppress(OSError):  # `ssl.SSLError` is one
             contexts.make(Stores(**asked["stores"]), asked["count"])
@@ -291,20 +295,25 @@ class _Template:
         pid = os.fork()
         if pid == 0:
             try:
+                os.setpgid(0, 0)  # what an import starts ends with the trial
                 before = threading.enumerate()
                 _import_all(names)
-                os.write(writing, _started_since(before).encode()[:4096])
+                os.write(writing, b"." + _started_since(before).encode()[:LONGEST_ANSWER])
             finally:
                 os._exit(0)
         os.close(writing)
-        with os.fdopen(reading, "rb") as told, selectors.DefaultSelector() as selector:
+        with os.fdopen(reading, "rb", buffering=0) as told, selectors.DefaultSelector() as selector:
             selector.register(told, selectors.EVENT_READ)
             ended = selector.select(LONGEST_IMPORT)
-            threads = told.read().decode() if ended else f"an import that takes longer than {LONGEST_IMPORT:g} s"
+            # One write of the child, not the end of the pipe, which a process that an import started may hold.
+            answer = told.read(LONGEST_ANSWER + 1) if ended else b""
+        kill_group(pid)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # it may not have had its group yet
         os.waitpid(pid, 0)
-        return threads
+        if not ended:
+            return f"an import that takes longer than {LONGEST_IMPORT:g} s"
+        return answer[1:].decode(errors="replace") if answer else "an import that ends the process"
 
     def _tell(self, message: dict[str, int | str]) -> None:
         socket_framing.send(self._control, json.dumps(message).encode())

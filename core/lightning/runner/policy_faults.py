@@ -6,6 +6,7 @@ framework (`lightning_policy_fault`), or the record of the model calls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -23,6 +24,12 @@ CAUSES: Final = {
 """What a policy can do wrong, by the word that is counted."""
 GENERATING: Final = 0.9
 """The share of an attempt's time from which on a timeout is the policy's own: neither tools nor the agent's code took it."""
+UNREADABLE: Final = re.compile(
+    r"^[\w.]*(?:JSONDecodeError|ValidationError|Pars(?:er?|ing)(?:Error|Exception)|ValueError|SyntaxError|LengthFinishReasonError"
+    r"|IncompleteOutputException)\b",
+    re.MULTILINE,
+)
+"""In an error: an answer could not be read. Any other error after an answer that was cut off is not known to come of that."""
 DEEPEST: Final = 16
 """Exceptions behind one another that are looked at."""
 
@@ -57,13 +64,14 @@ def cause_in_record(outcome: Outcome, calls: Sequence[Transition]) -> str:
     last = max(calls, key=lambda call: call.seq)
     if last.status is CallStatus.REFUSED and last.finish_reason == TOO_LONG:
         return "context_overflow"
-    return "cut_off" if last.finish_reason == "length" else ""
+    return "cut_off" if last.finish_reason == "length" and UNREADABLE.search(outcome.error) else ""
 
 
 def generating_seconds(calls: Sequence[Transition]) -> float:
-    """How long at least one call was under way."""
+    """How long at least one call was under way that was answered, or ended with the attempt."""
     total, until = 0.0, float("-inf")
-    for call in sorted(calls, key=lambda each: each.started_at):
+    generating = [call for call in calls if call.status.answered or call.status is CallStatus.ABORTED]
+    for call in sorted(generating, key=lambda each: each.started_at):
         total += max(0.0, call.ended_at - max(until, call.started_at))
         until = max(until, call.ended_at)
     return total

@@ -63,17 +63,17 @@ async def read_reply(reader: asyncio.StreamReader, holder: Holder) -> bytes:
     values.
     """
     length = _length(await reader.readexactly(_LENGTH.size), LONGEST_REPLY)
-    await _hold(holder, length)
+    # All at once: who held the bytes and waited for the values could wait for another one that does the same.
+    held = max(length, min(length + VALUE_BYTES * min(length, MOST_VALUES), holder.largest))
+    if not await holder.wait(held, None):
+        raise ValueError(f"a message needs {held} bytes of memory, more than there may be for one")
     reply = await reader.readexactly(length)
     if (values := json_values(reply)) > MOST_VALUES:
         raise ValueError(f"a message has {values} JSON values, more than {MOST_VALUES}")
-    await _hold(holder, VALUE_BYTES * values)
+    if (needed := length + VALUE_BYTES * values) > held:
+        raise ValueError(f"a message needs {needed} bytes of memory, more than there may be for one")
+    holder.give(held - needed)
     return reply
-
-
-async def _hold(holder: Holder, size: int) -> None:
-    if not await holder.wait(size, None):
-        raise ValueError(f"a message needs {size} bytes of memory, more than there may be for one")
 
 
 def _length(head: bytes | bytearray, most: int = MAX_FRAME) -> int:

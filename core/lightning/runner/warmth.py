@@ -47,7 +47,8 @@ class Contexts:
 
     def __init__(self) -> None:
         self.asked: Counter[Stores] = Counter()
-        self._make = ssl.create_default_context
+        self._make = self._made_by = ssl.create_default_context
+        self._kind = ssl.SSLContext
         self._made: dict[Stores, list[ssl.SSLContext]] = {}
 
     def make(self, stores: Stores, count: int) -> None:
@@ -60,6 +61,7 @@ class Contexts:
 
     def install(self) -> None:
         """From now on, in this process."""
+        self._make = ssl.create_default_context  # a library may have put its own in its place since
         ssl.create_default_context = self  # what libraries call by its module's name
 
     def __call__(
@@ -74,7 +76,8 @@ class Contexts:
         stores = Stores.of(purpose, cafile, capath, cadata)
         if stores is not None:
             self.asked[stores] += 1
-            if made := self._made.get(stores):
+            replaced = self._make is not self._made_by or ssl.SSLContext is not self._kind  # as `truststore` does
+            if not replaced and (made := self._made.get(stores)):
                 return made.pop()
         return self._make(purpose, cafile=cafile, capath=capath, cadata=cadata)
 

@@ -25,7 +25,7 @@ from lightning.addresses import leads_to_itself
 from lightning.instrument import Session, activate, emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner import socket_framing
-from lightning.runner.agent_serialization import unpack_agent
+from lightning.runner.agent_serialization import is_installed, unpack_agent
 from lightning.runner.outcomes import decode_request, encode_outcome, raised, returned
 from lightning.runner.protocol import Agent, Reward
 from lightning.runner.seeding import seed_process
@@ -51,7 +51,9 @@ def serve(
     plugins().install_adapters(emit, adapters)
     with asyncio.Runner() as loop:
         while (request := socket_framing.receive(sock)) is not None:
-            outcome = run_agent(agent, *decode_request(request), loop)
+            task, llm = decode_request(request)
+            seed_process(llm.seed)
+            outcome = run_agent(agent, task, llm, loop)
             flush()
             socket_framing.send(sock, encode_outcome(outcome))
             if needs is not None:
@@ -62,10 +64,16 @@ def serve(
 def _tell_needs(descriptor: int, before: set[str], places: Sequence[str], contexts: Contexts) -> None:
     found = [name for name, module in list(sys.modules.items()) if name not in before and module is not None]
     same = {top: _found_in(places, top) for top in {name.partition(".")[0] for name in found}}
-    new = [name for name in found if same[name.partition(".")[0]]]
+    new = [name for name in found if same[name.partition(".")[0]] and _has_no_state_of_a_rollout(name)]
     needs = {"modules": new, "models": built_models(), "contexts": contexts.told()}
     with contextlib.suppress(OSError), os.fdopen(descriptor, "wb") as told:  # the fork server may be gone
         told.write(json.dumps(needs).encode() + b"\n")
+
+
+def _has_no_state_of_a_rollout(name: str) -> bool:
+    """Whether a module is a library's, or lightning's. The user's own may keep what belongs to one rollout, such as a generator
+    of random numbers."""
+    return name.startswith("lightning") or is_installed(getattr(sys.modules.get(name), "__file__", None))
 
 
 def _found_in(places: Sequence[str], name: str) -> bool:
@@ -81,7 +89,6 @@ def _found_in(places: Sequence[str], name: str) -> bool:
 def run_agent(agent: Agent, task: Task, llm: LLM, loop: asyncio.Runner) -> Outcome:
     """One attempt. What the agent raises, `SystemExit` included, is its outcome."""
     started = time.monotonic()
-    seed_process(llm.seed)
     with _environment(llm), activate(llm, alone=True) as session:
         try:
             return returned(_call(agent, task, llm, session, loop), session, time.monotonic() - started)

@@ -12,7 +12,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
 
 from lightning.errors import StoreError
@@ -41,17 +41,23 @@ class HowToCall:
     seed: int | None = None
 
     def agent_seed(self, rollout: Rollout) -> int | None:
-        """63 bits for the agent's process: siblings and attempts get others, the same rollout of a repeated run the same."""
+        """63 bits for the agent's process: the same for the same rollout of a repeated run, whatever that is called, and others
+        for every other rollout and attempt, also of the same task in a later pass."""
         if self.seed is None:
             return None
-        place = json.dumps([self.seed, rollout.task.id, rollout.index, rollout.attempt])
+        place = json.dumps([self.seed, rollout.id.removeprefix(rollout.run), rollout.task.id, rollout.attempt])
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 
     @classmethod
     async def of_run(cls, store: Store, run: str) -> HowToCall:
         """What the run's trainer has kept; of a run without one, nothing."""
         kept = await store.get_state(run, STATE)
-        return cls(**cast("dict[str, Any]", kept)) if isinstance(kept, Mapping) else cls()
+        known = {each.name for each in fields(cls)}  # a trainer of a later release may say more
+        return (
+            cls(**{name: cast("Any", kept[name]) for name in known & kept.keys()})
+            if isinstance(kept, Mapping)
+            else cls()
+        )
 
     async def keep(self, store: Store, run: str) -> None:
         """Tell every server."""

@@ -29,6 +29,8 @@ VERSION: Final = 1
 LEVEL: Final = 1
 LARGEST: Final = 4 << 20
 """Bytes of a request, or of a reply, from which on it is left out."""
+LARGEST_FRAME: Final = 2 * LARGEST + (64 << 10)
+"""Bytes that an exchange has at most: a request, a reply, and what is said of them."""
 LARGEST_DICTIONARY: Final = 32 << 10
 _HEAD: Final = struct.Struct("<BBi")
 Body: TypeAlias = "dict[str, Any]"
@@ -95,14 +97,14 @@ def pieces(body: Mapping[str, Any]) -> Iterator[Piece]:
     opening = b"{"
     for name in sorted(body):
         value = body[name]
-        before = opening + _written(name) + b":"
+        before = opening + written(name) + b":"
         if isinstance(value, list) and value:
             for place, item in enumerate(value):
-                text = _written(item)
+                text = written(item)
                 yield Piece(name, text, (b"," if place else before + b"[") + text)
             yield Piece(name, b"", b"]")
         else:
-            text = _written(value)
+            text = written(value)
             yield Piece(name, text, before + text)
         opening = b","
     yield Piece("", b"", b"}" if body else b"{}")
@@ -113,7 +115,8 @@ def canonical(body: Mapping[str, Any]) -> bytes:
     return b"".join(piece.text for piece in pieces(body))
 
 
-def _written(value: Any) -> bytes:
+def written(value: Any) -> bytes:
+    """Canonical JSON of any value."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # lone surrogates, whole numbers of more than 64 bits, nesting
@@ -181,38 +184,59 @@ def read(calls: Sequence[Transition]) -> list[Exchange | None]:
 
     Raises `StoreError` for one that cannot be read.
     """
-    said: dict[int, Said] = {}
-    order = sorted(calls, key=lambda call: call.seq)
-    found = {call.seq: None if call.exchange is None else _read(call, calls, said) for call in order}
-    return [found[call.seq] for call in calls]
+    reader = _Reader(calls)
+    return [reader.exchange(call.seq) for call in calls]
 
 
-def _read(call: Transition, calls: Sequence[Transition], said: dict[int, Said]) -> Exchange:
-    packed = call.exchange
-    assert packed is not None, "asked of calls that have one"
-    try:
-        version, number, before = _HEAD.unpack_from(packed)
-        if version != VERSION:
-            raise StoreError(
-                f"the exchange of transition {call.key} has form {version}, this release reads {VERSION}: it was written by "
-                "a newer release (pip install -U 'lightning<1')"
-            )
-        flags, base = Flag(number), NOBODY if before < 0 else said[before]
-        text = zstandard.ZstdDecompressor(dict_data=_dictionary(base)).decompress(packed[_HEAD.size :])
-        head, _, rest = text.partition(b"\n")
-        path, status, start, end, length = json.loads(head)
-        request = base.request[:start] + rest[:length] + base.request[len(base.request) - end :]
-        said[call.seq] = Said(call.seq, request, rest[length:])
-        if flags & Flag.TOO_LARGE:
-            return Exchange(path, None, None, status, bool(flags & Flag.REDACTED), too_large=True)
-        reply: Any = json.loads(rest[length:]) if len(rest) > length else None
-        if flags & Flag.IDS:
-            _put_ids_back(reply, [each for each in calls if each.id == call.id])
-        return Exchange(path, json.loads(request), reply, status, bool(flags & Flag.REDACTED))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
-        raise _corrupt(call, error) from error
-    except zstandard.ZstdError as error:
-        raise _corrupt(call, error) from error
+class _Reader:
+    """Reads the exchanges of one attempt. A call may be told against one with a higher number, which ended before it."""
+
+    def __init__(self, calls: Sequence[Transition]) -> None:
+        self._calls = calls
+        self._packed = {call.seq: call for call in calls if call.exchange is not None}
+        self._said: dict[int, Said] = {}
+        self._found: dict[int, Exchange] = {}
+
+    def exchange(self, seq: int) -> Exchange | None:
+        """The exchange of the call with this number; None without one."""
+        if seq in self._packed and seq not in self._found:
+            self._found[seq] = self._read(self._packed[seq])
+        return self._found.get(seq)
+
+    def _base(self, seq: int) -> Said:
+        """What an earlier call said. Raises `KeyError` where none is recorded, `RecursionError` for a circle."""
+        if seq not in self._said:
+            self.exchange(seq)
+        return self._said[seq]
+
+    def _read(self, call: Transition) -> Exchange:
+        packed = call.exchange
+        assert packed is not None, "asked of calls that have one"
+        try:
+            version, number, before = _HEAD.unpack_from(packed)
+            if version != VERSION:
+                raise StoreError(
+                    f"the exchange of transition {call.key} has form {version}, this release reads {VERSION}: it was written "
+                    "by a newer release (pip install -U 'lightning<1')"
+                )
+            flags, base = Flag(number), NOBODY if before < 0 else self._base(before)
+            if not 0 <= zstandard.frame_content_size(packed[_HEAD.size :]) <= LARGEST_FRAME:
+                raise StoreError(f"the exchange of transition {call.key} would have more than {LARGEST_FRAME} bytes")
+            text = zstandard.ZstdDecompressor(dict_data=_dictionary(base)).decompress(packed[_HEAD.size :])
+            head, _, rest = text.partition(b"\n")
+            path, status, start, end, length = json.loads(head)
+            request = base.request[:start] + rest[:length] + base.request[len(base.request) - end :]
+            self._said[call.seq] = Said(call.seq, request, rest[length:])
+            if flags & Flag.TOO_LARGE:
+                return Exchange(path, None, None, status, bool(flags & Flag.REDACTED), too_large=True)
+            reply: Any = json.loads(rest[length:]) if len(rest) > length else None
+            if flags & Flag.IDS:
+                _put_ids_back(reply, [each for each in self._calls if each.id == call.id])
+            return Exchange(path, json.loads(request), reply, status, bool(flags & Flag.REDACTED))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
+            raise _corrupt(call, error) from error
+        except zstandard.ZstdError as error:
+            raise _corrupt(call, error) from error
 
 
 def _corrupt(call: Transition, error: Exception) -> StoreError:

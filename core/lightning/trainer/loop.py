@@ -117,7 +117,7 @@ class Loop:
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
-        self.remarks.step(step, groups, batch, metrics, self.train_agents, failures)
+        await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)

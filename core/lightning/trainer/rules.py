@@ -14,7 +14,7 @@ from typing import Final
 
 from lightning.batch.trajectory import Trajectory
 from lightning.instrument.frameworks import framework_without_adapter
-from lightning.runner.attempt_completion import NEVER_CALLED
+from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import why_not_replayable
 from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
 from lightning.trainer.shared_memory import shared_answers
@@ -145,7 +145,7 @@ def unadapted_frameworks(evidence: Evidence) -> Iterator[Diagnosis]:
 
 def uncalled(evidence: Evidence) -> Iterator[Diagnosis]:
     """Rollouts earned a reward and called no model."""
-    silent = sum(error.startswith(NEVER_CALLED) for error in evidence.failures)
+    silent = sum(error.startswith(UNCALLED) for error in evidence.failures)
     if not silent:
         return
     others = sum(any(call.status.answered for call in attempt.calls) for attempt in evidence.attempts)

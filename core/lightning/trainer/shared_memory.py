@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lightning.types import TokenIds, Transition
 
-LENGTH: Final = 12
+LENGTH: Final = 20
 """Tokens in a row that two texts do not share by chance."""
 MOST_ROLLOUTS: Final = 64
 """Rollouts of a wave that are looked at: what they share they share early."""

@@ -322,7 +322,8 @@ class Trainer:
             store = plugins().store(sqlite_url(folder / DATABASE))
             await store.open()
             resources.push_async_callback(store.close)
-            name = f"dev-{len(await store.list_runs(brief=True)) + 1}"
+            numbers = [int(run.id.removeprefix("dev-")) for run in await store.list_runs(brief=True)]
+            name = f"dev-{max(numbers, default=0) + 1}"
             run = await store.put_run(Run(name, name, self._described(tasks, []), project=self._project))
             seen, given = of_project(store, run.project), self.config.runner.prompts
             prompts = await resolve_prompts(seen, run.id, given, home=self._url(), project=run.project)

@@ -156,8 +156,8 @@ class LLM:
 
     `api_key` is a signed token that belongs to one attempt of one rollout and expires with it. `prompts` are the prompt
     templates that components have in this rollout, by the component's name, where they are not the agent's own. `seed` follows
-    from the run's seed, the task, the rollout's index and the attempt; an agent may seed generators of its own with it. It is
-    None where agents are not seeded (`runner.seed_agents`).
+    from the run's seed, the rollout's place in the run, its task and the attempt; an agent may seed generators of its own with
+    it. It is None where agents are not seeded (`runner.seed_agents`).
     """
 
     base_url: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import anthropic
@@ -10,7 +11,7 @@ import pytest
 from lightning.gateway import exchanges as recorded
 from lightning.store import exchanges
 from lightning.testing.fake_vllm import Reply, ToolCall
-from lightning.types import CallStatus
+from lightning.types import CallStatus, Transition, logprobs, token_ids
 
 BODIES = {
     "chat/completions": {"messages": [{"role": "user", "content": "hi there"}]},
@@ -19,6 +20,7 @@ BODIES = {
     "messages": {"messages": [{"role": "user", "content": "hi there"}], "max_tokens": 50},
 }
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+SECRET = "sk-" + "a1B2" * 10
 every = pytest.mark.parametrize("path", BODIES)
 
 
@@ -159,6 +161,43 @@ async def test_agents_that_take_turns_are_told_against_their_own_calls(house):
     assert max(len(call.exchange) for call in (await house.transitions())[2:]) < 1000
 
 
+async def test_calls_that_overlap_are_read_back_whichever_ends_first(house):
+    house.fake.queue(Reply("slow", delay=0.3), Reply("fast"))
+    http = await house.http()
+    bodies = [{"messages": [{"role": "user", "content": f"{name} " * 200}]} for name in ("slow", "fast")]
+    slow = asyncio.create_task(http.post("/chat/completions", json=bodies[0]))
+    await house.until(lambda: len(house.fake.requests) == 1)
+    await http.post("/chat/completions", json=bodies[1])
+    await slow
+    found = await exchanged(house, 2)
+    assert [each.request for each in found] == bodies
+    assert [each.reply["choices"][0]["message"]["content"] for each in found] == ["slow", "fast"]
+
+
+async def test_an_error_in_plain_text_with_a_credential_is_stored_without_it(house):
+    """As a proxy before vLLM may answer: JSON, but no object."""
+    packer, body = recorded.Exchanges(), BODIES["chat/completions"]
+    said = recorded.as_json(f"upstream said: Authorization: Bearer {SECRET}".encode())
+    packed = await packer.pack(("r", 1), packer.asked("/chat", body, 10), recorded.Shown(502, said, has_ids=False))
+    packer.close()
+    call = Transition("r", 1, 0, "c", token_ids(), token_ids(), logprobs(), exchange=packed.stored)
+    (found,) = exchanges.read([call])
+    assert (found.status, found.redacted, found.request) == (502, True, body)
+    assert found.reply.startswith("upstream said: Authorization: [redacted]")
+
+
+async def test_what_cannot_be_packed_costs_no_call(house, monkeypatch, caplog):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(recorded, "_pack", broken)
+    http = await house.http()
+    assert (await http.post("/chat/completions", json=BODIES["chat/completions"])).status_code == 200
+    (call,) = await house.recorded()
+    assert (call.status, call.exchange) == (CallStatus.OK, None)
+    assert "are not recorded" in caplog.text
+
+
 async def test_a_gateway_that_knows_nothing_of_the_attempt_records_the_whole_request(house, monkeypatch):
     http = await house.http()
     await http.post("/chat/completions", json=BODIES["chat/completions"])
@@ -166,9 +205,6 @@ async def test_a_gateway_that_knows_nothing_of_the_attempt_records_the_whole_req
     await http.post("/chat/completions", json=BODIES["chat/completions"])
     _, second = await house.recorded(2)
     assert exchanges.read([second])[0].request == BODIES["chat/completions"]
-
-
-SECRET = "sk-" + "a1B2" * 10
 
 
 async def test_a_credential_is_left_out_and_said_so_in_every_call_that_repeats_it(house):

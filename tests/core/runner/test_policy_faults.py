@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,10 +82,12 @@ REFUSED = {"status": CallStatus.REFUSED, "finish_reason": TOO_LONG}
     [
         (AGENT, [call(0), call(1, finish_reason="length")], "cut_off"),
         (AGENT, [call(0, finish_reason="length"), call(1, finish_reason="stop")], ""),
+        (replace(AGENT, error="ConnectionError: the grader is away"), [call(0, finish_reason="length")], ""),
         (AGENT, [call(0), call(1, **REFUSED)], "context_overflow"),
         (AGENT, [call(0, **REFUSED)], ""),
         (LATE, [call(0, 0.0, 5.0), call(1, 4.0, 9.1, status=CallStatus.ABORTED)], "slow_generation"),
         (LATE, [call(0, 0.0, 5.0), call(1, 0.0, 5.0)], ""),
+        (LATE, [call(0, 0.0, 1.0), call(1, 1.0, 9.9, status=CallStatus.REFUSED)], ""),
         (LATE, [], ""),
     ],
 )

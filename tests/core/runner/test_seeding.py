@@ -14,6 +14,7 @@ from lightning.config import RunnerConfig
 from lightning.runner.process import ProcessRunner
 from lightning.runner.protocol import Agent
 from lightning.server.agents import HowToCall
+from lightning.trainer.plan import train_rollouts, val_rollouts
 from lightning.types import LLM, Lease, Rollout, Task
 
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
@@ -88,7 +89,9 @@ PLACES = st.tuples(st.integers(0, 3), st.sampled_from(["a", "b", "1"]), st.integ
 
 
 @given(st.lists(PLACES, min_size=2, max_size=8))
-def test_a_seed_follows_from_run_task_index_and_attempt_alone(places: list[tuple[int, str, int, int]]) -> None:
+def test_a_seed_follows_from_the_runs_the_place_in_it_the_task_and_the_attempt(
+    places: list[tuple[int, str, int, int]],
+) -> None:
     def seed(place: tuple[int, str, int, int], run: str) -> int | None:
         number, task, index, attempt = place
         made = Rollout(f"{run}/{index}", run, Task(1, id=task), "g", index=index, attempt=attempt)
@@ -99,3 +102,14 @@ def test_a_seed_follows_from_run_task_index_and_attempt_alone(places: list[tuple
     assert all(seed(place, "another") == found for place, found in seeds.items())
     assert all(found is not None and 0 <= found < 2**63 for found in seeds.values())
     assert HowToCall().agent_seed(Rollout("r", "run", Task(1), "g")) is None
+
+
+def test_no_two_rollouts_of_a_run_have_one_seed() -> None:
+    """Also where a task comes twice in a step, and again in later steps and evaluations: ids made of it would be the same."""
+    task = Task(1, id="t")
+    planned = [
+        *(made for step in range(2) for made in train_rollouts("run", step, [task, task], 2, 1)),
+        *(made for step in range(2) for made in val_rollouts("run", step, [task], 1)),
+        *train_rollouts("run", 0, [task], 2, 1, generation=1),
+    ]
+    assert len({HowToCall(seed=0).agent_seed(replace(made, attempt=1)) for made in planned}) == len(planned)

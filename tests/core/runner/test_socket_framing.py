@@ -60,7 +60,7 @@ async def test_what_an_agent_sends_is_held_to_a_length_a_number_of_values_and_th
         await reply_of(b"[" * 1001)
     with pytest.raises(ValueError, match="10001 bytes was announced, more than 10000"):
         await reply_of(b" " * 10_001)
-    with pytest.raises(ValueError, match="needs 128000 bytes of memory"):
+    with pytest.raises(ValueError, match="needs 129000 bytes of memory"):
         await reply_of(b"[" * 1000, most=200_000)
 
 

@@ -220,7 +220,8 @@ async def test_a_memory_that_rollouts_share_is_a_problem(bench: Any, tmp_path: P
 
     def answer(body: Any) -> Reply:
         return Reply(
-            f"Nice to talk to you about that: {body['messages'][-1]['content']} And you are number {len(str(body))}."
+            f"Nice to talk to you about that, and I hope that we go on like this for a while, as others do: "
+            f"{body['messages'][-1]['content']} And you are number {len(str(body))}."
         )
 
     tasks = [Task("Ann"), Task("Bob"), Task("Cleo")]
