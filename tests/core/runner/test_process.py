@@ -590,8 +590,10 @@ async def test_imports_that_start_threads_or_fail_stay_with_the_rollouts(
     lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thread of the fork server's would be in no worker; what fails there fails in the rollout, where it is said."""
-    (tmp_path / "beats.py").write_text(WITH_THREADS)
-    (tmp_path / "once.py").write_text("import os\nassert os.environ['OPENAI_API_KEY'] == 'a rollout'\nimport wave")
+    (tmp_path / "lightning_beats.py").write_text(WITH_THREADS)
+    (tmp_path / "lightning_once.py").write_text(
+        "import os\nassert os.environ['OPENAI_API_KEY'] == 'a rollout'\nimport wave"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
     def agent(task: Task, llm: LLM) -> float:
@@ -600,14 +602,34 @@ async def test_imports_that_start_threads_or_fail_stay_with_the_rollouts(
 
     caplog.set_level("INFO", logger="lightning.runner.forkserver")
     async with runner_of(agent) as runner:
-        assert (await runner.run(lease("beats"), NOWHERE)).reward == 1.0
+        assert (await runner.run(lease("lightning_beats"), NOWHERE)).reward == 1.0
         await until_warm(runner)
-        assert (await runner.run(lease("beats"), NOWHERE)).reward == 1.0
+        assert (await runner.run(lease("lightning_beats"), NOWHERE)).reward == 1.0
     async with runner_of(agent) as runner:
-        assert (await runner.run(lease("once"), replace(NOWHERE, api_key="a rollout"))).reward == 0.0
+        assert (await runner.run(lease("lightning_once"), replace(NOWHERE, api_key="a rollout"))).reward == 0.0
         await until_warm(runner)
     assert "0 modules of the first rollout are imported for the next ones (not: 1 thread (heartbeat))" in caplog.text
-    assert "(not: once)" in caplog.text
+    assert "(not: lightning_once)" in caplog.text
+
+
+async def test_a_users_own_modules_are_each_rollouts_own(
+    lease: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator that a module makes at its top would be the same one in all later rollouts."""
+    (tmp_path / "explorer.py").write_text("import random, wave\nRNG = random.Random()")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def agent(task: Task, llm: LLM) -> dict[str, float]:
+        wave = "wave" in sys.modules
+        drawn = importlib.import_module("explorer").RNG.random()
+        return {"drawn": drawn, "wave": float(wave), "reward": 1.0}
+
+    async with runner_of(agent) as runner:
+        await runner.run(lease("x"), NOWHERE)
+        await until_warm(runner)
+        drawn = [(await runner.run(lease("x"), NOWHERE)).rewards for _ in range(3)]
+    assert len({each["drawn"] for each in drawn}) == 3
+    assert all(each["wave"] == 1.0 for each in drawn), "what a library brings is imported once"
 
 
 WITH_THREADS = """
