@@ -17,11 +17,11 @@ from lightning.errors import DataError, StoreError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
 from lightning.trainer.context import NUMERIC
 from lightning.trainer.plan import TRAIN
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.runs import rebuild_algorithm
+from lightning.trainer.training_data import all_rollouts, batch_digest, load_groups, recorded_values, rollout_digest
 from lightning.types import Rollout, StepRecord
 
 

@@ -39,11 +39,11 @@ from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.loop import Loop
 from lightning.trainer.runs import describe_algorithm
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Run, Task
 
 STEPS, TASKS_PER_STEP, GROUP, BOUNDS, REPEATS = 12, 4, 4, (0, 1, 2), 1

@@ -26,7 +26,7 @@ from typing import Any
 from lightning.cli.runs import _row
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.sqlite import SqliteStore
-from lightning.trainer.collect import load_groups
+from lightning.trainer.training_data import load_groups
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task, ToolEvent
 
 RUN = "run"

@@ -157,7 +157,7 @@ class Campaign:
             return None
         match target:
             case "agent":
-                if self._kill_child(runner, "lightning.runner.forkserver_child") is None:
+                if self._kill_child(runner, "lightning.runner.forkserver_main") is None:
                     return None
                 back = _of(runner.name)
             case "policy server":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from lightning.audit import audit
 from lightning.store import Store
-from lightning.trainer.collect import all_rollouts
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Status
 
 from tests.chaos.journal import Line

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lightning.plugins import plugins
-from lightning.trainer.collect import all_rollouts
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Status, StepRecord
 
 

@@ -24,7 +24,7 @@ from lightning.runner.plugin import RemoteRunner
 from lightning.store.protocol import Store
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.trainer.agents import Agents
-from lightning.trainer.collect import all_rollouts
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, CallStatus, Lease, Rollout, Run, Status, Task
 
 from tests.servers.postgres import PostgresServer

@@ -70,7 +70,7 @@ def assert_kept(run: Any, before: dict[str, Rollout]) -> None:
 def kill_an_agent(run: Any) -> bool:
     """Whether one was killed: each lives for one rollout, and may end before the signal comes."""
     assert run.process.poll() is None, run.output
-    processes = {child.pid: child for child in run.descendants("lightning.runner.forkserver_child")}
+    processes = {child.pid: child for child in run.descendants("lightning.runner.forkserver_main")}
     for process in processes.values():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.ppid() in processes:

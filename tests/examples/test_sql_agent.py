@@ -22,8 +22,8 @@ from lightning.runner.lease_loop import work
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer.collect import load_groups
 from lightning.trainer.plan import train_rollouts
+from lightning.trainer.training_data import load_groups
 from lightning.types import LLM, Rollout, Run, Task, Transition, token_ids
 from lightning_examples.sql_langchain import DATABASES
 from lightning_examples.sql_langchain.agent import CHECK, MAX_REWRITES, MAX_TOKENS, REWRITE, WRITE, agent, query_in

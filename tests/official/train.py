@@ -27,7 +27,7 @@ from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
 from lightning.testing.tiny_models import make_tiny_model
-from lightning.trainer.collect import all_rollouts, batch_digest, load_groups
+from lightning.trainer.training_data import all_rollouts, batch_digest, load_groups
 from lightning.types import LLM, Task
 
 from tests.official.listing import OURS

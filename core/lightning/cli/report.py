@@ -13,9 +13,9 @@ from rich.table import Table
 
 from lightning.errors import MissingExtraError
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL
 from lightning.trainer.summary import PHASES, Summary
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Task
 
 

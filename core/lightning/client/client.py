@@ -20,7 +20,7 @@ from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
 from lightning.client.delivery import AttemptCounts, ServerDelivery
 from lightning.client.runs import Runs
-from lightning.client.servers import Presence, Servers
+from lightning.client.server_presence import Presence, Servers
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, UnavailableError
 from lightning.plugins import plugins

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from lightning.client.runs import Runs
-from lightning.client.servers import Presence, Servers
+from lightning.client.server_presence import Presence, Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.gateway.identity import seconds_left
 from lightning.runner.outcomes import encode_outcome, failed, without_arguments

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from lightning.client.servers import Presence
+from lightning.client.server_presence import Presence
 from lightning.errors import DataError, LightningError, StoreError, UnavailableError
 from lightning.store.http import HttpStore
 from lightning.store.http.transport import TokenRefusedError

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightning.batch.sample import Sample, TokenSpan
 from lightning.engines.failures import NonFiniteError
 from lightning.engines.microbatch import Tally
-from lightning.engines.protocol import OptimizerConfig, StepResult
+from lightning.engines.protocol import StepResult
 from lightning.engines.rows import Numbers, Tokens, name
 from lightning.errors import DataError, EngineError
 from lightning.losses.protocol import Loss, StepLoss, StepTokens, needs_reference
@@ -41,11 +41,6 @@ def prepared(
     if isinstance(loss, StepLoss) and len(tokens):
         numbers = _numbers_of(loss, samples, tokens, current(), first)
     return _with_numbers(samples, tokens, first, numbers)
-
-
-def warm_up(config: OptimizerConfig, steps: int) -> float:
-    """What share of the full rate a step has, after so many others."""
-    return min(1.0, (steps + 1) / max(1, config.warmup_steps))
 
 
 def taken(tally: Tally, norms: dict[str, float], lr: float) -> StepResult:

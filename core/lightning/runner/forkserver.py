@@ -23,7 +23,7 @@ from lightning.errors import RunnerError
 from lightning.instrument.providers import for_import, own
 from lightning.memory_budget import Holder
 from lightning.runner import socket_framing
-from lightning.runner.forkserver_child import kill_group
+from lightning.runner.forkserver_main import kill_group
 from lightning.runner.sandbox import PARENT, Sandbox
 from lightning.runner.sandbox_network import Network, receive_listeners
 from lightning.runner.worker import without_proxy
@@ -45,7 +45,7 @@ _LOOPBACK = "http://127.0.0.1"
 
 _COMMAND = """import json, sys
 sys.path[:], sys.argv[:] = json.loads(sys.argv[1])
-from lightning.runner.forkserver_child import main
+from lightning.runner.forkserver_main import main
 main({descriptor}, {parent})
 """
 

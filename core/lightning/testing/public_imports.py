@@ -83,6 +83,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.engines.microbatch",
             "lightning.engines.model_contents",
             "lightning.engines.rows",
+            "lightning.engines.lr_schedule",
             "lightning.engines.step",
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
@@ -92,7 +93,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.instrument.components",
             "lightning.store.resource_ref",
             "lightning.tracking.trackers",
-            "lightning.trainer.collect",
+            "lightning.trainer.training_data",
             "lightning.trainer.plan",
             "lightning.trainer.reasons",
             "lightning.trainer.stack",
@@ -101,7 +102,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.trainer.pacing",
-            "lightning.trainer.publishing",
+            "lightning.trainer.weight_sync",
         ),
     }
 )

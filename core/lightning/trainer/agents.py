@@ -17,7 +17,7 @@ from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
 from lightning.runner.protocol import Runner
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Lease, Rollout, Status
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.gateway.policy import HIDDEN
 from lightning.plugins.adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
-from lightning.trainer.collect import all_rollouts, is_trainable, load_groups
 from lightning.trainer.metrics import (
     CURE_OF_CUT_OFF,
     CURE_OF_GREEDY,
@@ -32,6 +31,7 @@ from lightning.trainer.reasons import grouped
 from lightning.trainer.rules import Attempted, Diagnosis, diagnose, nothing_trained
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups
 from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
 
 

@@ -21,17 +21,17 @@ from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
+from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
-from lightning.trainer.collect import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.context import numeric_context
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
-from lightning.trainer.pipeline import Pipeline
 from lightning.trainer.plan import VAL, val_rollouts
-from lightning.trainer.publishing import HELD_SECONDS, Publisher, bound_of, exceeds
 from lightning.trainer.replay import take_again
-from lightning.trainer.sampling import Sampler, TurnSampler
+from lightning.trainer.rollout_collection import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts
+from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
+from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of, exceeds
 from lightning.types import Json, Rollout, Status, Task
 
 logger = logging.getLogger(__name__)

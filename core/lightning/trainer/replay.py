@@ -23,9 +23,9 @@ from lightning.errors import AuditError, ConfigError
 from lightning.store.epochs import Epoch, epoch_at
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
-from lightning.trainer.collect import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.trainer.context import Numeric, machine
 from lightning.trainer.runs import describe_algorithm, differences, rebuild_algorithm
+from lightning.trainer.training_data import PolicyFault, batch_digest, load_groups, recorded_values, rollouts_of
 from lightning.types import Json, StepRecord
 
 logger = logging.getLogger(__name__)

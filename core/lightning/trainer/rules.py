@@ -16,8 +16,8 @@ from lightning.batch.trajectory import Trajectory
 from lightning.instrument.frameworks import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import why_not_replayable
-from lightning.trainer.collect import NOT, OF_MODEL, is_trainable
 from lightning.trainer.shared_memory import shared_answers
+from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
 
 UNNAMED: Final = Caller("agent").agent

@@ -16,9 +16,9 @@ from lightning.algorithms.presets import PRESETS
 from lightning.batch import Trajectory, build_samples
 from lightning.errors import DataError
 from lightning.store.protocol import Store
-from lightning.trainer.collect import all_rollouts, is_trainable
 from lightning.trainer.plan import TRAIN
-from lightning.trainer.publishing import HELD_SECONDS
+from lightning.trainer.training_data import all_rollouts, is_trainable
+from lightning.trainer.weight_sync import HELD_SECONDS
 from lightning.types import Json, Rollout, StepRecord, TokenIds, Transition
 
 from lightning_planner.costs import Schedule

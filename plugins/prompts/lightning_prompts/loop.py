@@ -19,11 +19,11 @@ from lightning.errors import ConfigError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
 from lightning.store.resource_ref import find, parse_reference
 from lightning.tracking.trackers import Trackers
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import VAL
 from lightning.trainer.reasons import reason
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Resource, Rollout, Task
 
 from lightning_prompts.client import OptimizerClient

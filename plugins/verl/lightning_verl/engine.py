@@ -22,11 +22,12 @@ from lightning.engines.critic import Trunk, no_critic, refuse_targets
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps
 from lightning.engines.files import recover, whole_folder
 from lightning.engines.loading import check_config
+from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import UNTRAINABLE, contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
 from lightning.engines.rows import Numbers, Tokens, trained_tokens
-from lightning.engines.step import is_prepared, not_taken, prepared, taken, warm_up
+from lightning.engines.step import is_prepared, not_taken, prepared, taken
 from lightning.errors import ConfigError, EngineError, WorkersLostError
 from lightning.losses.protocol import Loss
 from lightning.types import Json
@@ -310,7 +311,7 @@ class VerlEngine:
         for report in reports:
             tally.merge(report.tally)
         optimizer = self._ready().optimizer
-        warm = warm_up(optimizer, steps)
+        warm = lr_factor(optimizer, steps)
         policy, critic = self._moves(trained)
         rates = optimizer.lr * warm if policy else None, optimizer.critic_lr * warm if critic else None
         norms: dict[str, float] = self._run("update", *rates)[0]

@@ -30,8 +30,8 @@ from lightning.errors import LightningError
 from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.trainer import Trainer
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import all_rollouts
 from repeats import add_arguments
 from variants import USUAL, VARIANTS, Variant, build, choose
 from watch import Meter

@@ -15,9 +15,9 @@ from lightning.audit import audit
 from lightning.credit import Critic, GiGPO
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.collect import all_rollouts, fresh_values, load_groups, record_step
 from lightning.trainer.plan import tasks_of_step, train_rollouts
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+from lightning.trainer.training_data import all_rollouts, fresh_values, load_groups, record_step
 from lightning.types import Outcome, Run, StepRecord, Task, ToolEvent, Transition, logprobs, token_ids
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -29,7 +29,7 @@ from lightning.credit import (
 )
 from lightning.errors import DataError
 from lightning.testing.trajectories import make_group, make_trajectory
-from lightning.trainer.collect import batch_digest
+from lightning.trainer.training_data import batch_digest
 from lightning.types import StepReward
 
 CALLS = [((1, 2), (3,)), ((7, 8), (9,)), ((7, 8), (4,))]

@@ -24,8 +24,8 @@ from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import Loss, LossOutput, StepLoss, StepTokens, TokenBatch, needs_reference
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import batch_digest
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import batch_digest
 
 GROUP = make_group([0.0, 1.0, 0.5], calls=(((1, 2, 3), (4, 5)),))
 

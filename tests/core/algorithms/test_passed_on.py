@@ -15,7 +15,7 @@ from lightning.batch.trajectory import Group
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.losses.protocol import TokenBatch
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import batch_digest
+from lightning.trainer.training_data import batch_digest
 
 GROUPS = [make_group([1.0, 0.0, 0.75], group="a"), make_group([0.0, 0.5], group="b")]
 

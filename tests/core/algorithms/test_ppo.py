@@ -16,7 +16,7 @@ from lightning.batch.trajectory import Group
 from lightning.credit.critic import Critic
 from lightning.errors import ConfigError, DataError
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import batch_digest
+from lightning.trainer.training_data import batch_digest
 
 CALLS = [((1, 2), (3,)), ((1, 2, 3, 4), (5, 6))]
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import ClientSession, web
 from lightning.client import Client
 from lightning.client import runs as finding
-from lightning.client.servers import Servers
+from lightning.client.server_presence import Servers
 from lightning.errors import StoreError, UnavailableError
 from lightning.instrument import emit
 from lightning.types import LLM, Fault, Rollout, Status, Task, ToolEvent
@@ -196,7 +196,7 @@ async def test_an_agent_is_at_fault_when_it_is_not_known_which_server_it_used(
     async def agent(task: Task, llm: LLM) -> float:
         raise ValueError("a bug of the agent's")
 
-    monkeypatch.setattr("lightning.client.servers.Servers.process_at", unknown)
+    monkeypatch.setattr("lightning.client.server_presence.Servers.process_at", unknown)
     await site.begin(count=1, max_attempts=1)
     await asyncio.wait_for(client_of(site, proxy, agent, rollouts=1).work(), 30)
     assert [one.fault for one in (await site.rollouts()).values()] == [Fault.AGENT]

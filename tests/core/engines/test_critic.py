@@ -19,7 +19,7 @@ from lightning.losses.correction import NO_CORRECTION
 from lightning.losses.policy_gradient import ClippedPolicyGradient
 from lightning.store.memory import MemoryStore
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import fresh_values, recorded_values
+from lightning.trainer.training_data import fresh_values, recorded_values
 from safetensors.torch import load_file
 
 Open = Callable[..., TorchEngine]

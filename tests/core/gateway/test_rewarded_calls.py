@@ -15,7 +15,7 @@ from lightning.credit import call_rewards, with_tool_rewards
 from lightning.instrument import activate, context, emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.outcomes import returned, sanitized
-from lightning.trainer.collect import load_groups
+from lightning.trainer.training_data import load_groups
 from lightning.types import Status
 
 BODIES = {

@@ -18,7 +18,7 @@ from lightning.errors import StaleAttemptError, StoreError
 from lightning.store.memory import MemoryStore
 from lightning.store.sqlite import SqliteStore
 from lightning.testing.trajectories import make_trajectory
-from lightning.trainer.collect import all_rollouts
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Outcome, Rollout, Run, Status, Task, Transition, logprobs, token_ids
 
 TESTS = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ MAY_PICKLE = {"core/lightning/runner/agent_serialization.py"}
 """Packs the agent for processes of the one who started it."""
 MAY_UNPACK = {
     "core/lightning/runner/agent_serialization.py",
-    "core/lightning/runner/forkserver_child.py",
+    "core/lightning/runner/forkserver_main.py",
     "core/lightning/runner/worker.py",
 }
 """The processes that run agents: not the trainer's, not the server's."""

@@ -19,7 +19,7 @@ from lightning.runner.process import ProcessRunner
 from lightning.spans.trace import root_span_id
 from lightning.store.memory import MemoryStore
 from lightning.testing.fake_vllm import FakeVLLM
-from lightning.trainer.collect import load_groups, rollout_digest
+from lightning.trainer.training_data import load_groups, rollout_digest
 from lightning.types import LLM, Caller, Rollout, Run, Status, Task
 
 SERVICE = """

@@ -15,9 +15,9 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import AuditError, RunnerError
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import tasks_from
 from lightning.trainer.summary import summarize
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, StepRecord
 
 STEPS = 6

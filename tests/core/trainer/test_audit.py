@@ -12,9 +12,9 @@ from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.collect import all_rollouts, load_groups, record_step
 from lightning.trainer.plan import tasks_of_step, train_rollouts
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import all_rollouts, load_groups, record_step
 from lightning.types import (
     Outcome,
     Rollout,

@@ -14,7 +14,7 @@ from lightning.errors import StoreError
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import fresh_values, recorded_values
+from lightning.trainer.training_data import fresh_values, recorded_values
 from lightning.types import Json
 
 STEPS = 3

@@ -12,10 +12,10 @@ from lightning.config import Config
 from lightning.engines.protocol import StepResult
 from lightning.errors import ConfigError
 from lightning.store.memory import MemoryStore
-from lightning.trainer.collect import all_rollouts, load_groups, record_step
 from lightning.trainer.metrics import step_metrics
 from lightning.trainer.plan import is_lost, train_rollouts
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import all_rollouts, load_groups, record_step
 from lightning.types import Fault, Outcome, Rollout, Run, Task, Transition, logprobs, token_ids
 
 ALGORITHM = LightningRL("grpo", group_size=4)

@@ -10,7 +10,7 @@ import pytest
 from lightning.algorithms.protocol import Batch
 from lightning.batch.sample import FloatArray, Sample, TokenSpan
 from lightning.config import Config, with_settings
-from lightning.trainer.publishing import Prober, bound_of, exceeds
+from lightning.trainer.weight_sync import Prober, bound_of, exceeds
 
 PROMPT, SAMPLED = 70, 60
 

@@ -13,9 +13,9 @@ from lightning.maintenance import keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
 from lightning.store.sqlite import SqliteStore
 from lightning.store.url import sqlite_url
-from lightning.trainer.collect import all_rollouts, load_groups, record_step
 from lightning.trainer.plan import train_rollouts, val_rollouts
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import all_rollouts, load_groups, record_step
 from lightning.types import Outcome, Run, Task, Transition, VersionRun, logprobs, token_ids
 
 ALGORITHM = LightningRL("grpo", group_size=4)

@@ -15,8 +15,8 @@ import pytest
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.audit import audit
 from lightning.testing.fake_vllm import Reply
-from lightning.trainer.collect import all_rollouts
 from lightning.trainer.plan import tasks_of_step, tasks_of_wave
+from lightning.trainer.training_data import all_rollouts
 from lightning.types import Rollout, Task
 
 DAPO = LightningRL("dapo", group_size=4)

@@ -12,8 +12,8 @@ from lightning.errors import ConfigError, DataError
 from lightning.losses.protocol import LossOutput, TokenBatch
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_group
-from lightning.trainer.collect import batch_digest
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.training_data import batch_digest
 from lightning.types import StepReward, ToolEvent, logprobs
 from lightning_finetuning.dpo import DPO
 from lightning_finetuning.preference import PreferenceLoss

@@ -20,8 +20,8 @@ from lightning.losses.correction import Correction
 from lightning.losses.protocol import StepLoss, needs_reference
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.trainer.publishing import HELD_SECONDS
 from lightning.trainer.runs import describe_algorithm
+from lightning.trainer.weight_sync import HELD_SECONDS
 from lightning.types import Outcome, Rollout, Run, StepRecord, Task
 from lightning_planner.calibration import calibrate
 from lightning_planner.cluster import GPUS, Cluster

@@ -26,7 +26,7 @@ def _agents() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if "lightning.runner.forkserver_child" in " ".join(child.cmdline()):
+            if "lightning.runner.forkserver_main" in " ".join(child.cmdline()):
                 found.append(child)
         except psutil.NoSuchProcess:
             continue

@@ -23,6 +23,7 @@ from lightning.engines import rows
 from lightning.engines.critic import Trunk, ValueHead, no_critic, refuse_targets
 from lightning.engines.export import whole_weights, write_adapters, write_file, write_folder
 from lightning.engines.failures import MORE_ROOM, SMALLER_ROWS, NonFiniteError, NonFiniteSteps, needing_room
+from lightning.engines.lr_schedule import lr_factor
 from lightning.engines.microbatch import Tally
 from lightning.engines.model_contents import contents
 from lightning.engines.protocol import OptimizerConfig, StepResult
@@ -36,7 +37,7 @@ from lightning.engines.rows import (
     trained_tokens,
     wanted_tokens,
 )
-from lightning.engines.step import is_prepared, not_taken, prepared, taken, warm_up
+from lightning.engines.step import is_prepared, not_taken, prepared, taken
 from lightning.engines.torch.layouts import Forest, Layout, Linear
 from lightning.engines.torch.model import CausalLM, Reference, load_model, resolve_device
 from lightning.engines.torch.passes import GradientPass, read_logprobs, read_values
@@ -151,7 +152,7 @@ class TorchEngine:
         if not tally.parts:
             return not_taken(tally)
         norms = self._clipped(samples, tally)
-        warm = warm_up(self._config, self._steps)
+        warm = lr_factor(self._config, self._steps)
         optimizer = self._opened_optimizer()
         for group in optimizer.param_groups:
             group["lr"] = group["full_lr"] * warm

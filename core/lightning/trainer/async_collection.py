@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
-from lightning.trainer.collect import all_rollouts, load_groups
 from lightning.trainer.pacing import OpenGroup, Pacer
 from lightning.trainer.plan import TRAIN, is_lost, tasks_from, train_rollouts
-from lightning.trainer.sampling import Sampled, Sampler
+from lightning.trainer.rollout_collection import Sampled, Sampler
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.types import Rollout, Task
 
 RESYNC_SECONDS = 5.0

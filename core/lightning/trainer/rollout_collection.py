@@ -1,4 +1,4 @@
-"""Where a step's groups come from: sampled when the step is due (here), or all the time (`lightning.trainer.pipeline`).
+"""Where a step's groups come from: sampled when the step is due (here), or all the time (`lightning.trainer.async_collection`).
 
 The invariant: what a step looked at is a list of groups that can be read from the store again, each finished, each looked
 at by one step only; whatever was planned before an interruption is run to its end after it and not planned twice.
@@ -18,11 +18,11 @@ from typing import Self
 from lightning.batch.trajectory import Group
 from lightning.errors import RunnerError
 from lightning.trainer.algorithm import AlgorithmSchedule, samples_dynamically
-from lightning.trainer.collect import all_rollouts, load_groups, of_groups
 from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, train_rollouts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
 from lightning.types import Rollout, Status, Task
 
 logger = logging.getLogger(__name__)

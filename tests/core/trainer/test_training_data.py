@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lightning.trainer.collect import is_trainable
+from lightning.trainer.training_data import is_trainable
 from lightning.types import Caller
 
 WRITER = Caller("writer", ("crew", "writer"))
