@@ -24,9 +24,9 @@ from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, run_id_of, store_in
 from lightning.store.url import redacted, sqlite_url
-from lightning.trainer.reasons import grouped, reason
-from lightning.trainer.summary import Summary, said_reward, summarize
-from lightning.types import Rollout, Run, Status, StepRecord
+from lightning.trainer.reasons import Reason, grouped, reason
+from lightning.trainer.summary import Summary, said_parts, said_reward, summarize
+from lightning.types import Rollout, Run, Status, StepRecord, StepReward
 
 T = TypeVar("T")
 
@@ -91,16 +91,22 @@ def show(
     place = where or str(context.obj or "runs")
     if store_in(Path(run)):
         place, run = run, run_id_of(Path(run))
-    for _, found in answers(place, lambda _, store: _details(store, run, step)):
+    for _, found in answers(place, lambda _, store: _details(store, run, step, failed, limit)):
         if found is not None:
-            stored, epochs, steps, rollouts, summary = found
-            chosen = [item for item in rollouts if not failed or item.status is Status.FAILED][:limit]
             if as_json:
                 print_json(
-                    {"run": stored, "epochs": epochs, "summary": summary.to_json(), "steps": steps, "rollouts": chosen}
+                    {
+                        "run": found.run,
+                        "epochs": found.epochs,
+                        "summary": found.summary.to_json(),
+                        "steps": found.steps,
+                        "rollouts": found.rollouts,
+                        "step_rewards": found.step_rewards,
+                        "failures": [{"count": count, "reason": why} for count, why in found.failures],
+                    }
                 )
             else:
-                _show_run(stored, epochs, steps, rollouts, chosen, summary)
+                _show_run(found)
             return
     shown = redacted(place)
     raise ConfigError(f"there is no run {run!r} in {shown}: `lightning runs --runs {shown}` lists those that are")
@@ -169,15 +175,42 @@ async def _row(store: Store, run: Run, url: str) -> RunRow:
     )
 
 
-Details = tuple[Run, list[Epoch], list[StepRecord], list[Rollout], Summary]
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What is shown of one run. `rollouts` are those asked for, of `among`; `step_rewards` theirs by rollout, and `failures`
+    how many of all that were looked through failed for each reason."""
+
+    run: Run
+    epochs: list[Epoch]
+    steps: list[StepRecord]
+    rollouts: list[Rollout]
+    among: int
+    step_rewards: dict[str, tuple[StepReward, ...]]
+    failures: list[tuple[int, Reason]]
+    summary: Summary
 
 
-async def _details(store: Store, run: str, step: int | None) -> Details | None:
+async def _details(store: Store, run: str, step: int | None, failed: bool, limit: int) -> Details | None:
     stored = await store.get_run(run)
     if stored is None:
         return None
     rollouts = [rollout async for rollout in each_rollout(store, run, step=step)]
-    return stored, await read_epochs(store, stored), await store.steps(run), rollouts, await summarize(store, run)
+    chosen = [rollout for rollout in rollouts if not failed or rollout.status is Status.FAILED][:limit]
+    attempts = await store.attempts_of([(rollout.id, None) for rollout in chosen])
+    return Details(
+        run=stored,
+        epochs=await read_epochs(store, stored),
+        steps=await store.steps(run),
+        rollouts=chosen,
+        among=len(rollouts),
+        step_rewards={
+            rollout.id: attempt.step_rewards
+            for rollout, attempt in zip(chosen, attempts, strict=True)
+            if attempt.step_rewards
+        },
+        failures=grouped(rollout.error for rollout in rollouts if rollout.status is Status.FAILED),
+        summary=await summarize(store, run),
+    )
 
 
 def _show_rows(rows: Sequence[RunRow]) -> None:
@@ -198,20 +231,15 @@ def _show_rows(rows: Sequence[RunRow]) -> None:
     )
 
 
-def _show_run(
-    run: Run,
-    epochs: Sequence[Epoch],
-    steps: Sequence[StepRecord],
-    rollouts: Sequence[Rollout],
-    chosen: Sequence[Rollout],
-    summary: Summary,
-) -> None:
+def _show_run(found: Details) -> None:
     from lightning.trainer.runs import changes_of  # it knows algorithms, whose imports a list of runs need not pay for
 
-    parent = f", forked from {escape(str(run.config['forked_from']))}" if "forked_from" in run.config else ""
-    say(f"[bold]{escape(run.id)}[/bold], model {escape(str(run.config.get('model', 'unknown')))}{parent}")
-    for epoch in epochs[1:]:
-        changed = "".join(f"\n  {escape(line)}" for line in changes_of(epochs, epoch.number))
+    parent = (
+        f", forked from {escape(str(found.run.config['forked_from']))}" if "forked_from" in found.run.config else ""
+    )
+    say(f"[bold]{escape(found.run.id)}[/bold], model {escape(str(found.run.config.get('model', 'unknown')))}{parent}")
+    for epoch in found.epochs[1:]:
+        changed = "".join(f"\n  {escape(line)}" for line in changes_of(found.epochs, epoch.number))
         say(f"config epoch {epoch.number}, from step {epoch.first} on:{changed}")
     print_table(
         ["step", "reward", "failed as 0", "rollouts", "tokens", "loss", "logprob gap", "policy"],
@@ -226,30 +254,31 @@ def _show_run(
                 f"{record.metrics.get('max_logprob_gap', 0):.1e}",
                 f"v{record.policy_version}",
             ]
-            for record in steps
+            for record in found.steps
         ],
         title="committed steps",
     )
-    for result in summary.evaluations:
+    for result in found.summary.evaluations:
         named = "".join(f", {name} {value:.3f}" for name, value in result.rewards.items())
         say(f"held-out after {result.step} steps: {said_reward(result)}{named} over {result.rollouts} tasks")
     print_table(
-        ["rollout", "status", "attempt", "reward", "seconds", "error"],
+        ["rollout", "status", "attempt", "reward", "parts", "seconds", "error"],
         [
             [
                 escape(rollout.id),
                 f"[red]{rollout.status}" if rollout.status is Status.FAILED else str(rollout.status),
                 str(rollout.attempt),
                 _number(rollout.reward),
+                escape(said_parts(rollout.rewards, found.step_rewards.get(rollout.id, ()))),
                 f"{rollout.seconds:.1f}",
-                escape(reason(rollout.error)) if rollout.error else "",
+                escape(str(reason(rollout.error))) if rollout.error else "",
             ]
-            for rollout in chosen
+            for rollout in found.rollouts
         ],
-        title=f"rollouts ({len(chosen)} of {len(rollouts)})",
+        title=f"rollouts ({len(found.rollouts)} of {found.among})",
     )
-    for count, why in grouped(rollout.error for rollout in chosen if rollout.status is Status.FAILED):
-        say(f"{count} failed: {why}")
+    for count, why in found.failures:
+        say(f"{count} of {found.among} failed: {escape(str(why))}")
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -27,12 +27,12 @@ from lightning.trainer.metrics import (
     is_greedy,
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
-from lightning.trainer.reasons import grouped
+from lightning.trainer.reasons import grouped, reason
 from lightning.trainer.rules import Attempted, Diagnosis, diagnose, nothing_trained
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import Reporter
+from lightning.trainer.summary import Reporter, said_parts
 from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups
-from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, Task
+from lightning.types import TOO_LONG, Caller, CallStatus, Rollout, StepReward, Task, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class DevRow:
     trained calls, `constrained_calls` are those whose tokens vLLM chose under a mask (a grammar for strict tools or a format,
     top_p, ...), `greedy_calls` those at temperature 0, which are none of the former, and `truncated_calls` those that were cut
     off. `media_calls` would be trained, had their prompts no images, audio, video or files.
-    `too_long_calls` were refused because prompt and answer did not fit. `recorded` is all that the rules look at.
+    `too_long_calls` were refused because prompt and answer did not fit. `rewards` are the named parts of the reward, and
+    `call_rewards` says what each call was given (`call 2 (solver): helpful 0.5`). `recorded` is all that the rules look at.
     """
 
     task: str
@@ -63,6 +64,8 @@ class DevRow:
     media_calls: int = 0
     too_long_calls: int = 0
     callers: tuple[Caller, ...] = ()
+    rewards: dict[str, float] = field(default_factory=dict)
+    call_rewards: tuple[str, ...] = ()
     recorded: Attempted = field(default=Attempted((), ()), repr=False)
 
 
@@ -138,8 +141,18 @@ async def _row(stack: Stack, rollout: Rollout, train_agents: Sequence[str]) -> D
         media_calls=len(wanted) - len(trained),
         too_long_calls=sum(call.finish_reason == TOO_LONG for call in recorded),
         callers=tuple(dict.fromkeys(Caller(call.caller.agent, call.caller.path) for call in calls)),
+        rewards=dict(rollout.rewards),
+        call_rewards=tuple(_call_rewards(recorded, attempt.step_rewards)),
         recorded=Attempted(recorded, events),
     )
+
+
+def _call_rewards(calls: Sequence[Transition], given: Sequence[StepReward]) -> Iterator[str]:
+    """Who got which reward; calls are counted from 1, in the order in which they began."""
+    own = [call for call in sorted(calls, key=lambda call: call.seq) if call.choice == 0]
+    places = {call.id: f"call {place} ({call.caller.name})" for place, call in enumerate(own, 1)}
+    for reward in given:
+        yield f"{places.get(reward.response_id, 'no call known')}: {reward.name} {reward.value:.3g}"
 
 
 def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: bool = True) -> list[str]:
@@ -147,7 +160,7 @@ def _problems(rows: Sequence[DevRow], train_agents: Sequence[str], *, compared: 
     failed = [row for row in rows if row.reward is None]
     problems = [
         f"{count} of {len(rows)} rollouts failed: {why} (the first: task "
-        f"{next(row.task for row in failed if grouped([row.error])[0][1] == why)!r})"
+        f"{next(row.task for row in failed if reason(row.error) == why)!r})"
         for count, why in grouped(row.error for row in failed)
     ]
     scored = [row for row in rows if row.reward is not None]
@@ -200,16 +213,24 @@ def show(report: DevReport, console: Console) -> None:
     for row in report.rows:
         table.add_row(
             row.task,
-            "[red]failed" if row.reward is None else f"{row.reward:.3g}",
+            "[red]failed" if row.reward is None else escape(_said_reward(row)),
             ", ".join(f"{agent} ({count})" for agent, count in row.agents.items()),
             ", ".join(f"{tool} ({count})" for tool, count in row.tools.items()),
             f"{row.prompt_tokens}/{row.response_tokens}",
             f"{row.seconds:.1f}",
         )
     console.print(table)
+    for row in report.rows:
+        if row.call_rewards:
+            console.print(f"{escape(row.task)}: {escape(', '.join(row.call_rewards))}", highlight=False)
     for problem in report.problems:
         console.print(f"[red]{escape(problem)}", highlight=False)
     for hint in report.hints:
         console.print(f"[yellow]{escape(hint)}", highlight=False)
     if report.ok:
         console.print("everything that training needs was recorded", highlight=False)
+
+
+def _said_reward(row: DevRow) -> str:
+    parts = said_parts(row.rewards)
+    return f"{row.reward:.3g}{f' ({parts})' if parts else ''}"

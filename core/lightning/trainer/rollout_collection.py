@@ -119,7 +119,7 @@ class Sampler(ABC):
         if is_lost(rollouts):
             raise RunnerError(
                 f"{what}: all {len(rollouts)} failed, there is nothing to learn from: {said} "
-                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed)"
+                f"(whole tracebacks: lightning runs show {self.stack.run.id} --failed --json)"
             )
 
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from lightning.store.pages import each_rollout
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN, VAL, newest_generation
-from lightning.types import Json, Rollout, Status
+from lightning.types import Json, Rollout, Status, StepReward
 
 
 class Reporter:
@@ -110,6 +110,15 @@ def said_reward(result: Evaluation) -> str:
     if not result.failed:
         return reward
     return f"{reward} ({result.reward_with_failures:.3f} with the failed as 0)"
+
+
+def said_parts(rewards: Mapping[str, float], given: Sequence[StepReward] = ()) -> str:
+    """The named parts of a rollout's reward, then how many rewards its calls were `given` and their sum, by name."""
+    said = [f"{name} {value:.3g}" for name, value in rewards.items()]
+    for name in dict.fromkeys(reward.name for reward in given):
+        values = [reward.value for reward in given if reward.name == name]
+        said.append(f"{name} {sum(values):.3g} of {len(values)} {'call' if len(values) == 1 else 'calls'}")
+    return ", ".join(said)
 
 
 def _with_failures(metrics: Mapping[str, float]) -> str:

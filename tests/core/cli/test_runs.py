@@ -14,7 +14,7 @@ from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.url import sqlite_url
-from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, Task
+from lightning.types import Fault, Json, Outcome, Rollout, Run, StepRecord, StepReward, Task
 
 
 def test_list(lightning, runs: Path) -> None:
@@ -170,7 +170,11 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
         store = plugins().store(sqlite_url(tmp_path / "lightning.db"))
         await store.open()
         await store.put_run(Run("run", "run"))
-        ends = (Outcome(reward=0.5, rewards={"correct": 0.25}), Outcome(fault=Fault.AGENT, error="broken"))
+        given = (StepReward(0.5, "polite"), StepReward(0.25, "polite"))
+        ends = (
+            Outcome(reward=0.5, rewards={"correct": 0.25}, step_rewards=given),
+            Outcome(fault=Fault.AGENT, error="broken"),
+        )
         for step, outcome in enumerate(ends):
             await store.create_rollouts([Rollout(f"v{step}", "run", Task(1), "g", split="val", step=step)])
             (lease,) = await store.lease("run", "worker", limit=1)
@@ -181,6 +185,11 @@ def test_show_has_the_named_rewards_of_evaluations_and_those_in_which_all_failed
     shown = lightning("runs", "show", "run", "--runs", str(tmp_path)).out
     assert "held-out after 0 steps: 0.500, correct 0.250 over 1 tasks" in shown
     assert "held-out after 1 steps: - (0.000 with the failed as 0) over 1 tasks" in shown
+    assert "correct 0.25, polite 0.75 of 2 calls" in shown
+    assert "1 of 2 failed: broken" in shown
+    told = json.loads(lightning("runs", "show", "run", "--runs", str(tmp_path), "--json").out)
+    assert [reward["value"] for reward in told["step_rewards"]["v0"]] == [0.5, 0.25]
+    assert [(one["count"], one["reason"]["message"]) for one in told["failures"]] == [(1, "broken")]
     listed = lightning("runs", "--runs", str(tmp_path)).out
     assert "0.500 → - (0.500 → 0.000 with the failed as 0)" in listed
     (row,) = json.loads(lightning("runs", "--runs", str(tmp_path), "--json").out)

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import httpx2
+from lightning import reward
 from lightning.testing.fake_vllm import Reply
 from lightning.trainer.dev import DevReport, DevRow, _hints, _problems, dry_run, show
 from lightning.trainer.rules import Attempted
@@ -156,6 +157,28 @@ async def test_a_dry_run_is_not_green_when_calls_are_refused_and_the_agent_goes_
         == "swallows: 2 refused calls (invalid_parameter): 'temperature' must be a number or null, not 'hot'."
     )
     assert len(refused) == 2
+
+
+async def test_a_dry_run_shows_the_parts_of_a_reward_and_what_each_call_was_given(bench: Any, tmp_path: Path) -> None:
+    async def judged(task: Task, llm: Any) -> dict[str, float]:
+        body = {"model": llm.model, "messages": [{"role": "user", "content": "Hello"}]}
+        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {llm.api_key}"}) as session:
+            for value in (0.25, 0.75):
+                async with session.post(f"{llm.base_url}/chat/completions", json=body) as reply:
+                    await reply.read()
+                reward(value, name="[polite]")
+        return {"right": 0.5, "form": 0.25}
+
+    console = Console(record=True, width=200, file=io.StringIO())
+    async with bench(tmp_path, judged) as made:
+        report = await dry_run(
+            made.loop.stack, [Task("one")], [], made.loop.schedule.at(0), Reporter(enabled=True, console=console)
+        )
+    (row,) = report.rows
+    assert row.call_rewards == ("call 1 (judged): [polite] 0.25", "call 2 (judged): [polite] 0.75")
+    shown = console.export_text()
+    assert "0.75 (right 0.5, form 0.25)" in shown
+    assert "one: call 1 (judged): [polite] 0.25, call 2 (judged): [polite] 0.75" in shown
 
 
 async def test_a_dry_run_samples_as_training_does_and_counts_what_it_sampled(bench: Any, tmp_path: Path) -> None:

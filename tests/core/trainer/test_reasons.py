@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from pathlib import Path
 
 import pytest
 from lightning.runner.policy_faults import described
-from lightning.trainer.reasons import grouped, reason
+from lightning.trainer.reasons import Reason, grouped
+from lightning.trainer.reasons import reason as reason_of
 
 
 def solve(number: int) -> object:
@@ -40,6 +42,19 @@ def error_of(number: int) -> str:
 
 
 FILE = Path(__file__).name
+
+
+def reason(error: str) -> str:
+    return str(reason_of(error))
+
+
+def test_the_reason_has_its_parts_as_fields() -> None:
+    found = reason_of(described("cut_off", error_of(2)))
+    assert (found.cause, found.exception, found.message) == ("cut_off", "RuntimeError", "no plan")
+    assert re.fullmatch(rf"{FILE}:\d+ in solve", found.place)
+    assert reason_of("KeyError: a line alone") == Reason(message="KeyError: a line alone")
+    too_long = reason_of("BadRequestError: This model's maximum context length is 9 tokens.")
+    assert too_long.cure == "here that length is policy_server.max_model_len"
 
 
 @pytest.mark.parametrize(
@@ -81,5 +96,5 @@ def test_a_prompt_that_was_too_long_names_the_setting() -> None:
 def test_alike_ones_are_counted_together() -> None:
     errors = [error_of(0), "took 5 s", "took 6 s", "took 7 s"]
     (three, one) = grouped(errors)
-    assert three == (3, "took 5 s")
+    assert three == (3, Reason(message="took 5 s"))
     assert one[0] == 1
