@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning import asyncio_utils
 from lightning.asyncio_utils import until_told
 from lightning.client.delivery import AttemptCounts, ServerDelivery
-from lightning.client.runs import Runs
+from lightning.client.run_discovery import Runs
 from lightning.client.server_presence import Presence, Servers
 from lightning.config import Config, load_config, with_settings
 from lightning.errors import ConfigError, UnavailableError

@@ -15,7 +15,7 @@ import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
-from lightning.client.runs import Runs
+from lightning.client.run_discovery import Runs
 from lightning.client.server_presence import Presence, Servers
 from lightning.errors import DataError, LightningError, StaleAttemptError, UnavailableError
 from lightning.gateway.identity import seconds_left

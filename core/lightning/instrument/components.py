@@ -375,7 +375,7 @@ def current_caller() -> Caller | None:
 
 def is_framework(caller: Caller | None) -> bool:
     """Whether a framework's adapter has named a caller: `raw` answers where nobody else does."""
-    from lightning.plugins.adapters import failed_adapter
+    from lightning.plugins.attached_adapters import failed_adapter
 
     return caller is not None and caller.framework not in ("", "raw") and not failed_adapter(caller)
 

@@ -18,9 +18,9 @@ import pluggy
 
 from lightning import hooks
 from lightning.errors import PluginError
-from lightning.plugins.adapters import Adapters, Installation
+from lightning.plugins.attached_adapters import Adapters, Installation
+from lightning.plugins.discovery import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.plugins.importing import imported, on_import
-from lightning.plugins.info import DISABLE, GROUP, KINDS, Kind, PluginInfo, RegisteredNames, discover, near, one
 from lightning.types import Caller, StepState, ToolEvent
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from lightning.instrument import activate
-from lightning.plugins.adapters import failed_adapter
+from lightning.plugins.attached_adapters import failed_adapter
 from lightning.testing.contract_harness import ContractHarness, calculator, check, solved, unbroken
 from lightning.testing.contract_house import BAD, HANG, REFUSE, Ran
 from lightning.testing.vllm_replies import Reply

@@ -23,7 +23,7 @@ import pytest
 from lightning.errors import DataError, LightningError
 from lightning.instrument import activate, emit, install_tap
 from lightning.plugins import plugins
-from lightning.plugins.adapters import failed_adapter
+from lightning.plugins.attached_adapters import failed_adapter
 from lightning.testing.contract_house import ANSWER, LIMIT, House, Ran
 from lightning.testing.network import hold_network
 from lightning.types import LLM, Caller, StepState, ToolEvent
@@ -302,7 +302,7 @@ def _complaints() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.plugins.adapters")
+    logger = logging.getLogger("lightning.plugins.attached_adapters")
     logger.addHandler(handler)
     try:
         yield said

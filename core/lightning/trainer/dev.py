@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.gateway.policy import HIDDEN
-from lightning.plugins.adapters import failed_adapter
+from lightning.plugins.attached_adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.metrics import (
     CURE_OF_CUT_OFF,

@@ -23,7 +23,7 @@ from lightning.store.url import redacted
 from lightning.types import Status
 from redis.exceptions import RedisError
 
-from lightning_redis import records, scripts
+from lightning_redis import lua_scripts, records
 from lightning_redis.connection import Command, Wire, translate
 from lightning_redis.handshake import SCHEMA, Ask, asker, check_server, schema_of
 from lightning_redis.keys import Keys, encoded
@@ -252,7 +252,7 @@ class RedisKeeper:
         for member in members:
             keys += [key for each in self._of_attempts(member) for key in each]
             arguments += [member.rollout, member.attempts]
-        (word, *_) = await lane.run(scripts.FORGET, keys, [encoded(argument) for argument in arguments])
+        (word, *_) = await lane.run(lua_scripts.FORGET, keys, [encoded(argument) for argument in arguments])
         return bool(word != b"grown")
 
     def _removal(self, run: str, member: _Member) -> list[Command]:

@@ -17,10 +17,10 @@ from lightning.store.protocol import KNOWN_SECONDS
 from lightning_redis.change_listener import Listeners
 from lightning_redis.connection import Reply
 from lightning_redis.keys import Keys, encoded
+from lightning_redis.lua_scripts import Script
 from lightning_redis.parents import ParentCache
 from lightning_redis.pipeline import Greeting, Lane
 from lightning_redis.rollout_codec import home_of
-from lightning_redis.scripts import Script
 from lightning_redis.settings import Settings
 
 MAX_HOMES = 100_000

@@ -21,7 +21,7 @@ from redis.exceptions import NoScriptError, RedisError
 from lightning_redis.connection import LEAST_SECONDS, Command, Reply, Wire, away, pause, translate
 from lightning_redis.handshake import Ask, asker
 from lightning_redis.keys import Keys
-from lightning_redis.scripts import Script
+from lightning_redis.lua_scripts import Script
 from lightning_redis.settings import Settings
 
 MAX_CALLS: Final = 256

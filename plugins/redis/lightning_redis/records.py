@@ -15,7 +15,7 @@ from lightning.store import json_text, rollout_state, rows
 from lightning.store.protocol import Attempt, MetricPoint
 from lightning.types import Json, Run, StepRecord
 
-from lightning_redis import scripts
+from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
 from lightning_redis.rollout_codec import stand
@@ -60,7 +60,7 @@ async def put_run(link: Link, run: Run) -> Run:
     """See `Store.put_run`. A run without a time of its own is created now."""
     config = json_text.dump(dict(run.config), f"the configuration of run {run.id!r}")
     text = json_text.dump([run.name, config, run.project])
-    rest = done(await link.run(scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text)))
+    rest = done(await link.run(lua_scripts.PUT_RUN, [link.keys("runs")], *(run.id, time_text(run.created_at), text)))
     return _run(run.id, rest[0])
 
 
@@ -126,7 +126,7 @@ async def commit_step(link: Link, record: StepRecord) -> None:
     """See `Store.commit_step`. A record without a time of its own is committed now."""
     text = json_text.dump(rows.STEPS.values(record, without=("run", "step", "at")))
     word, *rest = await link.run(
-        scripts.COMMIT,
+        lua_scripts.COMMIT,
         [link.keys("standing"), *(link.keys(name, record.run) for name in ("steps", "proofs", "changes"))],
         *(record.run, record.step, record.digest, time_text(record.at), text, len(record.rollouts)),
         *(part for trained in record.rollouts for part in trained),
@@ -191,7 +191,11 @@ async def log_metrics(link: Link, run: str, step: int, values: Mapping[str, floa
     for name, value in values.items():
         pairs += [name, repr(float(value))]
     known_as = rollout_state.known_as(once, "log_metrics", run, step, *pairs)
-    done(await link.run_once(scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs))
+    done(
+        await link.run_once(
+            lua_scripts.LOG_METRICS, [link.keys("metrics", run)], known_as, step, len(values), rest=pairs
+        )
+    )
 
 
 async def metrics(link: Link, run: str) -> list[MetricPoint]:
@@ -213,13 +217,15 @@ async def put_state(link: Link, run: str, key: str, value: Json, once: str | Non
     text = json_text.dump(value, f"the state {key!r}")
     known_as = rollout_state.known_as(once or "", "put_state", run, key, text)
     keys = [link.keys("state", run), link.keys("changes", run)]
-    done(await link.run_once(scripts.PUT_STATE, keys, known_as, key, text))
+    done(await link.run_once(lua_scripts.PUT_STATE, keys, known_as, key, text))
 
 
 async def keep_state(link: Link, run: str, key: str, value: Json) -> Json:
     """See `Store.keep_state`."""
     text = json_text.dump(value, f"the state {key!r}")
-    rest = done(await link.run(scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text)))
+    rest = done(
+        await link.run(lua_scripts.KEEP_STATE, [link.keys("state", run), link.keys("changes", run)], *(key, text))
+    )
     return json_text.load(rest[0].decode(errors="replace"), f"the state {key!r} of run {run!r}")
 
 

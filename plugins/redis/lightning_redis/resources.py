@@ -13,7 +13,7 @@ from lightning.store import json_text, rollout_state, rows
 from lightning.store.protocol import LATEST, Alias, ResourceUse
 from lightning.types import Resource
 
-from lightning_redis import scripts
+from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done
 from lightning_redis.records import listed, stamped
@@ -27,7 +27,7 @@ async def put(link: Link, resource: Resource) -> Resource:
     kind, digest = resource.kind.value, resource.digest
     version, value = done(
         await link.run(
-            scripts.PUT_RESOURCE,
+            lua_scripts.PUT_RESOURCE,
             [link.keys("kinds"), link.keys("versions", name), link.keys("contents", name)],
             *(name, kind, digest, json_text.dump([kind, content, metadata, digest])),
         ),
@@ -79,7 +79,7 @@ async def set_alias(link: Link, name: str, alias: str, version: int, once: str) 
     """See `Store.set_alias`."""
     rollout_state.check_alias(alias)
     reply = await link.run_once(
-        scripts.SET_ALIAS,
+        lua_scripts.SET_ALIAS,
         [link.keys("versions", name), link.keys("aliases", name), _moves(link, name, alias)],
         rollout_state.known_as(once, "set_alias", name, alias, version),
         *(alias, version),
@@ -96,7 +96,7 @@ async def roll_back(link: Link, name: str, alias: str, once: str) -> Alias:
     known_as = rollout_state.known_as(once, "roll_back_alias", name, alias)
     keys = [link.keys("aliases", name), _moves(link, name, alias)]
     version, at = done(
-        await link.run_once(scripts.ROLL_BACK_ALIAS, keys, known_as, alias),
+        await link.run_once(lua_scripts.ROLL_BACK_ALIAS, keys, known_as, alias),
         unknown=lambda _: StoreError(
             f"the resource {name!r} has no alias {alias!r}: `lightning resources ls` shows those there are"
         ),

@@ -16,7 +16,7 @@ from lightning.store import rollout_state
 from lightning.store.protocol import Page, RolloutCount
 from lightning.types import Lease, Outcome, Rollout, Status
 
-from lightning_redis import scripts
+from lightning_redis import lua_scripts
 from lightning_redis.connection import Reply
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done, unexpected
@@ -51,7 +51,7 @@ async def create(link: Link, rollouts: Sequence[Rollout]) -> int:
         arguments += [place("all", run), place("pending", run), place("step", rollout.step, run), place("changes", run)]
     tables = [link.keys(name) for name in ("counter", "standing", "columns", "uses")]
     (new,) = done(
-        await link.run(scripts.CREATE, (*tables, *keys), *arguments),
+        await link.run(lua_scripts.CREATE, (*tables, *keys), *arguments),
         elsewhere=lambda rest: _elsewhere(rollouts[int(rest[0])]),
     )
     for rollout in rollouts:
@@ -149,7 +149,7 @@ async def lease(link: Link, run: str, worker: str, limit: int, ttl: float, once:
     if not worker:
         raise DataError("a lease needs the name of its worker: release() finds leases by it")
     reply = await link.run_once(
-        scripts.LEASE,
+        lua_scripts.LEASE,
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "failed", "leases", "changes")),
@@ -173,7 +173,7 @@ async def renew(link: Link, lease: Lease, ttl: float) -> Lease:
     rollout = lease.rollout.id
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
-        scripts.RENEW,
+        lua_scripts.RENEW,
         (link.keys("standing"), link.keys("leases", run)),
         *(rollout, lease.attempt, lease.worker, float(ttl)),
     )
@@ -193,7 +193,7 @@ async def complete(link: Link, rollout: str, attempt: int, outcome: Outcome, spe
     end = rollout_state.ending(rollout, outcome)
     run, _ = await link.home(rollout)
     word, *rest = await link.run(
-        scripts.COMPLETE,
+        lua_scripts.COMPLETE,
         [
             *(link.keys(name) for name in ("standing", "columns", "attempts", "labels", "uses", "held")),
             *(link.keys(name, run) for name in ("pending", "running", "succeeded", "failed", "leases", "changes")),
@@ -220,7 +220,7 @@ async def release(link: Link, worker: str, once: str) -> int:
         runs = sorted({(await link.home(rollout))[0] for rollout in rollouts})
         keys = [link.keys(what, run) for run in runs for what in ("pending", "running", "leases", "changes")]
         word, *rest = await link.run_once(
-            scripts.RELEASE,
+            lua_scripts.RELEASE,
             [link.keys(table) for table in ("standing", "attempts", "held")],
             known_as,
             worker,

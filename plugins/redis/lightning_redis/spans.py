@@ -13,7 +13,7 @@ from lightning.store import json_text, rows
 from lightning.store.protocol import MAX_SPANS
 from lightning.types import Span
 
-from lightning_redis import scripts
+from lightning_redis import lua_scripts
 from lightning_redis.loop_client import Link, done
 from lightning_redis.transitions import current_attempt
 
@@ -29,7 +29,9 @@ async def append(link: Link, spans: Sequence[Span]) -> int:
         key = link.keys("spans", span.attempt, span.rollout)
         place = places.setdefault(key, len(places) + 1)
         arguments += [span.rollout, span.attempt, place, span.span_id, text]
-    rest = done(await link.run(scripts.SPANS, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments)))
+    rest = done(
+        await link.run(lua_scripts.SPANS, (link.keys("standing"), *places), *(MAX_SPANS, len(spans), *arguments))
+    )
     return int(rest[0])
 
 

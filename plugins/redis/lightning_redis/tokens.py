@@ -11,7 +11,7 @@ from lightning.errors import ConflictError, StoreError
 from lightning.store import json_text, rollout_state, rows
 from lightning.types import Token
 
-from lightning_redis import scripts
+from lightning_redis import lua_scripts
 from lightning_redis.keys import encoded
 from lightning_redis.loop_client import Link, done
 from lightning_redis.records import stamped, time_text
@@ -23,7 +23,7 @@ async def put(link: Link, token: Token, once: str) -> Token:
     known_as = rollout_state.known_as(once, "put_token", token.id, token.digest, token.scope.value, token.project)
     arguments = (token.id, time_text(token.created_at), text)
     done(
-        await link.run_once(scripts.PUT_TOKEN, [link.keys("tokens")], known_as, *arguments),
+        await link.run_once(lua_scripts.PUT_TOKEN, [link.keys("tokens")], known_as, *arguments),
         taken=lambda _: ConflictError(f"there is a token {token.id!r} already: make one with another id"),
     )
     return await _existing(link, token.id)
@@ -48,7 +48,7 @@ async def every(link: Link) -> list[Token]:
 async def revoke(link: Link, token: str) -> Token:
     """See `Store.revoke_token`."""
     done(
-        await link.run(scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token),
+        await link.run(lua_scripts.REVOKE_TOKEN, [link.keys("tokens"), link.keys("revoked")], token),
         unknown=lambda _: StoreError(f"there is no token {token!r}: list_tokens() says which there are"),
     )
     return await _existing(link, token)

@@ -20,7 +20,7 @@ from lightning.store import codec, json_text, rollout_state
 from lightning.store.relational.prefix_parents import Fingerprint, Prompt, choose
 from lightning.types import Caller, Transition
 
-from lightning_redis import calls, scripts
+from lightning_redis import calls, lua_scripts
 from lightning_redis.calls import Decoder, Stored
 from lightning_redis.connection import Command
 from lightning_redis.keys import encoded
@@ -96,7 +96,7 @@ async def append(link: Link, transitions: Sequence[Transition]) -> int:
         for i, (transition, group) in enumerate(zip(transitions, groups, strict=True)):
             batch.add(transition, group, digests.get(i))
         head = (calls.DIGEST_BYTES, GROUP_ROOTS, len(transitions))
-        word, *rest = await link.run(scripts.APPEND, (link.keys("standing"), *batch.keys), *head, *batch.arguments)
+        word, *rest = await link.run(lua_scripts.APPEND, (link.keys("standing"), *batch.keys), *head, *batch.arguments)
         if word == "ok":
             _remember(link, batch)
             return int(rest[0])

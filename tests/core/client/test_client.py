@@ -11,7 +11,7 @@ import aiohttp
 import lightning
 import pytest
 from lightning.client import AttemptCounts, Client
-from lightning.client import runs as finding
+from lightning.client import run_discovery as finding
 from lightning.config import with_settings
 from lightning.errors import ConfigError, DataError, StoreError, UnavailableError
 from lightning.gateway import Upstream
@@ -78,9 +78,9 @@ async def test_runs_are_found_at_a_server_of_the_release_before(site: Site, monk
         return await whole(self, method, path, answer, body, **how)
 
     monkeypatch.setattr(HttpStore, "_ask", before)
-    monkeypatch.setattr("lightning.client.runs.FIND_SECONDS", 0.05)
+    monkeypatch.setattr("lightning.client.run_discovery.FIND_SECONDS", 0.05)
     for name, most in (("NEWEST", 2), ("OLDER", 1)):
-        monkeypatch.setattr(f"lightning.client.runs.{name}", most)
+        monkeypatch.setattr(f"lightning.client.run_discovery.{name}", most)
     server = await site.start()
     await site.begin(count=1)
     for number in range(3):
@@ -93,7 +93,7 @@ async def test_runs_are_found_at_a_server_of_the_release_before(site: Site, monk
 async def test_work_that_comes_later_is_done_at_once_and_a_run_may_be_chosen(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("lightning.client.runs.FIND_SECONDS", "lightning.runner.lease_loop.LOOK_SECONDS"):
+    for name in ("lightning.client.run_discovery.FIND_SECONDS", "lightning.runner.lease_loop.LOOK_SECONDS"):
         monkeypatch.setattr(name, 300.0)  # only news brings it to lease again
     server = await site.start()
     await site.begin(count=1)
@@ -411,7 +411,11 @@ async def test_a_run_that_servers_refuse_is_left_alone_and_another_one_served(
 @pytest.fixture
 def asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What servers refuse is asked again soon."""
-    for name in ("client.runs.FIND_SECONDS", "client.runs.FIRST_PAUSE", "runner.lease_loop.LOOK_SECONDS"):
+    for name in (
+        "client.run_discovery.FIND_SECONDS",
+        "client.run_discovery.FIRST_PAUSE",
+        "runner.lease_loop.LOOK_SECONDS",
+    ):
         monkeypatch.setattr(f"lightning.{name}", 0.02)
 
 

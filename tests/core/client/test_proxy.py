@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from aiohttp import ClientSession, web
 from lightning.client import Client
-from lightning.client import runs as finding
+from lightning.client import run_discovery as finding
 from lightning.client.server_presence import Servers
 from lightning.errors import StoreError, UnavailableError
 from lightning.instrument import emit

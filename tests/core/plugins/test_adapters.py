@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
-from lightning.plugins.adapters import failed_adapter
+from lightning.plugins.attached_adapters import failed_adapter
 from lightning.types import Caller, ToolEvent
 
 ADAPTER = """

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pluggy
 
-from lightning.plugins.info import PluginInfo
+from lightning.plugins.discovery import PluginInfo
 from lightning.types import Caller, StepState, ToolEvent
 
 logger = logging.getLogger(__name__)
