@@ -29,6 +29,7 @@ from lightning.gateway.dialects.messages import Messages, prompt_of
 from lightning.gateway.history import History
 from lightning.gateway.http import (
     JSON_TYPE,
+    Body,
     ClientGoneError,
     RefusalError,
     UpstreamError,
@@ -68,27 +69,32 @@ class CountTokens:
     """`POST /v1/messages/count_tokens`: the tokens of a prompt, by the policy server's own tokenizer and chat template, over
     the very chat messages that `/v1/messages` would send."""
 
-    def __init__(self, config: GatewayConfig, identity: Identity, policies: Policies, forwarder: Forwarder) -> None:
+    def __init__(
+        self, config: GatewayConfig, identity: Identity, policies: Policies, forwarder: Forwarder, providers: Providers
+    ) -> None:
         self._config, self._identity, self._policies, self._forwarder = config, identity, policies, forwarder
+        self._providers = providers
         self._dialect = Messages()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Never raises for what is the agent's or vLLM's fault."""
         try:
-            status, body = await self._count(scope, receive)
-            await send_bytes(send, status, body)
+            claims = self._identity.claims(scope)
+            payload = await read_body(scope, receive, self._config.max_body_bytes)
+            body = await parsed(scope, payload, read_object)
+            if (provider := self._providers.of_model(body.get("model"))) is not None:
+                await self._providers.pass_on(provider, COUNT_PATH[1:], payload, scope, receive, send)
+                return
+            status, answer = await self._count(claims, prompt_of(body))
+            await send_bytes(send, status, answer)
         except RefusalError as refusal:
             await send_bytes(send, refusal.status, self._dialect.refusal(refusal), (JSON_TYPE, *refusal.headers))
         except ClientGoneError:
             return
 
-    async def _count(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
-        claims = self._identity.claims(scope)
-        policy = self._policies.of(claims.run)
-        payload = await read_body(scope, receive, self._config.max_body_bytes)
-        prompt = prompt_of(await parsed(scope, payload, read_object))
+    async def _count(self, claims: Claims, prompt: Body) -> tuple[int, bytes]:
         try:
-            status, payload = await self._forwarder.tokenize(policy, claims.rollout, prompt)
+            status, payload = await self._forwarder.tokenize(self._policies.of(claims.run), claims.rollout, prompt)
             if status != 200:
                 return status, self._dialect.upstream_refusal(status, payload)
             return 200, orjson.dumps({"input_tokens": orjson.loads(payload)["count"]})
@@ -182,7 +188,7 @@ def build_front(
         dialect.path: CallEndpoint(dialect(), config, identity, policies, forwarder, recorder, history, providers)
         for dialect in DIALECTS
     }
-    endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder)
+    endpoints[COUNT_PATH] = CountTokens(config, identity, policies, forwarder, providers)
     endpoints[PATH] = traces
     routes: list[Route] = [Route("/health", info.health, methods=["GET"])]
     for prefix in PREFIXES:

@@ -85,6 +85,17 @@ async def test_a_judges_model_is_answered_there_and_is_not_recorded(house, provi
     assert llm.api_key not in everything(provider)
 
 
+async def test_the_tokens_of_its_prompts_are_counted_there(house, provider):
+    provider.answer = lambda request: web.json_response({"input_tokens": 3})
+    http = await house.http(await house.llm())
+    theirs = await http.post("/messages/count_tokens", json={"model": "gpt-4o-mini", "messages": HI})
+    ours = await http.post("/messages/count_tokens", json={"model": "claude-sonnet", "messages": HI})
+    assert theirs.json() == {"input_tokens": 3}
+    assert [call[1] for call in provider.asked] == ["/v1/messages/count_tokens"]
+    assert ours.status_code == 200
+    assert ours.json() != theirs.json()
+
+
 async def test_the_policys_own_name_is_nobody_elses(build, provider):
     house = await build(providers={"all": ProviderConfig(base_url=provider.url, models=("*",))})
     http = await house.http()
