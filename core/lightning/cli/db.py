@@ -20,7 +20,7 @@ from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError, StoreError
 from lightning.maintenance import DatabaseStatus, check_schema, keeper_of, look
 from lightning.maintenance.export import TABLES, ExportScope, chosen_runs, read_table
-from lightning.maintenance.files import Format, write_lines, write_table
+from lightning.maintenance.export_files import Format, write_lines, write_table
 from lightning.maintenance.prune import PruneRequest, RunPlan, carry_out, plan
 from lightning.plugins import plugins
 from lightning.store.protocol import Store

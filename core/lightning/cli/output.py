@@ -25,7 +25,7 @@ def print_json(value: object) -> None:
     try:
         text = orjson.dumps(value, default=_plain, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # a lone surrogate, or an integer of more than 64 bits, which tasks may hold
-        from lightning.maintenance.files import plain
+        from lightning.maintenance.export_files import plain
 
         text = json.dumps(plain(value), default=lambda item: plain(_plain(item)), indent=2)
     sys.stdout.write(text + "\n")

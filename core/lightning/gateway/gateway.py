@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning.addresses import Allowed
 from lightning.errors import GatewayError
+from lightning.gateway.connections import Serving, bind
 from lightning.gateway.exchanges import Exchanges
 from lightning.gateway.history import History
 from lightning.gateway.identity import Identity, TokenSigner
@@ -21,7 +22,6 @@ from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
 from lightning.gateway.routes import build_front
-from lightning.gateway.serving import Serving, bind
 from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream

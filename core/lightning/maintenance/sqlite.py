@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning.errors import ConfigError, SchemaError, StoreError
-from lightning.maintenance.files import new_file
+from lightning.maintenance.export_files import new_file
 from lightning.maintenance.relational import RelationalKeeper
 from lightning.store.relational.schema import MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction

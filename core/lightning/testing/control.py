@@ -16,7 +16,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from lightning.config import LimitsConfig
-from lightning.gateway.serving import Serving, bind
+from lightning.gateway.connections import Serving, bind
 from lightning.server.api import Api, Finish, LlmFor
 from lightning.server.auth import ALL_PROJECTS, Authenticator, issue_token
 from lightning.store.protocol import Store

@@ -63,7 +63,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store.sqlite.connection",
         ),
         "a keeper of databases": (
-            "lightning.maintenance.files",
+            "lightning.maintenance.export_files",
             "lightning.maintenance.queries",
             "lightning.maintenance.relational",
         ),

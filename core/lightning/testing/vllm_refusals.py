@@ -6,7 +6,6 @@ a prompt is looked at elsewhere (`vllm_shapes.too_long`), and the fake's model t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -106,10 +105,8 @@ def _message(message: Mapping[str, Any]) -> Iterator[Refusal]:
         yield "Field required: role", "messages"
     if message.get("role") != "assistant":
         return
-    for call in message.get("tool_calls") or ():
-        arguments = call.get("function", {}).get("arguments")
-        if isinstance(arguments, str) and arguments:
-            try:
-                json.loads(arguments)
-            except ValueError as error:
-                yield f"arguments of {call['function'].get('name')!r} are no JSON: {error}", "messages"
+    for call in message.get("tool_calls") or ():  # malformed arguments are taken for {}
+        if not isinstance(call, Mapping):
+            yield "assistant tool_calls entries must be objects.", "tool_calls"
+        elif call.get("type", "function") != "function" or not isinstance(call.get("function"), Mapping):
+            yield "chat completions only support assistant tool_calls of type 'function'.", "tool_calls"

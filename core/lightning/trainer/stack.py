@@ -19,9 +19,9 @@ from lightning.config import Config
 from lightning.config.sections import GatewayConfig, PolicyServerConfig
 from lightning.errors import PolicyServerError
 from lightning.gateway import Gateway, Upstream
+from lightning.gateway.connections import bind
 from lightning.gateway.fleet.coordinator import Owner
 from lightning.gateway.fleet.records import UNKNOWN, gateway_secret
-from lightning.gateway.serving import bind
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.process import reserved_port

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from lightning.errors import DataError, SchemaError, StoreError
 from lightning.maintenance import queries
-from lightning.maintenance.files import new_file
+from lightning.maintenance.export_files import new_file
 from lightning.maintenance.relational import RelationalKeeper
 from lightning.store.relational.schema import MIGRATIONS as SQLITE_MIGRATIONS
 from lightning.store.relational.transaction import Operation, Transaction

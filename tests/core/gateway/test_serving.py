@@ -8,8 +8,8 @@ import socket
 import aiohttp
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import serving
-from lightning.gateway.serving import Serving, bind
+from lightning.gateway import connections as serving
+from lightning.gateway.connections import Serving, bind
 from starlette.types import Receive, Scope, Send
 
 

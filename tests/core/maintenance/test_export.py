@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from lightning.errors import MissingExtraError, StoreError
-from lightning.maintenance import files
+from lightning.maintenance import export_files as files
 from lightning.maintenance.export import TABLES, ColumnKind, ExportScope, Record, chosen_runs, read_table
-from lightning.maintenance.files import Format, Parquet, json_line, write_table
+from lightning.maintenance.export_files import Format, Parquet, json_line, write_table
 from lightning.store.memory import MemoryStore
 from lightning.store.protocol import Store
 from lightning.types import Fault, Outcome, Rollout, Run, Task, ToolEvent, Transition, logprobs, token_ids

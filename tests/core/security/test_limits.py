@@ -13,8 +13,8 @@ import pytest
 from lightning.config import LimitsConfig
 from lightning.gateway import access_control, body_limits, serving
 from lightning.gateway.access_control import Guard
+from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, send_bytes
-from lightning.gateway.serving import Serving, bind
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 QUICK = LimitsConfig(header_timeout=0.1, body_timeout=0.1, write_timeout=0.1)

@@ -70,9 +70,13 @@ def test_taken(name: str) -> None:
     assert refusal(body(TAKEN[name])) is None
 
 
-def test_arguments_that_are_no_json() -> None:
-    broken = {**CALL, "function": {"name": "add", "arguments": "{2, 3"}}
-    assert refusal(body({"messages": [*HI, {"role": "assistant", "tool_calls": [broken]}]})) is not None
+def test_arguments_that_are_no_json_are_taken_and_tool_calls_that_are_no_functions_refused() -> None:
+    def said(call: object) -> dict[str, Any]:
+        return body({"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]})
+
+    assert refusal(said({**CALL, "function": {"name": "add", "arguments": "{2, 3"}})) is None
+    assert refusal(said("add")) is not None
+    assert refusal(said({**CALL, "type": "custom"})) is not None
 
 
 async def test_the_server_answers_400_and_names_the_field() -> None:
