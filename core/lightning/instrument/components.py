@@ -19,6 +19,7 @@ from typing import ParamSpec, Self, TypeVar, cast, overload
 
 from lightning.errors import DataError
 from lightning.instrument.context import calling_session, current_session, log_once
+from lightning.instrument.recorded_tools import recorded_run, replayed
 from lightning.instrument.starters import starter_here
 from lightning.instrument.texts import MAX_TEXT, arguments_of, error_text, result_of, text_of
 from lightning.types import Caller, Json, ToolEvent
@@ -119,6 +120,10 @@ class _Scope:
     ) -> None:
         _path.set(self._before)
 
+    def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What the call gives; a generator has not begun, a coroutine is not awaited."""
+        return function(*args, **kwargs)
+
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         """The call has returned `output`, or raised."""
 
@@ -132,6 +137,12 @@ class _ToolScope(_Scope):
         # Now, not at its end: the calls that it makes itself are not what it runs for.
         agent = caller.name if caller else ""
         self._asked_by = self._session.calls.last(agent) if self._session else ""
+
+    def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        found = recorded_run(self.name, self.arguments)
+        if found is None:
+            return function(*args, **kwargs)
+        return cast("R", replayed(found, _target(function)))
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         if self._session is None:
@@ -199,9 +210,7 @@ _Call = tuple[tuple[object, ...], dict[str, object]]
 
 def _wrap(function: Callable[P, R], open_scope: Callable[[_Call], _Scope]) -> Callable[P, R]:
     """Run every call of `function` inside a scope of its own, whatever kind of function it is."""
-    target: Callable[P, object] = function
-    if not inspect.isroutine(function) and not isinstance(function, functools.partial):
-        target = getattr(function, "__call__", function)  # noqa: B004 — an object is as async as its __call__
+    target = _target(function)
     wrapper: Callable[P, object]
     if inspect.isasyncgenfunction(target):
         wrapper = _wrap_async_generator(cast("Callable[P, AsyncGenerator[object, object]]", function), open_scope)
@@ -214,12 +223,19 @@ def _wrap(function: Callable[P, R], open_scope: Callable[[_Call], _Scope]) -> Ca
     return cast("Callable[P, R]", functools.wraps(function)(wrapper))
 
 
+def _target(function: Callable[P, R]) -> Callable[P, R]:
+    """What says of which kind a function is."""
+    if inspect.isroutine(function) or isinstance(function, functools.partial):
+        return function
+    return getattr(function, "__call__", function)  # noqa: B004 — an object is as async as its __call__
+
+
 def _wrap_function(function: Callable[P, object], open_scope: Callable[[_Call], _Scope]) -> Callable[P, object]:
     def call(*args: P.args, **kwargs: P.kwargs) -> object:
         scope = open_scope((args, kwargs))
         try:
             with scope:
-                result = function(*args, **kwargs)
+                result = scope.run(function, *args, **kwargs)
         except BaseException as error:
             scope.ended(error=error)
             raise
@@ -236,7 +252,7 @@ def _wrap_coroutine(
         scope = open_scope((args, kwargs))
         try:
             with scope:
-                result = await function(*args, **kwargs)
+                result = await scope.run(function, *args, **kwargs)
         except BaseException as error:
             scope.ended(error=error)
             raise
@@ -252,7 +268,7 @@ def _wrap_generator(
     def call(*args: P.args, **kwargs: P.kwargs) -> Generator[object, object, object]:
         scope = open_scope((args, kwargs))
         items = _Items()
-        generator = function(*args, **kwargs)
+        generator = scope.run(function, *args, **kwargs)
         step: Callable[[], object] = functools.partial(next, generator)
         try:
             while True:
@@ -284,7 +300,7 @@ def _wrap_async_generator(
     async def call(*args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[object, object]:
         scope = open_scope((args, kwargs))
         items = _Items()
-        generator = function(*args, **kwargs)
+        generator = scope.run(function, *args, **kwargs)
         step: Callable[[], Awaitable[object]] = generator.__anext__
         try:
             while True:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from lightning.errors import MissingExtraError
 
 if TYPE_CHECKING:
+    from lightning_debug.fixture import replayed
+
     from lightning.testing.adapter_contract import AdapterContract
     from lightning.testing.chat_server import ChatServer
     from lightning.testing.credit_score import CreditScore, score_credit, score_credits
@@ -37,6 +39,7 @@ __all__ = [
     "bifurcation_tasks",
     "check_imports",
     "hold_network",
+    "replayed",
     "rollout",
     "score_credit",
     "score_credits",
@@ -58,6 +61,7 @@ _HOME = {
     "bifurcation_tasks": "decisions",
     "check_imports": "public_imports",
     "hold_network": "network",
+    "replayed": "lightning_debug.fixture",
     "rollout": "one_rollout",
     "score_credit": "credit_score",
     "score_credits": "credit_score",
@@ -69,10 +73,13 @@ def __getattr__(name: str) -> object:
     if home is None:
         raise AttributeError(f"module 'lightning.testing' has no attribute {name!r}")
     try:
-        value: object = getattr(importlib.import_module(f"lightning.testing.{home}"), name)
+        place = home if "." in home else f"lightning.testing.{home}"
+        value: object = getattr(importlib.import_module(place), name)
     except ModuleNotFoundError as error:
-        if error.name != "pytest":
-            raise
-        raise MissingExtraError("testing", "pytest") from error
+        if error.name == "pytest":
+            raise MissingExtraError("testing", "pytest") from error
+        if error.name == "lightning_debug":
+            raise MissingExtraError("debug", "lightning_debug") from error
+        raise
     globals()[name] = value
     return value

@@ -40,6 +40,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.cli.check",
             "lightning.cli.locate",
             "lightning.cli.output",
+            "lightning.cli.runs",
             "lightning.cli.train",
             "lightning.store.pages",
         ),
@@ -98,6 +99,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.reasons",
             "lightning.trainer.stack",
             "lightning.trainer.summary",
+        ),
+        "a replay of recorded rollouts": (
+            "lightning.instrument.recorded_tools",
+            "lightning.runner.seeding",
+            "lightning.runner.worker",
+            "lightning.server.agents",
+            "lightning.store.exchanges",
         ),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",

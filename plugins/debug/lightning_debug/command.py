@@ -1,0 +1,161 @@
+"""`lightning replay`: a recorded rollout runs again, and what it does otherwise is shown.
+
+The invariant: it only reads the store. Exit code 0: the replay is the recorded rollout; 1: it is another one; 2: it cannot be
+replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from lightning.cli.locate import load_agent
+from lightning.cli.output import escape, say
+from lightning.cli.runs import answers
+from lightning.errors import ConfigError
+from lightning.server.agents import HowToCall
+from lightning.store.protocol import Store
+from lightning.types import Json, Run
+
+from lightning_debug.recorded import RecordedRollout, read_rollout
+from lightning_debug.replay import ReplayResult, replay_agent, result_of
+from lightning_debug.replay_server import ReplayServer
+
+
+class Tools(StrEnum):
+    """What a tool of the agent's does in a replay."""
+
+    RECORDED = "recorded"
+    LIVE = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A rollout, and how its agent ran: the prompts and the seed that it was given, its adapters and rerouted hosts."""
+
+    recorded: RecordedRollout
+    prompts: dict[str, str]
+    seed: int | None
+    adapters: tuple[str, ...] | None
+    reroute: tuple[str, ...]
+
+
+def replay(
+    rollout: Annotated[str, typer.Argument(help="The rollout's id, as `lightning runs show` lists it.")],
+    agent: Annotated[
+        str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm). Not with --serve.")
+    ] = "",
+    where: Annotated[
+        str,
+        typer.Option(
+            "--runs", metavar="PLACE", help="A folder of runs, a run's folder, a database file, or a store's URL."
+        ),
+    ] = "runs",
+    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default: the last one.")] = None,
+    until: Annotated[int | None, typer.Option(min=0, help="End the replay after this many calls.")] = None,
+    tools: Annotated[
+        Tools,
+        typer.Option(
+            help="recorded: a @lightning.tool gives what it gave; live: it runs. Tools of frameworks always run."
+        ),
+    ] = Tools.RECORDED,
+    yes: Annotated[bool, typer.Option("--yes", help="Run tools that may have side effects.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Run no agent: print a URL and a key, and answer whoever calls there.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.")] = 0,
+    seconds: Annotated[
+        float | None, typer.Option(help="With --serve: stop after this many seconds; default: after the last call.")
+    ] = None,
+) -> None:
+    """Run a recorded rollout again, with its model calls answered from the record: no model, no GPU."""
+    if bool(agent) == serve:
+        raise ConfigError("give the agent as MODULE:FUNCTION, or --serve for a program that you start yourself")
+    found = find(where, rollout, attempt, with_tools=tools is Tools.RECORDED and not serve)
+    if serve:
+        result = asyncio.run(_serve(found, until, port, seconds))
+    else:
+        _check_tools(found.recorded, tools, yes=yes)
+        result = replay_agent(
+            found.recorded,
+            load_agent(agent),
+            until=until,
+            recorded_tools=tools is Tools.RECORDED,
+            adapters=found.adapters,
+            reroute=found.reroute,
+            prompts=found.prompts,
+            seed=found.seed,
+        )
+    show(result)
+    raise typer.Exit(0 if result.same else 1)
+
+
+def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
+    """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
+    for _, found in answers(where, lambda _, store: _find(store, rollout, attempt, with_tools)):
+        if found is not None:
+            return found
+    raise ConfigError(
+        f"there is no rollout {rollout!r} in {where}: `lightning runs --runs {where} show RUN` lists those of a run"
+    )
+
+
+async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | None:
+    recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
+    if recorded is None:
+        return None
+    how, run = await HowToCall.of_run(store, recorded.rollout.run), await store.get_run(recorded.rollout.run)
+    prompts, chosen = dict(how.own), {**how.versions, **recorded.rollout.resources}
+    for component, name in how.bound.items():
+        if name in chosen:
+            resource = await store.get_resource(name, chosen[name])
+            if resource is None:
+                raise ConfigError(f"version {chosen[name]} of the prompt {name!r}, which the rollout ran with, is gone")
+            prompts[component] = str(resource.content)
+    adapters, reroute = _runner_settings(run)
+    return Found(recorded, prompts, how.agent_seed(recorded.rollout), adapters, reroute)
+
+
+def _runner_settings(run: Run | None) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """`runner.adapters` and `runner.reroute` of a run, as far as it says them."""
+    found: Json = None if run is None else run.config.get("config")
+    runner = found.get("runner") if isinstance(found, dict) else None
+    said = runner if isinstance(runner, dict) else {}
+    adapters, reroute = said.get("adapters"), said.get("reroute")
+    return (
+        tuple(map(str, adapters)) if isinstance(adapters, list) else None,
+        tuple(map(str, reroute)) if isinstance(reroute, list) else (),
+    )
+
+
+def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
+    """Raises `ConfigError` where tools would run whose run may change something, and nobody has said that they may."""
+    live = {event.name for event in recorded.tool_events if tools is Tools.LIVE or event.call_id}
+    if live and not yes:
+        raise ConfigError(
+            f"these tools of the rollout run again: {', '.join(sorted(live))}. If that does no harm, say --yes. A tool that is "
+            "decorated with @lightning.tool alone is answered from the record"
+        )
+
+
+async def _serve(found: Found, until: int | None, port: int, seconds: float | None) -> ReplayResult:
+    async with ReplayServer(found.recorded, until, port=port, prompts=found.prompts, seed=found.seed) as server:
+        llm = server.llm
+        say(f"OPENAI_BASE_URL={llm.base_url}")
+        say(f"ANTHROPIC_BASE_URL={llm.base_url.removesuffix('/v1')}")
+        say(f"OPENAI_API_KEY={llm.api_key}  (for ANTHROPIC_API_KEY as well)")
+        say(f"model: {llm.model}; the task: {escape(str(found.recorded.rollout.task.input))}")
+        try:
+            async with asyncio.timeout(seconds):
+                await server.finished()
+        except TimeoutError:
+            pass
+        return result_of(server)
+
+
+def show(result: ReplayResult) -> None:
+    """The result in words."""
+    say(escape(str(result)))

@@ -1,0 +1,206 @@
+"""Where a replayed agent asked something else than it did when it was recorded, and what usually makes agents do that.
+
+The invariant: what is named as the first difference is one, in the order in which a model reads a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_debug.recorded import RecordedCall
+
+SHOWN: Final = 160
+"""Characters of a text that are shown around its first difference."""
+UUID: Final = re.compile(r"\b[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}\b", re.IGNORECASE)
+TIME: Final = re.compile(
+    r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?)?"
+    r"|\b\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?\b"
+    r"|\b1[6-9]\d{8}(?:\d{3})?(?:\.\d+)?\b"
+    r"|\b(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Satur|Sat|Sun)(?:day)?\b,? \w+ \d+"
+)
+"""Dates, times of day, and seconds or milliseconds since 1970."""
+NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
+HEX: Final = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b0x[0-9a-f]+\b", re.IGNORECASE)
+WORD: Final = re.compile(r"[^\W\d_][\w'-]*|\d+(?:\.\d+)?")
+FIRST: Final = ("model", "system", "instructions", "messages", "input", "prompt", "tools")
+"""What a model reads first; the rest of a request follows by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A request that is not in the record.
+
+    `nearest` is the recorded call that it resembles most, None where none of this API is left. `place` is where both differ
+    first, as a path into the request, `recorded` and `sent` what stands there, and `suspect` the usual cause of such a
+    difference, in words.
+    """
+
+    caller: str
+    path: str
+    nearest: RecordedCall | None
+    place: str = ""
+    recorded: str = ""
+    sent: str = ""
+    suspect: str = ""
+
+    def __str__(self) -> str:
+        asked = f"{self.caller} asked {self.path} for something that is not in the record"
+        if self.nearest is None:
+            return f"{asked}: {self.suspect}"
+        return (
+            f"{asked}. The nearest is call {self.nearest.number} ({self.nearest.caller}); they differ first at {self.place}:\n"
+            f"  recorded: {self.recorded}\n  sent now: {self.sent}\n  {self.suspect}"
+        )
+
+
+def diverged(
+    body: Mapping[str, Any], caller: str, path: str, candidates: Sequence[RecordedCall], *, threads: bool = False
+) -> Divergence:
+    """What is different about a request. `candidates` are the recorded calls that were not answered yet, and `threads` says
+    that the agent has started some."""
+    same_api = [call for call in candidates if call.exchange.path == path and isinstance(call.exchange.request, dict)]
+    if not same_api:
+        return Divergence(caller, path, None, suspect="all recorded calls of this API have been answered already")
+    nearest = max(same_api, key=lambda call: (call.caller == caller, alike(body, call.exchange.request), -call.number))
+    place, before, now = next(_differences(nearest.exchange.request, body, ""), ("", None, None))
+    recorded, sent = _around(_text(before), _text(now))
+    return Divergence(
+        caller, path, nearest, place, recorded, sent, suspect(place, before, now, nearest, body, threads=threads)
+    )
+
+
+def alike(one: Any, other: Any) -> float:
+    """How much two requests share, from 0 to 1: of the items of their lists from the first on, and of their other values."""
+    known, new = list(_leaves(one)), list(_leaves(other))
+    shared = sum((Counter(known) & Counter(new)).values())
+    return 2 * shared / max(len(known) + len(new), 1)
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name in value:
+            yield from _leaves(value[name], f"{place}.{name}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{place}[{number}]")
+    else:
+        yield place, _text(value)
+
+
+def _differences(one: Any, other: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """Where two values differ, in the order in which a model reads them."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        names = {*one, *other}
+        for name in sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
+            yield from _differences(one.get(name), other.get(name), f"{place}.{name}" if place else name)
+    elif isinstance(one, list) and isinstance(other, list):
+        for number in range(max(len(one), len(other))):
+            here = [each[number] if number < len(each) else None for each in (one, other)]
+            yield from _differences(here[0], here[1], f"{place}[{number}]")
+    elif one != other:
+        yield place, one, other
+
+
+def suspect(
+    place: str, before: Any, now: Any, nearest: RecordedCall, body: Mapping[str, Any], *, threads: bool = False
+) -> str:
+    """The usual cause of a difference, in words."""
+    was, is_ = _text(before), _text(now)
+    request = nearest.exchange.request
+    if _is_reordered(request, body):
+        return RACE if threads else SET_ORDER
+    if _without(UUID, was) == _without(UUID, is_) and UUID.search(was):
+        return "Suspect: a uuid (uuid.uuid1, or one that does not come from Python's uuid.uuid4)"
+    if _without(TIME, was) == _without(TIME, is_) and TIME.search(was):
+        return "Suspect: the clock (time.time, datetime.now): give the agent the time with its task"
+    if tool := _tool_of(place, body):
+        return f"Suspect: the output of the tool {tool} has changed"
+    if _same_words(was, is_):
+        return RACE if threads else SET_ORDER
+    for pattern in (NUMBER, HEX):
+        if _without(pattern, was) == _without(pattern, is_) and pattern.search(was):
+            return (
+                "Suspect: a random number that lightning does not seed (random.SystemRandom, secrets, os.urandom, a generator "
+                "of the agent's own), or code that computes it otherwise than when it was recorded"
+            )
+    if before is None or now is None:
+        return "Suspect: the agent's code has changed since (one of the two has nothing at this place)"
+    return "Suspect: the agent's code or its prompt has changed since"
+
+
+SET_ORDER: Final = (
+    "Suspect: the order of a set, which is another one in each process (PYTHONHASHSEED): sort it before it is put into a "
+    "prompt"
+)
+RACE: Final = "Suspect: a race: threads or tasks end in another order each time: gather their results in a fixed order"
+
+
+def _is_reordered(one: Any, other: Any) -> bool:
+    """Whether the lists of both have the same items in another order."""
+    for name in ("messages", "input", "tools"):
+        theirs, ours = one.get(name), other.get(name)
+        if isinstance(theirs, list) and isinstance(ours, list) and theirs != ours:
+            return Counter(map(repr, theirs)) == Counter(map(repr, ours))
+    return False
+
+
+def _same_words(one: str, other: str) -> bool:
+    found = WORD.findall(one)
+    return len(found) > 1 and one != other and Counter(found) == Counter(WORD.findall(other))
+
+
+def _without(pattern: re.Pattern[str], text: str) -> str:
+    return pattern.sub("·", text)
+
+
+def _tool_of(place: str, body: Mapping[str, Any]) -> str:
+    """The tool whose output stands at a place of a request; empty where none does."""
+    if not (found := re.match(r"(messages|input)\[(\d+)\](?:\.content(?:\[(\d+)\])?|\.output)", place)):
+        return ""
+    items = body.get(found[1]) or []
+    item = items[int(found[2])] if int(found[2]) < len(items) else None
+    if not isinstance(item, Mapping):
+        return ""
+    called = item.get("tool_call_id") or item.get("call_id") if _is_output(item) else None
+    content = item.get("content")
+    if called is None and found[3] is not None and isinstance(content, list) and int(found[3]) < len(content):
+        part = content[int(found[3])]
+        called = part.get("tool_use_id") if isinstance(part, Mapping) and part.get("type") == "tool_result" else None
+    return "" if called is None else next(_names(items, str(called)), str(item.get("name") or called))
+
+
+def _is_output(item: Mapping[str, Any]) -> bool:
+    return item.get("role") == "tool" or item.get("type") == "function_call_output"
+
+
+def _names(items: Iterable[Any], called: str) -> Iterator[str]:
+    """The name of the tool that was called under an id."""
+    for item in items:
+        if not isinstance(item, Mapping):
+            continue
+        if item.get("call_id") == called and item.get("name"):
+            yield str(item["name"])
+        content = item.get("content")
+        for call in [*(item.get("tool_calls") or ()), *(content if isinstance(content, list) else ())]:
+            if isinstance(call, Mapping) and call.get("id") == called:
+                yield str(call.get("name") or (call.get("function") or {}).get("name"))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _around(one: str, other: str) -> tuple[str, str]:
+    """Both texts around their first difference."""
+    start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, start - SHOWN // 4)
+    return _cut(one, start), _cut(other, start)
+
+
+def _cut(text: str, start: int) -> str:
+    end = start + SHOWN
+    return f"{'…' if start else ''}{text[start:end]!r}{'…' if end < len(text) else ''}"

@@ -1,0 +1,86 @@
+"""A rollout as it was recorded: what its agent sent and got in each call, and how its tools fared.
+
+The invariant: a rollout whose record is not whole is refused with the reason, never replayed in part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning.errors import DataError
+from lightning.store import exchanges
+from lightning.store.exchanges import Exchange
+from lightning.store.protocol import Store
+from lightning.types import CallStatus, Rollout, ToolEvent, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One model call. `number` counts the calls of the rollout from 1, in the order in which they began."""
+
+    number: int
+    transition: Transition
+    exchange: Exchange
+
+    @property
+    def caller(self) -> str:
+        """The path of who made it."""
+        return self.transition.caller.name
+
+    @property
+    def request(self) -> bytes:
+        """The canonical JSON of what was asked."""
+        body = self.exchange.request
+        return exchanges.canonical(body) if isinstance(body, dict) else b""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollout:
+    """A rollout of one attempt. `refusals` are calls that were refused before their request was recorded."""
+
+    rollout: Rollout
+    calls: tuple[RecordedCall, ...]
+    refusals: tuple[Transition, ...]
+    tool_events: tuple[ToolEvent, ...]
+
+
+async def read_rollout(
+    store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True
+) -> RecordedRollout | None:
+    """What is recorded of a rollout; None where the store has none of this id.
+
+    `attempt` None is the current one; `with_tools` says that its tools are to be answered as well. Raises `DataError` for one
+    that cannot be replayed.
+    """
+    found = await store.get_rollout(rollout)
+    if found is None:
+        return None
+    number = found.attempt if attempt is None else attempt
+    if not 0 < number <= found.attempt:
+        raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")
+    transitions = await store.transitions(rollout, number)
+    (ended,) = await store.attempts_of([(rollout, number)])
+    return recorded_rollout(replace(found, attempt=number), transitions, ended.tool_events, with_tools=with_tools)
+
+
+def recorded_rollout(
+    rollout: Rollout, transitions: Sequence[Transition], tool_events: Sequence[ToolEvent], *, with_tools: bool = True
+) -> RecordedRollout:
+    """The record of an attempt, from its rows. Raises `DataError` for one that cannot be replayed."""
+    if not transitions:
+        raise DataError(
+            f"no call of the rollout {rollout.id} is stored: it made none, or `lightning db prune` removed them"
+        )
+    if why := exchanges.why_not_replayable(transitions, tool_events if with_tools else ()):
+        raise DataError(f"the rollout {rollout.id} cannot be replayed: {why}")
+    calls: list[RecordedCall] = []
+    refusals = []
+    for transition, exchange in zip(transitions, exchanges.read(transitions), strict=True):
+        if transition.choice:
+            continue
+        if exchange is not None:
+            calls.append(RecordedCall(len(calls) + 1, transition, exchange))
+        elif transition.status is CallStatus.REFUSED:
+            refusals.append(transition)
+    return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events))

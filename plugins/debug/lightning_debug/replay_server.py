@@ -1,0 +1,185 @@
+"""The model server of a replay: it answers an agent's calls with what was recorded.
+
+The invariant: it has no model and asks nobody. An answer is the recorded one to the same request, given once; a request that is
+not in the record is refused, with where it differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from aiohttp import web
+from lightning.store import exchanges
+from lightning.types import LLM, Caller, Transition
+
+from lightning_debug.divergence import Divergence, diverged
+from lightning_debug.recorded import RecordedCall, RecordedRollout
+from lightning_debug.replay_streams import STREAMS, stream_of
+
+MODEL: Final = "policy"
+CALLER: Final = "x-lightning-caller"
+NO_RETRY: Final = {"x-should-retry": "false"}
+HELD_SECONDS: Final = 600.0
+"""How long a call is held that was never answered when it was recorded: its client hung up then, and will again."""
+
+
+@dataclass
+class ReplayServer:
+    """Use it with `async with`; `llm` is then what the agent needs. With `until` only so many calls are answered."""
+
+    recorded: RecordedRollout
+    until: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    served: list[RecordedCall] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    stopped: bool = False
+    """Whether a call came after the last that was to be answered."""
+
+    def __post_init__(self) -> None:
+        self._left: list[RecordedCall] = list(self.recorded.calls)
+        self._refusals: list[Transition] = list(self.recorded.refusals)
+        self._key = f"replay-{secrets.token_urlsafe(16)}"
+        self._url = ""
+        self._threads = threading.active_count()
+        self._runner: web.AppRunner | None = None
+        self._finished = asyncio.Event()
+
+    @property
+    def llm(self) -> LLM:
+        """What the agent is given, with the prompts and the seed that it had."""
+        return LLM(f"{self._url}/v1", self._key, MODEL, prompts=self.prompts, seed=self.seed)
+
+    def count_threads(self) -> None:
+        """Remember how many threads there are before the agent runs."""
+        self._threads = threading.active_count()
+
+    @property
+    def left(self) -> Sequence[RecordedCall]:
+        """The recorded calls that have not been asked for; those that broke off when they were recorded do not count."""
+        return [call for call in self._left if call.exchange.status]
+
+    async def finished(self) -> None:
+        """Return when every recorded call has been answered, or nothing more will be."""
+        await self._finished.wait()
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        await site.start()
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        self._url = f"http://{host}:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if not self._has_key(request):
+            return _refuse(
+                "", 401, "invalid_api_key", "This is not the key of the replay: give the client llm.api_key."
+            )
+        route = request.path.rstrip("/")
+        if request.method == "GET" and route.endswith("/models"):
+            return web.json_response(
+                {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "replay"}]}
+            )
+        path = next((known for known in sorted(STREAMS, key=len, reverse=True) if route.endswith(known)), "")
+        if request.method != "POST" or not path:
+            said = f"{request.method} {request.path} was not recorded: a replay answers {', '.join(STREAMS)}."
+            return _refuse(path, 404, "not_recorded", said)
+        try:
+            body = json.loads(await request.read())
+        except ValueError:
+            return _refuse(path, 400, "invalid_request", "The body of the request is not JSON.")
+        if not isinstance(body, dict):
+            return _refuse(path, 400, "invalid_request", "The body of the request is not an object.")
+        return await self._answer(request, path, body)
+
+    async def _answer(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
+        caller = _caller(request.headers.get(CALLER))
+        if self.until is not None and len(self.served) >= self.until:
+            self.stopped = True
+            self._finished.set()
+            return _refuse(path, 409, "replay_ended", f"The replay ends after {self.until} calls, as it was asked to.")
+        call = self._take(caller, path, exchanges.canonical(body))
+        if call is None:
+            return self._unknown(caller, path, body)
+        if not call.exchange.status:
+            await asyncio.sleep(HELD_SECONDS)
+            return _refuse(path, 504, "not_recorded", "This call was not answered when it was recorded.")
+        self.served.append(call)
+        if not self.left:
+            self._finished.set()
+        reply: Any = call.exchange.reply
+        if body.get("stream") is not True or call.exchange.status != 200:
+            return web.json_response(reply, status=call.exchange.status, headers=NO_RETRY)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for event in stream_of(path, reply, body):
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    def _take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
+        """The recorded call of this request: of the same caller if there is one, else the first."""
+        same = [call for call in self._left if call.exchange.path == path and call.request == request]
+        if not same:
+            return None
+        found = next((call for call in same if call.caller == caller), same[0])
+        self._left.remove(found)
+        return found
+
+    def _unknown(self, caller: str, path: str, body: Mapping[str, Any]) -> web.Response:
+        refused = next((each for each in self._refusals if each.caller.name == caller), None)
+        if refused is not None:
+            self._refusals.remove(refused)
+            return _refuse(path, 400, refused.finish_reason, refused.error)
+        threads = threading.active_count() > self._threads
+        found = diverged(body, caller, path, self._left, threads=threads or self._overlap())
+        self.divergences.append(found)
+        return _refuse(path, 409, "not_recorded", str(found))
+
+    def _overlap(self) -> bool:
+        """Whether calls were under way at the same time when they were recorded."""
+        times = sorted((call.transition.started_at, call.transition.ended_at) for call in self.recorded.calls)
+        return any(later[0] < before[1] for before, later in itertools.pairwise(times))
+
+    def _has_key(self, request: web.Request) -> bool:
+        given = (
+            request.headers.get("authorization", "").removeprefix("Bearer ").strip(),
+            request.headers.get("x-api-key", ""),
+            request.headers.get("api-key", ""),
+            request.path.removeprefix("/r/").partition("/")[0],
+        )
+        return any(secrets.compare_digest(each.encode(), self._key.encode()) for each in given)
+
+
+def _caller(header: str | None) -> str:
+    """The path of who is calling, as its adapter says."""
+    try:
+        said = json.loads(header or "{}")
+        return Caller(str(said.get("agent") or "agent"), tuple(map(str, said.get("path") or ()))).name
+    except (ValueError, AttributeError, TypeError):
+        return Caller("agent").name
+
+
+def _refuse(path: str, status: int, code: str, message: str) -> web.Response:
+    """An error in the shape of the API, that clients do not try again."""
+    kind = "invalid_request_error"
+    error: dict[str, Any] = {"message": message, "type": kind, "code": code, "param": None}
+    said = {"type": "error", "error": {"type": kind, "message": message}} if path == "/messages" else {"error": error}
+    return web.json_response(said, status=status, headers=NO_RETRY)
