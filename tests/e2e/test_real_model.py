@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -43,3 +45,7 @@ def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: s
         assert record.metrics["mean_logprob_gap"] <= mean
         assert record.metrics["p999_logprob_gap"] <= most
     assert "correct before" in run.output
+    command = [sys.executable, "-m", "lightning", "replay", str(run.folder), "--train"]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "2 steps taken again, the weights of 2 compared: equal, bit for bit" in again.stdout

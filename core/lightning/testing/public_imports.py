@@ -105,7 +105,15 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.seeding",
             "lightning.runner.worker",
             "lightning.server.agents",
+            "lightning.store.epochs",
             "lightning.store.exchanges",
+        ),
+        "a replay of training": (
+            "lightning.maintenance.prune",
+            "lightning.policy_server.model_folder",
+            "lightning.trainer.checkpoints",
+            "lightning.trainer.context",
+            "lightning.trainer.replay",
         ),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",

@@ -117,8 +117,11 @@ class Rewinder:
     given: Sequence[Algorithm] = ()
     between: Path | None = None
 
-    async def bring_to(self, step: int, use: Callable[[Engine], object]) -> None:
-        """Call `use` (in a thread) with an engine that has the state after `step` steps; it is closed then."""
+    async def bring_to(
+        self, step: int, use: Callable[[Engine], object], watch: Callable[[Engine, StepRecord], object] | None = None
+    ) -> None:
+        """Call `use` (in a thread) with an engine that has the state after `step` steps; it is closed then. `watch` is called
+        (in a thread) with the engine before each step that is taken again."""
         state, begun = None, self.checkpoints.newest(step)
         if begun is not None:
             state = self.checkpoints.path(begun)
@@ -131,6 +134,8 @@ class Rewinder:
             try:
                 await asyncio.to_thread(self._open, engine, config, state)
                 for record in part:
+                    if watch is not None:
+                        await asyncio.to_thread(watch, engine, record)
                     await take_again(self.store, record, self.epochs, self.given, engine)
                 if part is (alike or [part])[-1]:
                     await asyncio.to_thread(use, engine)

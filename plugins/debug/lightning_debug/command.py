@@ -1,7 +1,7 @@
 """`lightning replay`: a recorded rollout runs again, and what it does otherwise is shown.
 
-The invariant: it only reads the store. Exit code 0: the replay is the recorded rollout; 1: it is another one; 2: it cannot be
-replayed.
+The invariant: it only reads the store. Exit code 0: the replay is the recorded rollout, or the trained weights are the recorded
+ones; 1: they are others; 2: it cannot be replayed, or nothing can be proven.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from lightning.cli.locate import load_agent
+from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError
@@ -44,7 +45,10 @@ class Found:
 
 
 def replay(
-    rollout: Annotated[str, typer.Argument(help="The rollout's id, as `lightning runs show` lists it.")],
+    rollout: Annotated[
+        str,
+        typer.Argument(help="The rollout's id, as `lightning runs show` lists it; with --train a run's folder or id."),
+    ],
     agent: Annotated[
         str, typer.Argument(help="The agent as MODULE:FUNCTION, called with (task, llm). Not with --serve.")
     ] = "",
@@ -66,12 +70,22 @@ def replay(
     serve: Annotated[
         bool, typer.Option("--serve", help="Run no agent: print a URL and a key, and answer whoever calls there.")
     ] = False,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="Train a whole run again from its store, and compare the weights of each step."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="With --train: the folder of the model that the run began with, if it has moved."),
+    ] = None,
     port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.")] = 0,
     seconds: Annotated[
         float | None, typer.Option(help="With --serve: stop after this many seconds; default: after the last call.")
     ] = None,
 ) -> None:
-    """Run a recorded rollout again, with its model calls answered from the record: no model, no GPU."""
+    """Run a recorded rollout again, with its model calls answered from the record: no model, no GPU. Or train a run again."""
+    if train:
+        raise typer.Exit(_retrain(rollout, where, model))
     if bool(agent) == serve:
         raise ConfigError("give the agent as MODULE:FUNCTION, or --serve for a program that you start yourself")
     found = find(where, rollout, attempt, with_tools=tools is Tools.RECORDED and not serve)
@@ -91,6 +105,16 @@ def replay(
         )
     show(result)
     raise typer.Exit(0 if result.same else 1)
+
+
+def _retrain(run: str, where: str, model: Path | None) -> int:
+    from lightning_debug.retrain import retrain
+
+    url, run_id = locate(run, Path(where))
+    folder = next((place for place in (Path(run), Path(where) / run) if place.is_dir()), Path())
+    result = asyncio.run(with_store(url, lambda store: retrain(store, run_id, folder, say, model)))
+    say(escape(str(result)))
+    return 2 if result.equal is None else 0 if result.equal else 1
 
 
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:

@@ -92,7 +92,8 @@ class TorchEngine:
     def open(self, model: Path, optimizer: OptimizerConfig, *, seed: int, critic: bool = False) -> None:
         """Load a model folder and make a fresh optimizer. Sets torch's CPU threads and random seed for the process."""
         device = resolve_device(self._device_name)
-        if device.type == "cpu" and self._threads:
+        if device.type == "cpu":
+            self._threads = self._threads or torch.get_num_threads()
             torch.set_num_threads(self._threads)
         torch.manual_seed(seed)
         with needing_room(f"loading {model} onto {device}"):
@@ -209,7 +210,7 @@ class TorchEngine:
         return {
             "dtype": str(lm.dtype).removeprefix("torch."),
             "device": lm.device.type if lm.device.type == "cpu" else torch.cuda.get_device_name(lm.device),
-            "threads": torch.get_num_threads(),
+            "threads": self._threads or torch.get_num_threads(),
             "tokens_per_microbatch": self._budget,
         }
 
@@ -239,8 +240,10 @@ class TorchEngine:
         return self._optimizer
 
     def _checked(self, samples: Sequence[Sample]) -> CausalLM:
-        """The model, if these rows can be computed on. Raises `DataError` otherwise."""
+        """The model, if these rows can be computed on, by the engine's number of threads. Raises `DataError` otherwise."""
         lm = self._opened()
+        if lm.device.type == "cpu" and self._threads:
+            torch.set_num_threads(self._threads)  # torch keeps it by thread, and any thread may ask
         for sample in samples:
             rows.check(sample, lm.vocab_size)
         return lm

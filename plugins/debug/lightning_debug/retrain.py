@@ -1,0 +1,221 @@
+"""A whole run trained again from its store: each committed step once more, and its weights compared with the recorded ones.
+
+The invariant: the verdict "equal" is given only where every step was taken again and the weights after each have the recorded
+digest. What stands in the way of a verdict is said; nothing of the run is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning.config import Config
+from lightning.engines.protocol import Engine, WritesAdapters
+from lightning.errors import AuditError, ConfigError, LightningError, StoreError
+from lightning.maintenance.prune import PRUNED
+from lightning.plugins import plugins
+from lightning.policy_server.model_folder import hash_weights
+from lightning.store.epochs import read_epochs
+from lightning.store.protocol import Store
+from lightning.trainer.checkpoints import Checkpoints
+from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
+from lightning.trainer.replay import Rewinder
+from lightning.types import Json, Run, StepRecord
+
+FORKED: Final = "forked_from"
+"""In a run's config: the run and the step whose state it began with."""
+MODEL: Final = "forked"
+"""In such a run's folder: the model that it began with."""
+WEIGHTS: Final = "weights.safetensors"
+"""The weights of a checkpoint of the torch engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retraining:
+    """What training a run again has shown. `equal` is None where it could not be proven; `why` says why not, or what differs.
+
+    `step` is the first that differs. Of the states after `steps` steps, `compared` had a recorded digest that was compared.
+    """
+
+    run: str
+    steps: int
+    compared: int
+    equal: bool | None
+    why: str = ""
+    step: int | None = None
+
+    def __str__(self) -> str:
+        seen = f"{self.run}: {self.steps} steps taken again, the weights of {self.compared} compared"
+        if self.equal:
+            return f"{seen}: equal, bit for bit"
+        if self.equal is None:
+            return f"{self.run} cannot be proven: {self.why}"
+        return f"{seen}: step {self.step} differs: {self.why}"
+
+
+class _DiffersError(LightningError):
+    """The weights before a step are not those that were recorded."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(why)
+        self.step, self.why = step, why
+
+
+async def retrain(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    said: Callable[[str], object] = lambda text: None,
+    model: Path | None = None,
+) -> Retraining:
+    """Train a run again, from its model and its store. `folder` is the run's, `said` is told of each step, and `model` is the
+    folder of the model that it began with, where that has moved.
+
+    Raises `ConfigError` for a run that is not there.
+    """
+    run = await store.get_run(run_id)
+    if run is None:
+        raise ConfigError(f"the store does not know the run {run_id}")
+    records = await store.steps(run_id)
+    model = model or _model(run, folder)
+    if why := await _unprovable(store, run, records, folder, model):
+        return Retraining(run_id, 0, 0, None, why)
+    watcher = _Watcher(records, folder, said)
+    with tempfile.TemporaryDirectory() as scratch:
+        watcher.scratch = Path(scratch)
+        rewinder = Rewinder(
+            store,
+            records,
+            await read_epochs(store, run),
+            Checkpoints(Path(scratch) / "checkpoints", keep=1),
+            plugins().engine(str(run.config.get("engine", "torch"))),
+            model,
+            _settings(records),
+            between=Path(scratch) / "between",
+        )
+        try:
+            await rewinder.bring_to(len(records), watcher.end, watcher.before)
+        except _DiffersError as found:
+            other = watcher.other_numbers
+            if other:
+                return Retraining(run_id, found.step, watcher.compared, None, f"{found.why}; {other}")
+            return Retraining(run_id, found.step, watcher.compared, False, found.why, found.step - 1)
+        except AuditError as error:
+            return Retraining(run_id, watcher.taken, watcher.compared, False, str(error), watcher.taken)
+        except (ConfigError, StoreError) as error:
+            return Retraining(run_id, watcher.taken, watcher.compared, None, str(error))
+    return Retraining(run_id, len(records), watcher.compared, True)
+
+
+async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], folder: Path, model: Path) -> str:
+    """Why nothing can be proven; empty where it can be tried."""
+    if not records:
+        return "it has no committed step"
+    pruned = await store.get_state(run.id, PRUNED)
+    if isinstance(pruned, Mapping) and pruned.get("trained"):
+        return "calls that it was trained on were removed (lightning db prune --trained)"
+    return await asyncio.to_thread(_unlike, run, records[0].context, folder, model)
+
+
+def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) -> str:
+    """What of the beginning of a run is not there any more; empty where all is."""
+    if "weights" not in context:
+        return "it was trained by a release that did not record the weights' digests"
+    if not model.is_dir():
+        return f"the model that it began with is not at {model}: say where it is (--model)"
+    if (recorded := context.get("base")) and base_digest(model) != recorded:
+        return f"the files of the model at {model} are not those that it began with"
+    if FORKED in run.config and not (folder / MODEL).is_dir():
+        return f"it began with the weights and the optimizer of {run.config[FORKED]}, which are not kept"
+    return ""
+
+
+def _model(run: Run, folder: Path) -> Path:
+    return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config["model"]))
+
+
+def _settings(records: Sequence[StepRecord]) -> Config:
+    """The settings of the machine, as they were in effect."""
+    context = records[0].context
+    config = Config()
+    known = {name: context[name] for name in ("device", "threads", "tokens_per_microbatch") if context.get(name)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=known)})
+
+
+class _Watcher:
+    """Compares the engine's weights with the recorded digests, before each step and at the end."""
+
+    def __init__(self, records: Sequence[StepRecord], folder: Path, said: Callable[[str], object]) -> None:
+        self._records, self._folder, self._said = records, folder, said
+        self.scratch = Path()
+        self.compared = 0
+        self.taken = 0
+        self.other_numbers = ""
+        """What of the numeric context is another than it was, in words."""
+
+    def before(self, engine: Engine, record: StepRecord) -> None:
+        """The engine is about to take a step again. Raises `_DiffersError`."""
+        self.taken = record.step
+        now = (engine.numerics() if isinstance(engine, Numeric) else {}) | machine()
+        other = [key for key in NUMERIC if key in now and record.context.get(key, now[key]) != now[key]]
+        if other:
+            changed = ", ".join(f"{key} {_short(record.context[key])} → {_short(now[key])}" for key in other)
+            self.other_numbers = f"it is computed with another {changed} than when it was trained"
+        if record.step:
+            self._compare(engine, str(record.context.get("weights", "")), record.step)
+        self._said(f"step {record.step}")
+
+    def end(self, engine: Engine) -> None:
+        """The last step was taken: its weights are those of the run's last checkpoint, if there is one."""
+        self.taken = steps = len(self._records)
+        kept = self._checkpoint(steps)
+        if kept is None:
+            return
+        engine.save(self.scratch / "end")
+        made = self.scratch / "end" / WEIGHTS
+        if not made.is_file():  # another engine's checkpoint
+            return
+        self.compared += 1
+        if hash_weights(made) != hash_weights(kept):
+            raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
+
+    def _compare(self, engine: Engine, recorded: str, step: int) -> None:
+        if not recorded:
+            return
+        file = self.scratch / WEIGHTS
+        whole = not (isinstance(engine, WritesAdapters) and engine.adapters(file))
+        if whole:
+            engine.weights(file)
+        self.compared += 1
+        if hash_weights(file) != recorded:
+            kept, made = self._checkpoint(step), self.scratch / "now"
+            far = ""
+            if kept is not None:
+                engine.save(made)
+                far = _distance(made / WEIGHTS, kept)
+            raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
+
+    def _checkpoint(self, step: int) -> Path | None:
+        file = self._folder / "checkpoints" / f"step-{step:08d}" / WEIGHTS
+        return file if file.is_file() else None
+
+
+def _distance(made: Path, kept: Path) -> str:
+    """How far two files of weights are apart, in words; empty where that cannot be said."""
+    if not made.is_file():
+        return ""
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(made), load_file(kept)
+    if ours.keys() != theirs.keys():
+        return " (and other tensors)"
+    most = max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
+    return f", by up to {most:.3g}"
+
+
+def _short(value: Json) -> str:
+    return str(value)[:80]

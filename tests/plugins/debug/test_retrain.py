@@ -1,0 +1,83 @@
+"""A whole run trained again from its store has the same weights, bit for bit; what differs or cannot be proven is named."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.cli.app import main
+from lightning.cli.locate import locate, with_store
+from lightning_debug.retrain import Retraining, retrain
+from safetensors.torch import load_file, save_file
+
+from tests.core.trainer.test_fork import train as train
+
+KEPT: dict[str, Any] = {"trainer__keep_checkpoints": 1, "trainer__checkpoint_every": None}
+
+
+def retrained(folder: Path, **how: Any) -> Retraining:
+    url, run = locate(str(folder), folder.parent)
+    return asyncio.run(with_store(url, lambda store: retrain(store, run, folder, **how)))
+
+
+def test_every_step_is_equal_bit_for_bit_also_over_a_change_of_settings(train: Any, capsys: Any) -> None:
+    folder = train("run", 2, **KEPT)
+    train("run", 4, resume=True, engine__lr=3e-3, **KEPT)
+    assert retrained(folder) == Retraining("run", 4, 4, equal=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", str(folder), "--train"])
+    assert not ended.value.code
+    assert "run: 4 steps taken again, the weights of 4 compared: equal, bit for bit" in capsys.readouterr().out
+
+
+def test_a_reward_that_was_changed_is_found_at_its_step(train: Any) -> None:
+    folder = train("run", 3)
+    with sqlite3.connect(folder / "lightning.db") as database:
+        database.execute(
+            "UPDATE rollouts SET reward = reward + 1 WHERE id = (SELECT id FROM rollouts WHERE trained_at_step = 1 LIMIT 1)"
+        )
+    database.close()
+    found = retrained(folder)
+    assert (found.equal, found.step) == (False, 1)
+    assert "step 1 of run cannot be replayed, since the same rollouts make another batch now" in str(found)
+
+
+def test_other_weights_are_found_with_how_far_they_are(train: Any) -> None:
+    folder = train("run", 2)
+    file = folder / "checkpoints" / "step-00000002" / "weights.safetensors"
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] += 0.5
+    save_file(tensors, file)
+    found = retrained(folder)
+    assert (found.equal, found.step) == (False, 1)
+    assert "the weights after it are others than in its checkpoint, by up to 0.5" in str(found)
+
+
+def test_what_stands_in_the_way_of_a_proof_is_said(train: Any, tmp_path: Path) -> None:
+    folder = train("run", 1)
+    model = tmp_path / "folder"
+    moved = model.rename(tmp_path / "moved")
+    found = retrained(folder)
+    assert found.equal is None
+    assert f"the model that it began with is not at {model}: say where it is (--model)" in str(found)
+    assert retrained(folder, model=moved).equal
+    with (moved / "model.safetensors").open("ab") as file:
+        file.write(b" ")
+    assert "are not those that it began with" in retrained(folder, model=moved).why
+
+
+def test_an_algorithm_of_ones_own_cannot_be_taken_again(train: Any) -> None:
+    from lightning import LightningRL
+    from lightning.credit import identical
+
+    def mine(group: Any, advantage: Any) -> Any:
+        return identical(group, advantage)
+
+    folder = train("run", 1, algorithm=LightningRL(credit=mine, group_size=4))  # type: ignore[arg-type]
+    found = retrained(folder)
+    assert found.equal is None
+    assert "only its own code can make again" in found.why
