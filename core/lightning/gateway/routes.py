@@ -80,6 +80,7 @@ class CountTokens:
         """Serve one request. Never raises for what is the agent's or vLLM's fault."""
         try:
             claims = self._identity.claims(scope)
+            self._identity.check_over(claims)
             payload = await read_body(scope, receive, self._config.max_body_bytes)
             body = await parsed(scope, payload, read_object)
             if (provider := self._providers.of_model(body.get("model"))) is not None:

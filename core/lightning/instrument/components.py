@@ -139,10 +139,10 @@ class _ToolScope(_Scope):
         self._asked_by = self._session.calls.last(agent) if self._session else ""
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        found = recorded_run(self.name, self.arguments)
-        if found is None:
-            return function(*args, **kwargs)
-        return cast("R", replayed(found, _target(function)))
+        kind = _target(function)
+        key = self._session.llm.api_key if self._session else ""
+        found = recorded_run(key, self.name, self.arguments, kind)
+        return function(*args, **kwargs) if found is None else cast("R", replayed(found, kind))
 
     def ended(self, output: object = None, error: BaseException | None = None) -> None:
         if self._session is None:

@@ -1,41 +1,48 @@
 """Runs of `lightning.tool` that are answered from a record instead of being made, for replay.
 
-The invariant: a tool that is answered returns, yields or raises as its kind of function does; nothing of its body runs. Only
-code inside `answer_tools` is concerned, in whatever thread or task that has its context.
+The invariant: a tool that is answered returns, yields or raises as its kind of function does; nothing of its body runs. It
+concerns the rollout that it was asked for and no other, in whatever thread or task that rollout's code runs.
 """
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import builtins
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 
 from lightning.types import Json, ToolEvent
 
-Find = Callable[[str, Json], ToolEvent | None]
-"""From a tool's name and arguments to the recorded run that answers; None lets the tool run."""
+Find = Callable[[str, Json, object], ToolEvent | None]
+"""From a tool's name, arguments and function to the recorded run that answers; None lets the tool run. It may raise instead,
+which is then what the tool raises."""
 
-_find: ContextVar[Find | None] = ContextVar("lightning_recorded_tools", default=None)
+_finds: dict[str, Find] = {}
 
 
 @contextmanager
-def answer_tools(find: Find) -> Iterator[None]:
-    """Inside the block, a run of a `lightning.tool` is answered with what `find` gives for it."""
-    token = _find.set(find)
+def answer_tools(api_key: str, find: Find) -> Iterator[None]:
+    """Inside the block, the runs of `lightning.tool` in the rollout with this key are answered with what `find` gives."""
+    _finds[api_key] = find
     try:
         yield
     finally:
-        _find.reset(token)
+        del _finds[api_key]
 
 
-def recorded_run(name: str, arguments: Json) -> ToolEvent | None:
-    """The recorded run that answers this one; None where the tool is to run, also for one whose result was not kept."""
-    find = _find.get()
-    found = None if find is None else find(name, arguments)
-    return None if found is None or found.incomplete else found
+def recorded_run(api_key: str, name: str, arguments: Json, function: object) -> ToolEvent | None:
+    """The recorded run that answers this one; None where the tool is to run."""
+    find = _finds.get(api_key) if _finds else None
+    return None if find is None else find(name, arguments, function)
+
+
+def can_answer(event: ToolEvent, function: object) -> bool:
+    """Whether a recorded run says all that a function of this kind gave: not what it yielded before it raised."""
+    streams = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return not event.incomplete and event.status in ("ok", "error") and not (streams and event.status == "error")
 
 
 def replayed(event: ToolEvent, function: object) -> object:
@@ -56,6 +63,8 @@ def _value(event: ToolEvent) -> object:
 
 
 async def _awaited(event: ToolEvent) -> object:
+    if event.status == "error" and event.error.startswith("CancelledError"):
+        await asyncio.get_running_loop().create_future()  # whoever lost patience then does so again
     return _value(event)
 
 
@@ -77,6 +86,9 @@ def _error(said: str) -> Exception:
     """The exception of a text like `KeyError: 'k'`: Python's own class where it is one that takes a message."""
     name, _, message = said.partition(": ")
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError | ExceptionGroup):
-        return kind(message.strip("'\"") if kind is KeyError else message)
-    return RuntimeError(said)
+    if not isinstance(kind, type) or not issubclass(kind, Exception) or issubclass(kind, UnicodeError | ExceptionGroup):
+        return RuntimeError(said)
+    if kind is KeyError:
+        with suppress(ValueError, SyntaxError):
+            return KeyError(ast.literal_eval(message))
+    return kind(message)

@@ -11,8 +11,9 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, cast
 
 from lightning.errors import StoreError
@@ -47,6 +48,17 @@ class HowToCall:
             return None
         place = json.dumps([self.seed, rollout.id.removeprefix(rollout.run), rollout.task.id, rollout.attempt])
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
+
+    async def prompts(
+        self, rollout: Rollout, project: str, text: Callable[[str, int], Awaitable[str]]
+    ) -> dict[str, str]:
+        """The prompt of each component in a rollout of the project. `text` gives that of a resource's version."""
+        found = dict(self.own)
+        chosen = {**self.versions, **Names(project).rollout_out(rollout).resources}
+        for component, name in self.bound.items():
+            if name in chosen:
+                found[component] = await text(name, chosen[name])
+        return found
 
     @classmethod
     async def of_run(cls, store: Store, run: str) -> HowToCall:
@@ -83,12 +95,8 @@ class AgentAccess:
         how, project = await self._how(lease.rollout.run, store)
         temperature = None if lease.rollout.split == TRAIN else how.eval_temperature
         llm = self._gateway.llm(lease, sampling=None if temperature is None else {"temperature": temperature})
-        prompts = dict(how.own)
-        chosen = {**how.versions, **Names(project).rollout_out(lease.rollout).resources}
-        for component, name in how.bound.items():
-            if name in chosen:
-                seen = of_project(store, project)
-                prompts[component] = await self._text(seen, lease.rollout.run, name, chosen[name])
+        seen = of_project(store, project)
+        prompts = await how.prompts(lease.rollout, project, partial(self._text, seen, lease.rollout.run))
         return replace(
             llm,
             base_url=f"{self._url}/v1" if self._url else llm.base_url,

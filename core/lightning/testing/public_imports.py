@@ -105,6 +105,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.seeding",
             "lightning.runner.worker",
             "lightning.server.agents",
+            "lightning.server.projects",
             "lightning.store.epochs",
             "lightning.store.exchanges",
         ),

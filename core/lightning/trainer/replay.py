@@ -116,6 +116,8 @@ class Rewinder:
     here: Config
     given: Sequence[Algorithm] = ()
     between: Path | None = None
+    machine_at: Callable[[int], Mapping[str, object]] | None = None
+    """The settings of the section `engine` with which a step was computed, in place of those of `here`."""
 
     async def bring_to(
         self, step: int, use: Callable[[Engine], object], watch: Callable[[Engine, StepRecord], object] | None = None
@@ -174,7 +176,10 @@ class Rewinder:
                 f"the settings of config epoch {epoch.number} are not this release's, so that its steps cannot be taken again: "
                 f"resume with the release that took them, or begin at a checkpoint ({error.errors()[0]['loc']})"
             ) from error
-        update = {name: getattr(self.here.engine, name) for name in MACHINE_SETTINGS}
+        if self.machine_at is None:
+            update = {name: getattr(self.here.engine, name) for name in MACHINE_SETTINGS}
+        else:
+            update = dict(self.machine_at(step))
         if config.engine.dtype == "auto":
             chosen = self.records[step].context.get("dtype") if step < len(self.records) else None
             update["dtype"] = chosen or self.here.engine.dtype

@@ -7,6 +7,8 @@ ones; 1: they are others; 2: it cannot be replayed, or nothing can be proven.
 from __future__ import annotations
 
 import asyncio
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,10 +18,12 @@ import typer
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
-from lightning.errors import ConfigError
+from lightning.errors import ConfigError, DataError
 from lightning.server.agents import HowToCall
+from lightning.server.projects import of_project
 from lightning.store.protocol import Store
-from lightning.types import Json, Run
+from lightning.store.resource_ref import run_id_of, store_in
+from lightning.types import DEFAULT_PROJECT, Json, Run
 
 from lightning_debug.recorded import RecordedRollout, read_rollout
 from lightning_debug.replay import ReplayResult, replay_agent, result_of
@@ -66,7 +70,7 @@ def replay(
             help="recorded: a @lightning.tool gives what it gave; live: it runs. Tools of frameworks always run."
         ),
     ] = Tools.RECORDED,
-    yes: Annotated[bool, typer.Option("--yes", help="Run tools that may have side effects.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Run tools that the record does not answer.")] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Run no agent: print a URL and a key, and answer whoever calls there.")
     ] = False,
@@ -85,6 +89,8 @@ def replay(
 ) -> None:
     """Run a recorded rollout again, with its model calls answered from the record: no model, no GPU. Or train a run again."""
     if train:
+        if agent or serve or until is not None or attempt is not None:
+            raise ConfigError("--train takes a run alone: leave the agent, --serve, --until and --attempt away")
         raise typer.Exit(_retrain(rollout, where, model))
     if bool(agent) == serve:
         raise ConfigError("give the agent as MODULE:FUNCTION, or --serve for a program that you start yourself")
@@ -102,6 +108,7 @@ def replay(
             reroute=found.reroute,
             prompts=found.prompts,
             seed=found.seed,
+            run_unrecorded=yes,
         )
     show(result)
     raise typer.Exit(0 if result.same else 1)
@@ -110,8 +117,11 @@ def replay(
 def _retrain(run: str, where: str, model: Path | None) -> int:
     from lightning_debug.retrain import retrain
 
-    url, run_id = locate(run, Path(where))
-    folder = next((place for place in (Path(run), Path(where) / run) if place.is_dir()), Path())
+    place = Path(where)
+    folder = next((each for each in (Path(run), place / run) if store_in(each)), place)
+    if folder == place and run_id_of(place) == run:
+        run = where
+    url, run_id = locate(run, place)
     result = asyncio.run(with_store(url, lambda store: retrain(store, run_id, folder, say, model)))
     say(escape(str(result)))
     return 2 if result.equal is None else 0 if result.equal else 1
@@ -120,6 +130,8 @@ def _retrain(run: str, where: str, model: Path | None) -> int:
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
     """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
     for _, found in answers(where, lambda _, store: _find(store, rollout, attempt, with_tools)):
+        if isinstance(found, DataError):
+            raise found
         if found is not None:
             return found
     raise ConfigError(
@@ -127,19 +139,25 @@ def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bo
     )
 
 
-async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | None:
-    recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
+async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | DataError | None:
+    try:
+        recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
+    except DataError as error:  # not raised: other stores would be asked then
+        return error
     if recorded is None:
         return None
-    how, run = await HowToCall.of_run(store, recorded.rollout.run), await store.get_run(recorded.rollout.run)
-    prompts, chosen = dict(how.own), {**how.versions, **recorded.rollout.resources}
-    for component, name in how.bound.items():
-        if name in chosen:
-            resource = await store.get_resource(name, chosen[name])
-            if resource is None:
-                raise ConfigError(f"version {chosen[name]} of the prompt {name!r}, which the rollout ran with, is gone")
-            prompts[component] = str(resource.content)
+    run = await store.get_run(recorded.rollout.run)
+    how = await HowToCall.of_run(store, recorded.rollout.run)
+    project = DEFAULT_PROJECT if run is None else run.project
+
+    async def text(name: str, version: int) -> str:
+        resource = await of_project(store, project).get_resource(name, version)
+        if resource is None:
+            raise DataError(f"version {version} of the prompt {name!r}, which the rollout ran with, is gone")
+        return str(resource.content)
+
     adapters, reroute = _runner_settings(run)
+    prompts = await how.prompts(recorded.rollout, project, text)
     return Found(recorded, prompts, how.agent_seed(recorded.rollout), adapters, reroute)
 
 
@@ -166,17 +184,19 @@ def _check_tools(recorded: RecordedRollout, tools: Tools, *, yes: bool) -> None:
 
 
 async def _serve(found: Found, until: int | None, port: int, seconds: float | None) -> ReplayResult:
-    async with ReplayServer(found.recorded, until, port=port, prompts=found.prompts, seed=found.seed) as server:
+    server = ReplayServer(found.recorded, until, port=port, prompts=found.prompts, seed=found.seed)
+    server.diverges = lambda divergence: say(escape(str(divergence)))
+    async with server:
         llm = server.llm
         say(f"OPENAI_BASE_URL={llm.base_url}")
         say(f"ANTHROPIC_BASE_URL={llm.base_url.removesuffix('/v1')}")
         say(f"OPENAI_API_KEY={llm.api_key}  (for ANTHROPIC_API_KEY as well)")
         say(f"model: {llm.model}; the task: {escape(str(found.recorded.rollout.task.input))}")
-        try:
+        with suppress(NotImplementedError):  # Windows has no such handlers
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, server.end)
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await server.finished()
-        except TimeoutError:
-            pass
         return result_of(server)
 
 

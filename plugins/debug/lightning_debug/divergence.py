@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning.store.exchanges import written
+
 from lightning_debug.recorded import RecordedCall
 
 SHOWN: Final = 160
@@ -26,6 +28,8 @@ TIME: Final = re.compile(
 NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?", re.IGNORECASE)
 HEX: Final = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b0x[0-9a-f]+\b", re.IGNORECASE)
 WORD: Final = re.compile(r"[^\W\d_][\w'-]*|\d+(?:\.\d+)?")
+MISSING: Final = object()
+"""Stands where a request has nothing, which is not null."""
 FIRST: Final = ("model", "system", "instructions", "messages", "input", "prompt", "tools")
 """What a model reads first; the rest of a request follows by name."""
 
@@ -65,43 +69,42 @@ def diverged(
     same_api = [call for call in candidates if call.exchange.path == path and isinstance(call.exchange.request, dict)]
     if not same_api:
         return Divergence(caller, path, None, suspect="all recorded calls of this API have been answered already")
-    nearest = max(same_api, key=lambda call: (call.caller == caller, alike(body, call.exchange.request), -call.number))
+    sent = Counter(_leaves(body))
+    nearest = max(same_api, key=lambda call: (call.caller == caller, _alike(sent, call.exchange.request), -call.number))
     place, before, now = next(_differences(nearest.exchange.request, body, ""), ("", None, None))
-    recorded, sent = _around(_text(before), _text(now))
-    return Divergence(
-        caller, path, nearest, place, recorded, sent, suspect(place, before, now, nearest, body, threads=threads)
-    )
+    cause = suspect(place, before, now, nearest, body, threads=threads)
+    return Divergence(caller, path, nearest, place, *_around(_text(before), _text(now)), cause)
 
 
-def alike(one: Any, other: Any) -> float:
-    """How much two requests share, from 0 to 1: of the items of their lists from the first on, and of their other values."""
-    known, new = list(_leaves(one)), list(_leaves(other))
-    shared = sum((Counter(known) & Counter(new)).values())
-    return 2 * shared / max(len(known) + len(new), 1)
+def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
+    """How much two requests share, from 0 to 1, of their values at the same places."""
+    known = Counter(_leaves(other))
+    return 2 * (known & sent).total() / max(known.total() + sent.total(), 1)
 
 
-def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, bytes]]:
     if isinstance(value, Mapping):
         for name in value:
             yield from _leaves(value[name], f"{place}.{name}")
-    elif isinstance(value, list):
+    elif isinstance(value, list) and not (value and isinstance(value[0], int)):  # a prompt of token ids is one value
         for number, item in enumerate(value):
             yield from _leaves(item, f"{place}[{number}]")
     else:
-        yield place, _text(value)
+        yield place, written(value)
 
 
 def _differences(one: Any, other: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-    """Where two values differ, in the order in which a model reads them."""
+    """Where two values differ, in the order in which a model reads them; `MISSING` where one has nothing."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         names = {*one, *other}
         for name in sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
-            yield from _differences(one.get(name), other.get(name), f"{place}.{name}" if place else name)
+            there = f"{place}.{name}" if place else name
+            yield from _differences(one.get(name, MISSING), other.get(name, MISSING), there)
     elif isinstance(one, list) and isinstance(other, list):
         for number in range(max(len(one), len(other))):
-            here = [each[number] if number < len(each) else None for each in (one, other)]
+            here = [each[number] if number < len(each) else MISSING for each in (one, other)]
             yield from _differences(here[0], here[1], f"{place}[{number}]")
-    elif one != other:
+    elif one is MISSING or other is MISSING or written(one) != written(other):
         yield place, one, other
 
 
@@ -127,7 +130,7 @@ def suspect(
                 "Suspect: a random number that lightning does not seed (random.SystemRandom, secrets, os.urandom, a generator "
                 "of the agent's own), or code that computes it otherwise than when it was recorded"
             )
-    if before is None or now is None:
+    if before is MISSING or now is MISSING:
         return "Suspect: the agent's code has changed since (one of the two has nothing at this place)"
     return "Suspect: the agent's code or its prompt has changed since"
 
@@ -144,7 +147,7 @@ def _is_reordered(one: Any, other: Any) -> bool:
     for name in ("messages", "input", "tools"):
         theirs, ours = one.get(name), other.get(name)
         if isinstance(theirs, list) and isinstance(ours, list) and theirs != ours:
-            return Counter(map(repr, theirs)) == Counter(map(repr, ours))
+            return Counter(map(written, theirs)) == Counter(map(written, ours))
     return False
 
 
@@ -191,7 +194,7 @@ def _names(items: Iterable[Any], called: str) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
+    return value if isinstance(value, str) else "nothing" if value is MISSING else written(value).decode()
 
 
 def _around(one: str, other: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ def replayed() -> Callable[..., ReplayResult]:
 def _replayed(
     rollout: str, agent: Agent, *, runs: str = "runs", same: bool = True, recorded_tools: bool = True, **how: Any
 ) -> ReplayResult:
-    found = find(runs, rollout, with_tools=recorded_tools)
+    with ThreadPoolExecutor(1) as apart:  # an event loop may run here, and the store wants its own
+        found = apart.submit(find, runs, rollout, with_tools=recorded_tools).result()
     result = replay_agent(
         found.recorded,
         agent,

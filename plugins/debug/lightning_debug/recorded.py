@@ -12,7 +12,7 @@ from lightning.errors import DataError
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange
 from lightning.store.protocol import Store
-from lightning.types import CallStatus, Rollout, ToolEvent, Transition
+from lightning.types import CallStatus, Rollout, StepReward, ToolEvent, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,23 @@ class RecordedCall:
         return self.transition.caller.name
 
     @property
-    def request(self) -> bytes:
-        """The canonical JSON of what was asked."""
+    def key(self) -> tuple[str, bytes]:
+        """What a request is looked up by: the API, and the canonical JSON of what was asked."""
         body = self.exchange.request
-        return exchanges.canonical(body) if isinstance(body, dict) else b""
+        return self.exchange.path, exchanges.canonical(body) if isinstance(body, dict) else b""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """A rollout of one attempt. `refusals` are calls that were refused before their request was recorded."""
+    """A rollout of one attempt. `refusals` are calls that were refused before their request was recorded. `has_outcome` says
+    that the outcome in `rollout` is this attempt's: of an earlier one it is not kept."""
 
     rollout: Rollout
     calls: tuple[RecordedCall, ...]
     refusals: tuple[Transition, ...]
     tool_events: tuple[ToolEvent, ...]
+    step_rewards: tuple[StepReward, ...] = ()
+    has_outcome: bool = True
 
 
 async def read_rollout(
@@ -61,11 +64,19 @@ async def read_rollout(
         raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")
     transitions = await store.transitions(rollout, number)
     (ended,) = await store.attempts_of([(rollout, number)])
-    return recorded_rollout(replace(found, attempt=number), transitions, ended.tool_events, with_tools=with_tools)
+    made = recorded_rollout(
+        replace(found, attempt=number), transitions, ended.tool_events, ended.step_rewards, with_tools=with_tools
+    )
+    return made if number == found.attempt else replace(made, has_outcome=False)
 
 
 def recorded_rollout(
-    rollout: Rollout, transitions: Sequence[Transition], tool_events: Sequence[ToolEvent], *, with_tools: bool = True
+    rollout: Rollout,
+    transitions: Sequence[Transition],
+    tool_events: Sequence[ToolEvent] = (),
+    step_rewards: Sequence[StepReward] = (),
+    *,
+    with_tools: bool = True,
 ) -> RecordedRollout:
     """The record of an attempt, from its rows. Raises `DataError` for one that cannot be replayed."""
     if not transitions:
@@ -83,4 +94,4 @@ def recorded_rollout(
             calls.append(RecordedCall(len(calls) + 1, transition, exchange))
         elif transition.status is CallStatus.REFUSED:
             refusals.append(transition)
-    return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events))
+    return RecordedRollout(rollout, tuple(calls), tuple(refusals), tuple(tool_events), tuple(step_rewards))

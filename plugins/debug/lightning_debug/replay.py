@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
-from lightning.instrument.recorded_tools import answer_tools
+from lightning.instrument.recorded_tools import answer_tools, can_answer
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
 from lightning.runner.seeding import seed_process
@@ -41,6 +42,8 @@ class ReplayResult:
     changes: tuple[str, ...] = ()
     outcome: Outcome | None = None
     stopped: bool = False
+    has_outcome: bool = True
+    """Whether the recorded outcome is known: of an attempt before the last it is not kept."""
 
     @property
     def same(self) -> bool:
@@ -53,6 +56,8 @@ class ReplayResult:
             lines.append(f"{len(self.missing)} recorded calls were not asked for: {_counted(self.missing)}")
         lines += [str(each) for each in self.divergences]
         lines += self.changes
+        if not self.has_outcome:
+            lines.append("the outcome of this attempt is not kept, and was not compared: a later attempt followed")
         return "\n".join(
             [*lines, "the replay is the recorded rollout" if self.same else "the replay is another rollout"]
         )
@@ -68,11 +73,13 @@ def replay_agent(
     reroute: Sequence[str] = (),
     prompts: Mapping[str, str] | None = None,
     seed: int | None = None,
+    run_unrecorded: bool = False,
 ) -> ReplayResult:
     """Run an agent once more on its task.
 
-    `until` ends the replay after so many calls. With `recorded_tools` each `lightning.tool` gives what it gave; other tools
-    run. `prompts` and `seed` are those of the recorded rollout (`how_it_ran`). `random`, numpy, torch and `uuid.uuid4` are
+    `until` ends the replay after so many calls. With `recorded_tools` each `lightning.tool` gives what it gave; one with other
+    arguments than were recorded raises `DataError`, or runs with `run_unrecorded`. Tools of frameworks run. `prompts` and
+    `seed` are those that the rollout had. `random`, numpy, torch and `uuid.uuid4` are
     seeded while the agent runs, and are random again afterwards. The agent runs in this thread, or in another one while an
     event loop runs here.
     """
@@ -80,12 +87,13 @@ def replay_agent(
         server = closing.enter_context(served(ReplayServer(recorded, until, prompts=prompts or {}, seed=seed)))
         closing.callback(install_tap(reroute))
         closing.callback(plugins().install_adapters(emit, adapters))
+        tools = _Tools(recorded.tool_events, run_unrecorded=run_unrecorded)
         if recorded_tools:
-            closing.enter_context(answer_tools(_Tools(recorded.tool_events).take))
+            closing.enter_context(answer_tools(server.llm.api_key, tools.take))
         closing.callback(seed_process, None)
         seed_process(seed)
         outcome = _run(recorded, agent, server)
-    return result_of(server, outcome)
+    return result_of(server, outcome, tools.answered)
 
 
 @contextmanager
@@ -96,8 +104,9 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
 
     async def serve() -> None:
         async with server:
+            waiting = asyncio.get_running_loop().run_in_executor(None, done.wait)
             ready.set()
-            await asyncio.to_thread(done.wait)
+            await waiting
 
     def run() -> None:
         try:
@@ -113,7 +122,6 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
     try:
         if failed:
             raise failed[0]
-        server.count_threads()
         yield server
     finally:
         done.set()
@@ -122,6 +130,7 @@ def served(server: ReplayServer) -> Iterator[ReplayServer]:
 
 def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outcome:
     def run() -> Outcome:
+        server.count_threads()
         with asyncio.Runner() as loop:
             return run_agent(agent, recorded.rollout.task, server.llm, loop)
 
@@ -133,22 +142,26 @@ def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outco
         return pool.submit(contextvars.copy_context().run, run).result()
 
 
-def result_of(server: ReplayServer, outcome: Outcome | None = None) -> ReplayResult:
-    """What a server has seen, and the outcome of the agent that asked it."""
-    stopped = server.stopped and not server.divergences
-    changes = () if outcome is None or stopped else tuple(_changes(server.recorded, outcome, server.divergences))
+def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Sequence[ToolEvent] = ()) -> ReplayResult:
+    """What a server has seen, and the outcome of the agent that asked it. `answered` are the tool runs that were."""
+    stopped = server.stopped or len(server.served) == server.until
+    compared = outcome is not None and not stopped and server.recorded.has_outcome
+    changes = _changes(server.recorded, outcome, server.divergences, answered) if outcome and compared else ()
     return ReplayResult(
         calls=len(server.recorded.calls),
         answered=len(server.served),
-        missing=tuple(call.caller for call in server.left),
+        missing=server.missing,
         divergences=tuple(server.divergences),
-        changes=changes,
+        changes=tuple(changes),
         outcome=outcome,
-        stopped=stopped,
+        stopped=stopped and not server.divergences,
+        has_outcome=server.recorded.has_outcome,
     )
 
 
-def _changes(recorded: RecordedRollout, outcome: Outcome, divergences: Sequence[Divergence]) -> Iterator[str]:
+def _changes(
+    recorded: RecordedRollout, outcome: Outcome, divergences: Sequence[Divergence], answered: Sequence[ToolEvent]
+) -> Iterator[str]:
     """How an outcome differs from the recorded one. After a divergence the agent's failure is no news."""
     before = recorded.rollout
     if outcome.fault is not None and before.reward is not None:
@@ -160,15 +173,27 @@ def _changes(recorded: RecordedRollout, outcome: Outcome, divergences: Sequence[
         return
     if before.reward is not None and (outcome.reward, outcome.rewards) != (before.reward, dict(before.rewards)):
         yield f"the reward is {outcome.reward:g} {dict(outcome.rewards)}, and was {before.reward:g} {dict(before.rewards)}"
-    ran, had = Counter(map(_tool_run, outcome.tool_events)), Counter(map(_tool_run, recorded.tool_events))
-    for name, arguments, status, output in (had - ran) + (ran - had):
+    given, gave = ([(step.name, step.value) for step in each.step_rewards] for each in (outcome, recorded))
+    if sorted(given) != sorted(gave):
+        yield f"the rewards of single calls are {given}, and were {gave}"
+    ran, had = _tool_runs(outcome.tool_events, answered), _tool_runs(recorded.tool_events, answered)
+    for name, arguments, status, output in dict.fromkeys((*(had - ran), *(ran - had))):
         run = (name, arguments, status, output)
         when = "more often when it was recorded" if had[run] > ran[run] else "more often now"
         yield f"the tool {name}({arguments[:120]}) gave {status} {output[:120]!r} {when}"
 
 
-def _tool_run(event: ToolEvent) -> tuple[str, str, str, str]:
-    return event.name, _text(event.arguments), event.status, event.output or event.error
+def _tool_runs(events: Sequence[ToolEvent], answered: Sequence[ToolEvent]) -> Counter[tuple[str, str, str, str]]:
+    """The runs by name, arguments and what they gave; those that were answered gave the same."""
+    left = Counter((event.name, _text(event.arguments)) for event in answered)
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    for event in events:
+        asked = (event.name, _text(event.arguments))
+        if left[asked]:
+            left[asked] -= 1
+        else:
+            found[(*asked, event.status, event.output or event.error)] += 1
+    return found
 
 
 def _text(value: Json) -> str:
@@ -178,18 +203,26 @@ def _text(value: Json) -> str:
 class _Tools:
     """The recorded runs of tools, each given once: in their order for equal arguments."""
 
-    def __init__(self, events: Sequence[ToolEvent]) -> None:
-        self._left = list(events)
+    def __init__(self, events: Sequence[ToolEvent], *, run_unrecorded: bool) -> None:
+        self._left, self._run_unrecorded = list(events), run_unrecorded
         self._lock = threading.Lock()
+        self.answered: list[ToolEvent] = []
 
-    def take(self, name: str, arguments: Json) -> ToolEvent | None:
-        """The first run of this tool with these arguments that has not been given."""
+    def take(self, name: str, arguments: Json, function: object) -> ToolEvent | None:
+        """The first run of this tool with these arguments that has not been given. Raises `DataError` where there is none."""
+        wanted = (name, _text(arguments))
         with self._lock:
-            wanted = (name, _text(arguments))
-            found = next((event for event in self._left if (event.name, _text(event.arguments)) == wanted), None)
-            if found is not None:
-                self._left.remove(found)
-            return found
+            for event in self._left:
+                if (event.name, _text(event.arguments)) == wanted and can_answer(event, function):
+                    self._left.remove(event)
+                    self.answered.append(event)
+                    return event
+        if self._run_unrecorded:
+            return None
+        raise DataError(
+            f"the tool {name} has no recorded run with the arguments {wanted[1][:200]} left, and was not run: --yes "
+            "(run_unrecorded) runs it"
+        )
 
 
 def _counted(callers: Sequence[str]) -> str:

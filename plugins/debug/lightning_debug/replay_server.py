@@ -11,13 +11,14 @@ import itertools
 import json
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from aiohttp import web
+from lightning.errors import ConfigError
 from lightning.store import exchanges
-from lightning.types import LLM, Caller, Transition
+from lightning.types import LLM, Caller, CallStatus, Transition
 
 from lightning_debug.divergence import Divergence, diverged
 from lightning_debug.recorded import RecordedCall, RecordedRollout
@@ -25,9 +26,12 @@ from lightning_debug.replay_streams import STREAMS, stream_of
 
 MODEL: Final = "policy"
 CALLER: Final = "x-lightning-caller"
+ALIAS: Final = "policy:"
+ROLLOUT: Final = "x-lightning-rollout"
 NO_RETRY: Final = {"x-should-retry": "false"}
-HELD_SECONDS: Final = 600.0
-"""How long a call is held that was never answered when it was recorded: its client hung up then, and will again."""
+"""On what the replay itself refuses."""
+LONGER: Final = 10.0
+"""Seconds for which a call that the agent broke off is held beyond the time that it took: it breaks it off again."""
 
 
 @dataclass
@@ -42,11 +46,15 @@ class ReplayServer:
     seed: int | None = None
     served: list[RecordedCall] = field(default_factory=list)
     divergences: list[Divergence] = field(default_factory=list)
+    diverges: Callable[[Divergence], object] = lambda found: None
+    """Is told of each divergence when it comes."""
     stopped: bool = False
     """Whether a call came after the last that was to be answered."""
 
     def __post_init__(self) -> None:
-        self._left: list[RecordedCall] = list(self.recorded.calls)
+        self._left: dict[tuple[str, bytes], list[RecordedCall]] = {}
+        for call in self.recorded.calls:
+            self._left.setdefault(call.key, []).append(call)
         self._refusals: list[Transition] = list(self.recorded.refusals)
         self._key = f"replay-{secrets.token_urlsafe(16)}"
         self._url = ""
@@ -65,12 +73,22 @@ class ReplayServer:
 
     @property
     def left(self) -> Sequence[RecordedCall]:
-        """The recorded calls that have not been asked for; those that broke off when they were recorded do not count."""
-        return [call for call in self._left if call.exchange.status]
+        """The recorded calls that have not been asked for, but for those that broke off when they were recorded."""
+        left = [call for calls in self._left.values() for call in calls if call.exchange.status]
+        return sorted(left, key=lambda call: call.number)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The callers of what was recorded and not asked for, refused calls included."""
+        return (*(call.caller for call in self.left), *(refused.caller.name for refused in self._refusals))
 
     async def finished(self) -> None:
-        """Return when every recorded call has been answered, or nothing more will be."""
+        """Return when every recorded call has been answered, or `end` was called."""
         await self._finished.wait()
+
+    def end(self) -> None:
+        """Wait for no more calls."""
+        self._finished.set()
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 30)
@@ -78,7 +96,11 @@ class ReplayServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error}. Give another --port") from error
         host = f"[{self.host}]" if ":" in self.host else self.host
         self._url = f"http://{host}:{self._runner.addresses[0][1]}"
         return self
@@ -110,48 +132,55 @@ class ReplayServer:
         return await self._answer(request, path, body)
 
     async def _answer(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
-        caller = _caller(request.headers.get(CALLER))
+        caller = _caller(request.headers.get(CALLER), body.get("model"))
         if self.until is not None and len(self.served) >= self.until:
             self.stopped = True
-            self._finished.set()
+            self.end()
             return _refuse(path, 409, "replay_ended", f"The replay ends after {self.until} calls, as it was asked to.")
         call = self._take(caller, path, exchanges.canonical(body))
         if call is None:
             return self._unknown(caller, path, body)
         if not call.exchange.status:
-            await asyncio.sleep(HELD_SECONDS)
-            return _refuse(path, 504, "not_recorded", "This call was not answered when it was recorded.")
+            return await self._broken_off(call, path)
         self.served.append(call)
-        if not self.left:
-            self._finished.set()
-        reply: Any = call.exchange.reply
-        if body.get("stream") is not True or call.exchange.status != 200:
-            return web.json_response(reply, status=call.exchange.status, headers=NO_RETRY)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        for event in stream_of(path, reply, body):
-            await response.write(event)
-        await response.write_eof()
+        response = await _send(request, call, path, body)
+        if len(self.served) == self.until or not self.left:
+            self.end()
         return response
 
     def _take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
         """The recorded call of this request: of the same caller if there is one, else the first."""
-        same = [call for call in self._left if call.exchange.path == path and call.request == request]
+        same = self._left.get((path, request))
         if not same:
             return None
         found = next((call for call in same if call.caller == caller), same[0])
-        self._left.remove(found)
+        same.remove(found)
         return found
+
+    async def _broken_off(self, call: RecordedCall, path: str) -> web.Response:
+        """A call that was not answered: the policy server failed, or its agent lost patience, and does so again."""
+        seen = call.transition
+        if seen.status is not CallStatus.ABORTED:
+            return _refuse(path, 502, "upstream_failed", "The policy server did not answer this call.", headers={})
+        await asyncio.sleep(max(0.0, seen.ended_at - seen.started_at) + LONGER)
+        why = f"the agent broke off call {call.number} before its end, and does not now: what it was sent is not kept"
+        self._diverge(Divergence(call.caller, path, None, suspect=why))
+        return _refuse(path, 504, "not_recorded", why)
 
     def _unknown(self, caller: str, path: str, body: Mapping[str, Any]) -> web.Response:
         refused = next((each for each in self._refusals if each.caller.name == caller), None)
         if refused is not None:
             self._refusals.remove(refused)
             return _refuse(path, 400, refused.finish_reason, refused.error)
-        threads = threading.active_count() > self._threads
-        found = diverged(body, caller, path, self._left, threads=threads or self._overlap())
-        self.divergences.append(found)
+        threads = threading.active_count() > self._threads or self._overlap()
+        left = [call for calls in self._left.values() for call in calls]
+        found = diverged(body, caller, path, sorted(left, key=lambda call: call.number), threads=threads)
+        self._diverge(found)
         return _refuse(path, 409, "not_recorded", str(found))
+
+    def _diverge(self, found: Divergence) -> None:
+        self.divergences.append(found)
+        self.diverges(found)
 
     def _overlap(self) -> bool:
         """Whether calls were under way at the same time when they were recorded."""
@@ -160,6 +189,7 @@ class ReplayServer:
 
     def _has_key(self, request: web.Request) -> bool:
         given = (
+            request.headers.get(ROLLOUT, ""),
             request.headers.get("authorization", "").removeprefix("Bearer ").strip(),
             request.headers.get("x-api-key", ""),
             request.headers.get("api-key", ""),
@@ -168,18 +198,37 @@ class ReplayServer:
         return any(secrets.compare_digest(each.encode(), self._key.encode()) for each in given)
 
 
-def _caller(header: str | None) -> str:
-    """The path of who is calling, as its adapter says."""
+async def _send(request: web.Request, call: RecordedCall, path: str, body: Mapping[str, Any]) -> web.StreamResponse:
+    """The recorded answer, written to its end."""
+    reply: Any = call.exchange.reply
+    if body.get("stream") is not True or call.exchange.status != 200:
+        whole = web.json_response(reply, status=call.exchange.status)
+        await whole.prepare(request)
+        await whole.write_eof()
+        return whole
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for event in stream_of(path, reply, body):
+        await response.write(event)
+    await response.write_eof()
+    return response
+
+
+def _caller(header: str | None, model: object) -> str:
+    """The path of who is calling: as its adapter says, else as the model's alias says."""
     try:
         said = json.loads(header or "{}")
-        return Caller(str(said.get("agent") or "agent"), tuple(map(str, said.get("path") or ()))).name
+        found = Caller(str(said.get("agent") or "agent"), tuple(map(str, said.get("path") or ())))
     except (ValueError, AttributeError, TypeError):
-        return Caller("agent").name
+        found = Caller("agent")
+    if found == Caller("agent") and isinstance(model, str) and len(model) > len(ALIAS) and model.startswith(ALIAS):
+        return model.removeprefix(ALIAS)
+    return found.name
 
 
-def _refuse(path: str, status: int, code: str, message: str) -> web.Response:
-    """An error in the shape of the API, that clients do not try again."""
-    kind = "invalid_request_error"
+def _refuse(path: str, status: int, code: str, message: str, *, headers: Mapping[str, str] = NO_RETRY) -> web.Response:
+    """An error in the shape of the API, that clients do not try again unless other `headers` are given."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
     error: dict[str, Any] = {"message": message, "type": kind, "code": code, "param": None}
     said = {"type": "error", "error": {"type": kind, "message": message}} if path == "/messages" else {"error": error}
-    return web.json_response(said, status=status, headers=NO_RETRY)
+    return web.json_response(said, status=status, headers=headers)

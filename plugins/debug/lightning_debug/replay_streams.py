@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 Body = dict[str, Any]
+INVALID: Final = "INVALID_JSON"
+"""Under this name a Message has tool arguments that are no JSON; a stream passes them on as they are."""
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -76,7 +78,9 @@ def _block_deltas(block: Body) -> Iterator[Body]:
         yield {"type": "thinking_delta", "thinking": block["thinking"]}
         yield {"type": "signature_delta", "signature": block.get("signature", "")}
     elif block.get("type") == "tool_use":
-        yield {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}
+        given = block.get("input") or {}
+        broken = given.get(INVALID) if given.keys() == {INVALID} else None
+        yield {"type": "input_json_delta", "partial_json": json.dumps(given) if broken is None else broken}
 
 
 def _responses(reply: Body, request: Mapping[str, Any]) -> Iterator[bytes]:

@@ -15,11 +15,12 @@ from typing import Final
 
 from lightning.config import Config
 from lightning.engines.protocol import Engine, WritesAdapters
-from lightning.errors import AuditError, ConfigError, LightningError, StoreError
+from lightning.errors import AuditError, ConfigError, LightningError
 from lightning.maintenance.prune import PRUNED
 from lightning.plugins import plugins
 from lightning.policy_server.model_folder import hash_weights
-from lightning.store.epochs import read_epochs
+from lightning.policy_server.weight_transfer import BACKENDS
+from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
@@ -84,31 +85,35 @@ async def retrain(
     model = model or _model(run, folder)
     if why := await _unprovable(store, run, records, folder, model):
         return Retraining(run_id, 0, 0, None, why)
-    watcher = _Watcher(records, folder, said)
     with tempfile.TemporaryDirectory() as scratch:
-        watcher.scratch = Path(scratch)
+        epochs = await read_epochs(store, run)
+        watcher = _Watcher(records, epochs, folder, Path(scratch), said)
         rewinder = Rewinder(
             store,
             records,
-            await read_epochs(store, run),
+            epochs,
             Checkpoints(Path(scratch) / "checkpoints", keep=1),
             plugins().engine(str(run.config.get("engine", "torch"))),
             model,
-            _settings(records),
+            Config(),
             between=Path(scratch) / "between",
+            machine_at=lambda step: _machine_settings(records[min(step, len(records) - 1)]),
         )
         try:
             await rewinder.bring_to(len(records), watcher.end, watcher.before)
         except _DiffersError as found:
-            other = watcher.other_numbers
-            if other:
-                return Retraining(run_id, found.step, watcher.compared, None, f"{found.why}; {other}")
+            if watcher.other_numbers:
+                return Retraining(run_id, found.step, watcher.compared, None, f"{found.why}; {watcher.other_numbers}")
             return Retraining(run_id, found.step, watcher.compared, False, found.why, found.step - 1)
         except AuditError as error:
             return Retraining(run_id, watcher.taken, watcher.compared, False, str(error), watcher.taken)
-        except (ConfigError, StoreError) as error:
+        except LightningError as error:
             return Retraining(run_id, watcher.taken, watcher.compared, None, str(error))
-    return Retraining(run_id, len(records), watcher.compared, True)
+    steps = len(records)
+    if watcher.compared < steps:
+        why = f"the weights after {steps - watcher.compared} of {steps} steps are nowhere recorded"
+        return Retraining(run_id, steps, watcher.compared, None, f"{why} (the last ones would be in a checkpoint)")
+    return Retraining(run_id, steps, watcher.compared, True)
 
 
 async def _unprovable(store: Store, run: Run, records: Sequence[StepRecord], folder: Path, model: Path) -> str:
@@ -135,23 +140,29 @@ def _unlike(run: Run, context: Mapping[str, Json], folder: Path, model: Path) ->
 
 
 def _model(run: Run, folder: Path) -> Path:
-    return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config["model"]))
+    return folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "nowhere")))
 
 
-def _settings(records: Sequence[StepRecord]) -> Config:
-    """The settings of the machine, as they were in effect."""
-    context = records[0].context
-    config = Config()
-    known = {name: context[name] for name in ("device", "threads", "tokens_per_microbatch") if context.get(name)}
-    return config.model_copy(update={"engine": config.engine.model_copy(update=known)})
+def _machine_settings(record: StepRecord) -> Mapping[str, object]:
+    """The settings of the engine that a step was computed with, as they were in effect."""
+    known = {name: record.context[name] for name in ("threads", "tokens_per_microbatch") if record.context.get(name)}
+    device = str(record.context.get("device") or "auto")  # of a GPU it is the product's name
+    return {**known, "device": device if device in ("auto", "cpu") else "cuda"}
 
 
 class _Watcher:
     """Compares the engine's weights with the recorded digests, before each step and at the end."""
 
-    def __init__(self, records: Sequence[StepRecord], folder: Path, said: Callable[[str], object]) -> None:
-        self._records, self._folder, self._said = records, folder, said
-        self.scratch = Path()
+    def __init__(
+        self,
+        records: Sequence[StepRecord],
+        epochs: Sequence[Epoch],
+        folder: Path,
+        scratch: Path,
+        said: Callable[[str], object],
+    ) -> None:
+        self._records, self._epochs, self._folder, self._scratch, self._said = records, epochs, folder, scratch, said
+        self._first = ""
         self.compared = 0
         self.taken = 0
         self.other_numbers = ""
@@ -166,7 +177,9 @@ class _Watcher:
             changed = ", ".join(f"{key} {_short(record.context[key])} → {_short(now[key])}" for key in other)
             self.other_numbers = f"it is computed with another {changed} than when it was trained"
         if record.step:
-            self._compare(engine, str(record.context.get("weights", "")), record.step)
+            self._compare(engine, record)
+        else:
+            self._first = self._digest(engine, record)
         self._said(f"step {record.step}")
 
     def end(self, engine: Engine) -> None:
@@ -175,29 +188,37 @@ class _Watcher:
         kept = self._checkpoint(steps)
         if kept is None:
             return
-        engine.save(self.scratch / "end")
-        made = self.scratch / "end" / WEIGHTS
+        engine.save(self._scratch / "end")
+        made = self._scratch / "end" / WEIGHTS
         if not made.is_file():  # another engine's checkpoint
             return
         self.compared += 1
         if hash_weights(made) != hash_weights(kept):
             raise _DiffersError(steps, f"the weights after it are others than in its checkpoint{_distance(made, kept)}")
 
-    def _compare(self, engine: Engine, recorded: str, step: int) -> None:
+    def _compare(self, engine: Engine, record: StepRecord) -> None:
+        recorded, step = str(record.context.get("weights", "")), record.step
         if not recorded:
             return
-        file = self.scratch / WEIGHTS
-        whole = not (isinstance(engine, WritesAdapters) and engine.adapters(file))
-        if whole:
-            engine.weights(file)
+        if recorded == record.context.get("base"):  # the model's own: no step before has changed them
+            recorded = self._first
         self.compared += 1
-        if hash_weights(file) != recorded:
-            kept, made = self._checkpoint(step), self.scratch / "now"
+        if self._digest(engine, record) != recorded:
+            kept, made = self._checkpoint(step), self._scratch / "now"
             far = ""
             if kept is not None:
                 engine.save(made)
                 far = _distance(made / WEIGHTS, kept)
             raise _DiffersError(step, f"the weights after it have another digest than the recorded one{far}")
+
+    def _digest(self, engine: Engine, record: StepRecord) -> str:
+        """Of what was handed to the policy server: adapters alone where it merges them itself."""
+        file, epoch = self._scratch / WEIGHTS, epoch_at(self._epochs, record.step)
+        attached = epoch.setting("policy_server", "attach")
+        alone = not attached and epoch.setting("policy_server", "weight_transfer") not in BACKENDS
+        if not (alone and isinstance(engine, WritesAdapters) and engine.adapters(file)):
+            engine.weights(file)
+        return hash_weights(file)
 
     def _checkpoint(self, step: int) -> Path | None:
         file = self._folder / "checkpoints" / f"step-{step:08d}" / WEIGHTS

@@ -11,7 +11,8 @@ import httpx
 import orjson
 import pytest
 from lightning.config import LimitsConfig
-from lightning.gateway import access_control, body_limits, serving
+from lightning.gateway import access_control, body_limits
+from lightning.gateway import connections as serving
 from lightning.gateway.access_control import Guard
 from lightning.gateway.connections import Serving, bind
 from lightning.gateway.http import RefusalError, send_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,19 @@ from typing import Any
 import pytest
 from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
+from lightning.types import StepRecord
 from lightning_debug.retrain import Retraining, retrain
 from safetensors.torch import load_file, save_file
 
+from tests.core.trainer import test_fork
 from tests.core.trainer.test_fork import train as train
 
 KEPT: dict[str, Any] = {"trainer__keep_checkpoints": 1, "trainer__checkpoint_every": None}
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    url, run = locate(str(folder), folder.parent)
+    return asyncio.run(with_store(url, lambda store: store.steps(run)))
 
 
 def retrained(folder: Path, **how: Any) -> Retraining:
@@ -81,3 +89,32 @@ def test_an_algorithm_of_ones_own_cannot_be_taken_again(train: Any) -> None:
     found = retrained(folder)
     assert found.equal is None
     assert "only its own code can make again" in found.why
+
+
+@pytest.mark.parametrize("transfer", ["file", "gloo"])
+def test_adapters_are_compared_as_they_were_handed_over(train: Any, transfer: str) -> None:
+    folder = train("run", 2, engine__lora={"rank": 2}, policy_server__weight_transfer=transfer)
+    assert retrained(folder) == Retraining("run", 2, 2, equal=True)
+
+
+def test_a_first_step_that_taught_nothing_is_equal(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def agent(task: Any, llm: Any) -> float:
+        reward = original(task, llm)
+        ended.append(1)
+        return 1.0 if len(ended) <= 8 else float(reward) + len(ended) % 2
+
+    original: Any = test_fork.agent
+    monkeypatch.setattr(test_fork, "agent", agent)
+    folder = train("run", 3)
+    assert [record.metrics["stepped"] for record in steps_of(folder)][:2] == [0.0, 1.0]
+    assert retrained(folder).equal
+
+
+def test_without_a_checkpoint_of_the_last_step_nothing_is_proven(train: Any) -> None:
+    folder = train("run", 1)
+    shutil.rmtree(folder / "checkpoints")
+    found = retrained(folder)
+    assert found.equal is None
+    assert "the weights after 1 of 1 steps are nowhere recorded" in found.why
