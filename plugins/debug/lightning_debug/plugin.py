@@ -1,4 +1,4 @@
-"""`lightning replay`, as a plugin."""
+"""`lightning replay` and `lightning reward`, as a plugin."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from lightning.hooks import hookimpl
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`replay`."""
+    """`replay` and `reward`."""
     register("replay", replay_command)
+    register("reward", reward_command)
 
 
 def replay_command() -> Callable[..., None]:
@@ -18,3 +19,10 @@ def replay_command() -> Callable[..., None]:
     from lightning_debug.command import replay
 
     return replay
+
+
+def reward_command() -> Callable[..., None]:
+    """Grade a run's rollouts again with another reward function."""
+    from lightning_debug.reward_command import reward
+
+    return reward

@@ -1,0 +1,126 @@
+"""`lightning reward try`: a changed grader on the rollouts that a run was trained on.
+
+The invariant: it only reads the store. Exit code 0: the grader orders every group as the recorded rewards do; 1: it does not,
+or it failed on some rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+from lightning.cli.locate import load_agent, locate, with_store
+from lightning.cli.output import AsJson, escape, print_json, print_table, say
+
+from lightning_debug.regrade import Grader, RewardTrial, try_grader
+
+
+class Action(StrEnum):
+    """What is done with a reward."""
+
+    TRY = "try"
+
+
+def reward(
+    action: Annotated[Action, typer.Argument(help="try: grade recorded rollouts again.")],
+    grader: Annotated[
+        str,
+        typer.Argument(
+            help="The grader as MODULE:FUNCTION, called with a transcript; returns a reward as an agent does."
+        ),
+    ],
+    run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of changed rollouts to list.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Grade a run's rollouts again with another reward function: what it would have changed, without running anything."""
+    url, run_id = locate(run, runs)
+    function = cast("Grader", cast("Callable[..., object]", load_agent(grader)))
+    trial = asyncio.run(with_store(url, lambda store: try_grader(store, run_id, function)))
+    if as_json:
+        print_json(_plain(trial))
+    else:
+        show(trial, limit)
+    raise typer.Exit(0 if trial.same else 1)
+
+
+def _plain(trial: RewardTrial) -> dict[str, object]:
+    return {
+        "grader": trial.grader,
+        "same": trial.same,
+        "rollouts": [
+            {
+                "rollout": each.transcript.rollout.id,
+                "step": each.step,
+                "before": each.before,
+                "now": each.now,
+                "parts": dict(each.parts),
+            }
+            for each in trial.rollouts
+        ],
+        "failed": dict(trial.failed),
+        "groups": trial.groups,
+        "flipped": trial.flipped,
+        "rank_correlation": trial.rank_correlation,
+        "equal_before": trial.equal_before,
+        "equal_now": trial.equal_now,
+        "follows": {name: {"before": pair[0], "now": pair[1]} for name, pair in trial.follows.items()},
+        "explained": dict(trial.explained),
+        "advantages": trial.advantages,
+        "changed_calls": trial.changed_calls,
+        "why_no_advantages": trial.why,
+        "warnings": trial.warnings,
+    }
+
+
+def show(trial: RewardTrial, limit: int) -> None:
+    """The result in words and tables."""
+    graded = len(trial.rollouts)
+    means = [sum(getattr(each, name) for each in trial.rollouts) / max(graded, 1) for name in ("before", "now")]
+    say(f"{escape(trial.grader)} on {graded} rollouts of {trial.groups} groups")
+    rank = "-" if trial.rank_correlation is None else f"{trial.rank_correlation:.3f}"
+    say(f"mean reward {means[0]:.3f} → {means[1]:.3f}; rank correlation with the recorded rewards {rank}")
+    say(f"groups whose order changes: {len(trial.flipped)} of {trial.groups}")
+    say(f"groups with equal rewards, which teach nothing: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
+    if trial.advantages is not None:
+        trained, other, signs = trial.advantages
+        say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
+    else:
+        say(f"which advantages would differ cannot be said: {escape(trial.why)}")
+    for why, count in trial.failed.items():
+        say(f"[red]the grader failed on {count} rollouts, which are in no figure: {escape(why)}")
+    print_table(
+        ["rank correlation of the reward with", "recorded", "now"],
+        [
+            [name, *(("-" if value is None else f"{value:+.2f}") for value in pair)]
+            for name, pair in trial.follows.items()
+        ],
+    )
+    if trial.explained:
+        parts = ", ".join(f"{escape(name)} {share:.0%}" for name, share in trial.explained.items())
+        say(f"what varies in the reward comes from: {parts}")
+    changed = sorted(trial.rollouts, key=lambda each: -abs(each.now - each.before))[:limit]
+    print_table(
+        ["rollout", "step", "recorded", "now", "parts", "task", "last answer"],
+        [
+            [
+                escape(each.transcript.rollout.id),
+                str(each.step),
+                f"{each.before:.3g}",
+                f"{each.now:.3g}",
+                escape(", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())),
+                escape(str(each.transcript.task.input)[:60]),
+                escape(each.transcript.answer[-60:]),
+            ]
+            for each in changed
+            if each.now != each.before
+        ],
+        title="rollouts whose reward changes most",
+    )
+    for warning in trial.warnings:
+        say(f"[yellow]{escape(warning)}")

@@ -1,0 +1,194 @@
+"""A changed grader is tried on what a run has recorded: what it would have changed, and what is suspicious of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from lightning.batch import Group, Trajectory
+from lightning.cli.app import main
+from lightning.cli.locate import locate, with_store
+from lightning.errors import ConfigError
+from lightning.store.epochs import Epoch
+from lightning.types import Rollout, StepRecord, Task, Transition, logprobs, token_ids
+from lightning_debug.regrade import RewardTrial, _explained, _Trial, rank_correlation, try_grader
+from lightning_debug.transcript import Transcript, text_of
+
+from tests.core.trainer.test_fork import train as train
+
+GRADERS = """
+def longer(seen):
+    return float(len(seen.answer))
+
+def same(seen):
+    return seen.rollout.reward
+
+def backwards(seen):
+    return {"right": -seen.rollout.reward, "length": 0.0}
+
+def broken(seen):
+    raise ValueError(f"no answer in {seen.rollout.id[-1]}")
+"""
+
+
+def tried(folder: Path, grader: Any) -> RewardTrial:
+    url, run = locate(str(folder), folder.parent)
+    return asyncio.run(with_store(url, lambda store: try_grader(store, run, grader)))
+
+
+def varied(number: int) -> float:
+    return float(number % 3)
+
+
+@pytest.fixture
+def folder(train: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two steps with rewards that differ inside each group."""
+    from tests.core.trainer import test_fork
+
+    original: Any = test_fork.agent
+    ended: list[int] = []
+
+    def agent(task: Any, llm: Any) -> float:
+        original(task, llm)
+        ended.append(1)
+        return varied(len(ended))
+
+    monkeypatch.setattr(test_fork, "agent", agent)
+    made: Path = train("run", 2)
+    return made
+
+
+def test_the_recorded_rewards_change_nothing(folder: Path) -> None:
+    trial = tried(folder, lambda seen: seen.rollout.reward)
+    assert trial.same
+    assert (trial.groups, len(trial.rollouts), trial.flipped) == (4, 16, ())
+    assert trial.rank_correlation == pytest.approx(1.0)
+    assert trial.advantages is not None
+    assert trial.advantages[1:] == (0, 0)
+    assert trial.warnings == ()
+
+
+def test_the_order_turned_round_turns_every_advantage(folder: Path) -> None:
+    trial = tried(folder, lambda seen: {"right": -seen.rollout.reward})
+    assert not trial.same
+    assert trial.rank_correlation == pytest.approx(-1.0)
+    assert len(trial.flipped) == 4
+    assert trial.advantages is not None
+    trained, other, signs = trial.advantages
+    assert other == len(trial.changed_calls) > 0
+    assert signs <= other <= trained
+    for *_, before, now in trial.changed_calls:
+        assert now == pytest.approx(-before, abs=1e-4)
+
+
+def group_of(lengths: list[int], rewards: list[float]) -> Group:
+    """A group whose rollouts have one answer each, of so many tokens."""
+    members = []
+    for index, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        made = Rollout(f"r{index}", "run", Task("t"), "g", index=index, attempt=1, reward=reward)
+        ids, values = token_ids([5] * length), logprobs([-1.0] * length)
+        call = Transition(made.id, 1, 0, f"c{index}", token_ids([1]), ids, values, finish_reason="stop")
+        members.append(Trajectory(made, (call,), (True,)))
+    return Group("g", tuple(members))
+
+
+def test_a_grader_that_rewards_length_is_found() -> None:
+    record, epoch = StepRecord("run", 0, 1, (), (), ""), Epoch(0, 0, {}, 0.0)
+    trial = _Trial(lambda seen: {"right": seen.rollout.reward or 0.0, "style": float(seen.tokens)})
+    for lengths in ([1, 20, 30, 40], [9, 2, 17, 33], [50, 5, 14, 3]):
+        trial.step(record, epoch, [group_of(lengths, [1.0, 0.0, 0.0, 1.0])])
+    found = trial.result()
+    _, now = found.follows["the length of the answers (tokens)"]
+    assert now is not None
+    assert now > 0.9
+    assert any(
+        "the reward follows the length of the answers (tokens): rank correlation +" in said for said in found.warnings
+    )
+    assert any(said.startswith("the part style alone makes 9") for said in found.warnings)
+    assert found.flipped == ("g", "g", "g")
+    assert (found.advantages, bool(found.why)) == (None, True), "no algorithm is recorded"
+
+
+def test_lengths_that_differ_are_followed() -> None:
+    lengths = np.array([3.0, 9.0, 4.0, 20.0, 11.0])
+    assert rank_correlation(lengths, lengths * 2 + 1) == pytest.approx(1.0)
+    assert rank_correlation(lengths, -lengths) == pytest.approx(-1.0)
+    assert rank_correlation(lengths, np.zeros(5)) is None
+    assert rank_correlation(np.array([1.0, 1.0, 2.0]), np.array([5.0, 5.0, 9.0])) == pytest.approx(1.0)
+
+
+@given(some.lists(some.tuples(some.floats(-9, 9), some.floats(-9, 9)), min_size=2, max_size=30))
+def test_a_rank_correlation_is_symmetric_and_bounded(pairs: list[tuple[float, float]]) -> None:
+    one, other = np.array(pairs).T
+    found = rank_correlation(one, other)
+    assert found is None or -1.0 - 1e-9 <= found <= 1.0 + 1e-9
+    back = rank_correlation(other, one)
+    assert (found is None) == (back is None)
+    assert found is None or found == pytest.approx(back)
+
+
+def test_what_a_grader_fails_on_is_counted_and_in_no_figure(folder: Path) -> None:
+    def grade(seen: Transcript) -> float:
+        if seen.rollout.index == 0:
+            raise ValueError("no number")
+        return 1.0
+
+    trial = tried(folder, grade)
+    assert not trial.same
+    assert trial.failed == {"ValueError: no number": 4}
+    assert len(trial.rollouts) == 12
+    assert trial.equal_now == 1.0
+
+
+def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "graders_of_mine.py").write_text(GRADERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["reward", "try", *arguments])
+        return int(ended.value.code or 0), capsys.readouterr().out
+
+    code, said = run("graders_of_mine:same", str(folder))
+    assert code == 0
+    assert "groups whose order changes: 0 of 4" in said
+    code, said = run("graders_of_mine:backwards", str(folder))
+    assert code == 1
+    assert "groups whose order changes: 4 of 4" in said
+    assert "rank correlation with the recorded rewards -1.000" in said
+    code, said = run("graders_of_mine:broken", str(folder), "--json")
+    assert code == 1
+    assert sum(json.loads(said)["failed"].values()) == 16
+
+
+def test_a_run_that_is_not_there_is_said(folder: Path) -> None:
+    url, _ = locate(str(folder), folder.parent)
+    with pytest.raises(ConfigError, match="does not know the run other"):
+        asyncio.run(with_store(url, lambda store: try_grader(store, "other", lambda seen: 1.0)))
+
+
+def test_the_text_of_an_answer_in_each_api() -> None:
+    assert text_of({"choices": [{"message": {"content": "chat"}}]}) == "chat"
+    assert text_of({"choices": [{"text": "completion"}]}) == "completion"
+    assert text_of({"content": [{"type": "thinking"}, {"type": "text", "text": "message"}]}) == "message"
+    said = {"type": "message", "content": [{"type": "output_text", "text": "response"}]}
+    assert text_of({"output": [{"type": "reasoning"}, said]}) == "response"
+    assert text_of(None) == ""
+
+
+def test_parts_that_add_up_explain_all_of_the_reward() -> None:
+    class One:
+        def __init__(self, **parts: float) -> None:
+            self.parts = parts
+
+    seen: Any = [One(a=1.0, b=0.0), One(a=0.0, b=0.2), One(a=1.0, b=0.1)]
+    found = _explained(seen, np.array([sum(one.parts.values()) for one in seen]))
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert found["a"] > 0.9
