@@ -14,11 +14,15 @@ import json
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 
+from lightning.errors import DataError
 from lightning.types import Json, ToolEvent
 
 Find = Callable[[str, Json, object], ToolEvent | None]
 """From a tool's name, arguments and function to the recorded run that answers; None lets the tool run. It may raise instead,
 which is then what the tool raises."""
+
+PATIENCE = 60.0
+"""Seconds within which a tool that was cancelled when it was recorded has to be cancelled again."""
 
 _finds: dict[str, Find] = {}
 
@@ -64,7 +68,8 @@ def _value(event: ToolEvent) -> object:
 
 async def _awaited(event: ToolEvent) -> object:
     if event.status == "error" and event.error.startswith("CancelledError"):
-        await asyncio.get_running_loop().create_future()  # whoever lost patience then does so again
+        await asyncio.sleep(PATIENCE)  # whoever lost patience then does so again
+        raise DataError(f"the tool {event.name} was cancelled when it was recorded, and is not now")
     return _value(event)
 
 

@@ -18,7 +18,7 @@ import typer
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
-from lightning.errors import ConfigError, DataError
+from lightning.errors import ConfigError, DataError, LightningError
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
@@ -130,7 +130,7 @@ def _retrain(run: str, where: str, model: Path | None) -> int:
 def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bool = True) -> Found:
     """A rollout of the stores at a place. Raises `ConfigError` where none has it, `DataError` where it cannot be replayed."""
     for _, found in answers(where, lambda _, store: _find(store, rollout, attempt, with_tools)):
-        if isinstance(found, DataError):
+        if isinstance(found, LightningError):
             raise found
         if found is not None:
             return found
@@ -139,13 +139,17 @@ def find(where: str, rollout: str, attempt: int | None = None, *, with_tools: bo
     )
 
 
-async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | DataError | None:
-    try:
-        recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
-    except DataError as error:  # not raised: other stores would be asked then
-        return error
-    if recorded is None:
+async def _find(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found | LightningError | None:
+    if await store.get_rollout(rollout) is None:
         return None
+    try:
+        return await _found(store, rollout, attempt, with_tools)
+    except LightningError as error:  # not raised: other stores would be asked then
+        return error
+
+
+async def _found(store: Store, rollout: str, attempt: int | None, with_tools: bool) -> Found:
+    recorded = await read_rollout(store, rollout, attempt, with_tools=with_tools)
     run = await store.get_run(recorded.rollout.run)
     how = await HowToCall.of_run(store, recorded.rollout.run)
     project = DEFAULT_PROJECT if run is None else run.project

@@ -50,15 +50,15 @@ class RecordedRollout:
 
 async def read_rollout(
     store: Store, rollout: str, attempt: int | None = None, *, with_tools: bool = True
-) -> RecordedRollout | None:
-    """What is recorded of a rollout; None where the store has none of this id.
+) -> RecordedRollout:
+    """What is recorded of a rollout.
 
     `attempt` None is the current one; `with_tools` says that its tools are to be answered as well. Raises `DataError` for one
-    that cannot be replayed.
+    that is not there or cannot be replayed.
     """
     found = await store.get_rollout(rollout)
     if found is None:
-        return None
+        raise DataError(f"there is no rollout {rollout!r} in this store")
     number = found.attempt if attempt is None else attempt
     if not 0 < number <= found.attempt:
         raise DataError(f"the rollout {rollout} has {found.attempt} attempts, so there is no attempt {number}")

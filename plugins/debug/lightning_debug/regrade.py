@@ -6,7 +6,10 @@ and each figure says over how many rollouts it is.
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from lightning.algorithms.protocol import Algorithm, needs_critic
 from lightning.batch import Group
-from lightning.errors import ConfigError, LightningError
+from lightning.errors import ConfigError, DataError, LightningError
+from lightning.maintenance.prune import PRUNED
 from lightning.runner.outcomes import score
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents_of
 from lightning.trainer.training_data import load_groups, rollouts_of
-from lightning.types import StepRecord
+from lightning.types import Json, Status, StepRecord, Transition
 
 from lightning_debug.transcript import Transcript, transcript_of
 
@@ -31,48 +35,58 @@ Grader = Callable[[Transcript], object]
 """Gives a reward, or a mapping with named parts, as an agent does."""
 STRONG: Final = 0.5
 """A rank correlation from which on the reward follows something that is no part of the task."""
+ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
 LEAST: Final = 1e-6
 """Advantages that differ by less are the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """One rollout, graded again. `before` is the recorded reward, `parts` are the new one's named parts."""
+    """One rollout, graded again. `before` is the recorded reward, `parts` are the new one's named parts, `answer` is the end of
+    the last answer, and `besides` what a reward should not follow."""
 
-    transcript: Transcript
+    rollout: str
     step: int
+    task: Json
+    answer: str
     before: float
     now: float
     parts: Mapping[str, float]
+    besides: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class RewardTrial:
-    """What another grader would have changed. `flipped` are the groups in which it puts two rollouts the other way round,
-    `equal_before` and `equal_now` the share of groups whose rewards are all equal. `follows` are the rank correlations of both
-    rewards with what is no part of a task, as `(before, now)`; None where a reward does not vary. `explained` is each part's
-    share of the new reward's variance. `advantages` counts calls that are trained, and of those the ones with another
-    advantage and with one of the other sign; None where that could not be derived, and `why` says why."""
+    """What another grader would have changed. `failed` counts by reason the rollouts that it could not grade, `kept` those that
+    the policy failed: they have the reward that `trainer.policy_fault` gives them. Neither is in the figures.
+
+    `reordered` are the groups in which it orders two rollouts otherwise, ties included; `equal_before` and `equal_now` are the
+    share of groups whose rewards are all equal. `follows` are the rank correlations of both rewards with what is no part of a
+    task, as `(before, now)`; None where one does not vary. `explained` is each part's share of the new reward's variance.
+    `advantages` counts calls that are trained, and of those the ones with another advantage and with one of the other sign;
+    None where that could not be derived, and `why` says why. `changed_calls` are rollout, number of the call, before and now.
+    """
 
     grader: str
     rollouts: tuple[Regraded, ...]
     failed: Mapping[str, int]
+    kept: int
     groups: int
-    flipped: tuple[str, ...]
+    reordered: tuple[str, ...]
     rank_correlation: float | None
     equal_before: float
     equal_now: float
     follows: Mapping[str, tuple[float | None, float | None]]
     explained: Mapping[str, float]
-    advantages: tuple[int, int, int] | None = None
-    why: str = ""
-    changed_calls: tuple[tuple[str, int, float, float], ...] = ()
-    """Calls with another advantage: rollout, number of the call, before and now."""
+    advantages: tuple[int, int, int] | None
+    why: str
+    changed_calls: tuple[tuple[str, int, float, float], ...]
 
     @property
     def same(self) -> bool:
-        """Whether the grader orders every group as the recorded rewards do, and failed on nothing."""
-        return not self.flipped and not self.failed
+        """Whether training would have been the same: every group in the same order, no other advantage as far as that is known,
+        and no rollout that could not be graded."""
+        return not (self.reordered or self.failed or self.changed_calls)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -80,32 +94,41 @@ class RewardTrial:
         found = [
             f"the reward follows {name}: rank correlation {now:+.2f} (the recorded one: {_said(before)})"
             for name, (before, now) in self.follows.items()
-            if now is not None and abs(now) >= STRONG and abs(now) > abs(before or 0.0) + 0.1
+            if now is not None
+            and abs(now) >= STRONG
+            and (abs(now) > abs(before or 0.0) + 0.1 or now * (before or 0.0) < 0)
         ]
         main = max(self.explained, key=lambda name: self.explained[name], default="")
         if len(self.explained) > 1 and self.explained[main] > 0.9:
             found.append(f"the part {main} alone makes {self.explained[main]:.0%} of what varies in the reward")
         if self.equal_now > self.equal_before + 0.05:
+            share = f"{self.equal_now:.0%} of the groups have equal rewards"
             found.append(
-                f"{self.equal_now:.0%} of the groups have equal rewards and teach nothing ({self.equal_before:.0%} before)"
+                f"{share} ({self.equal_before:.0%} with the recorded ones): most algorithms learn nothing from those"
             )
         return tuple(found)
 
 
 async def try_grader(store: Store, run_id: str, grader: Grader) -> RewardTrial:
-    """Grade all rollouts again that a run was trained on. Raises `ConfigError` for a run that is not there or has none."""
+    """Grade all rollouts again that a run was trained on. The grader runs in a thread without an event loop; it may be a
+    coroutine function. Raises `ConfigError` for a run that is not there, has no rollout, or whose calls were removed."""
     run = await store.get_run(run_id)
     if run is None:
         raise ConfigError(f"the store does not know the run {run_id}")
+    pruned = await store.get_state(run_id, PRUNED)
+    if isinstance(pruned, Mapping) and pruned.get("trained"):
+        raise ConfigError(f"calls that {run_id} was trained on were removed (lightning db prune --trained)")
     records, epochs = await store.steps(run_id), await read_epochs(store, run)
     trial = _Trial(grader)
     for record in records:
         epoch = epoch_at(epochs, record.step)
         rollouts = await rollouts_of(store, record, epoch.max_staleness or 0)
         groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
-        trial.step(record, epoch, groups)
+        names = [(m.rollout.id, m.rollout.attempt) for group in groups for m in group.trajectories]
+        calls = dict(zip((name for name, _ in names), await store.transitions_of(names), strict=True))
+        await asyncio.to_thread(trial.step, record, epoch, groups, calls)
     if not trial.rollouts and not trial.failed:
-        raise ConfigError(f"the run {run_id} was trained on no rollout")
+        raise ConfigError(f"the run {run_id} was trained on no rollout that a grader has graded")
     return trial.result()
 
 
@@ -114,42 +137,32 @@ class _Trial:
     grader: Grader
     rollouts: list[Regraded] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
-    flipped: list[str] = field(default_factory=list)
+    kept: int = 0
+    reordered: list[str] = field(default_factory=list)
     equal: list[tuple[bool, bool]] = field(default_factory=list)
     calls: list[tuple[str, int, float, float]] = field(default_factory=list)
     trained: int = 0
     why: str = ""
 
-    def step(self, record: StepRecord, epoch: Epoch, groups: Sequence[Group]) -> None:
-        """Grade the groups of a step."""
-        again = [self._group(record, group) for group in groups]
+    def step(
+        self, record: StepRecord, epoch: Epoch, groups: Sequence[Group], calls: Mapping[str, Sequence[Transition]]
+    ) -> None:
+        """Grade the groups of a step. `calls` are all calls of each rollout."""
+        again = [self._group(record, group, calls) for group in groups]
         if self.why:
             return
+        kept = [_with_rewards(group, now, new=False) for group, now in zip(groups, again, strict=True)]
+        regraded = [_with_rewards(group, now, new=True) for group, now in zip(groups, again, strict=True)]
         try:
             algorithm = algorithm_of(epoch, ())
-        except ConfigError as error:
-            self.why = str(error)
-            return
-        if needs_critic(algorithm):
-            self.why = "its advantages follow from a critic, which other rewards would have trained otherwise"
-            return
-        kept = [
-            replace(group, trajectories=tuple(m for m in group.trajectories if m.rollout.id in now))
-            for group, now in zip(groups, again, strict=True)
-        ]
-        regraded = [
-            replace(
-                group,
-                trajectories=tuple(
-                    replace(m, rollout=replace(m.rollout, reward=now[m.rollout.id])) for m in group.trajectories
-                ),
-            )
-            for group, now in zip(kept, again, strict=True)
-        ]
-        try:
+            if needs_critic(algorithm):
+                raise ConfigError(
+                    "its advantages follow from a critic, which other rewards would have trained otherwise"
+                )
             before, after = _advantages(algorithm, kept), _advantages(algorithm, regraded)
-        except LightningError as error:
-            self.why = str(error)
+        except Exception as error:  # noqa: BLE001 — isolates algorithms and credit functions of others
+            self.why = str(error) if isinstance(error, LightningError) else f"{type(error).__name__}: {error}"
+            self.calls.clear()
             return
         self.trained += len(before.keys() | after.keys())
         for key in sorted(before.keys() | after.keys()):
@@ -157,22 +170,34 @@ class _Trial:
             if abs(one - other) > LEAST:
                 self.calls.append((*key, one, other))
 
-    def _group(self, record: StepRecord, group: Group) -> dict[str, float]:
-        """The new rewards of a group by rollout, without those that the grader failed on."""
+    def _group(self, record: StepRecord, group: Group, calls: Mapping[str, Sequence[Transition]]) -> dict[str, float]:
+        """The new rewards of a group by rollout, without those that could not be graded."""
         pairs: list[tuple[float, float]] = []
         found = {}
         for member in group.trajectories:
-            seen = transcript_of(member.rollout, member.transitions, member.tool_events)
-            try:
-                now, parts = score(self.grader(seen))
-            except Exception as error:  # noqa: BLE001 — isolates the user's grader
-                self.failed[f"{type(error).__name__}: {error}"[:200]] += 1
+            rollout = member.rollout
+            if rollout.status is Status.FAILED:  # no grader has seen it: its reward is that of policy faults
+                self.kept += 1
+                found[rollout.id] = member.reward
                 continue
-            self.rollouts.append(Regraded(seen, record.step, member.reward, now, parts))
-            found[member.rollout.id] = now
+            try:
+                seen = transcript_of(rollout, calls[rollout.id], member.tool_events)
+                if seen.missing:
+                    raise DataError(seen.missing)
+                now, parts = score(_graded(self.grader, copy.deepcopy(seen)))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 — isolates the user's grader
+                self.failed[ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")[:200]] += 1
+                continue
+            besides = {name: of(seen) for name, of in BESIDES.items()}
+            self.rollouts.append(
+                Regraded(
+                    rollout.id, record.step, rollout.task.input, seen.answer[-200:], member.reward, now, parts, besides
+                )
+            )
+            found[rollout.id] = now
             pairs.append((member.reward, now))
-        if any((a - c) * (b - d) < 0 for number, (a, b) in enumerate(pairs) for c, d in pairs[:number]):
-            self.flipped.append(group.id)
+        if any(np.sign(a - c) != np.sign(b - d) for number, (a, b) in enumerate(pairs) for c, d in pairs[:number]):
+            self.reordered.append(group.id)
         if pairs:
             self.equal.append((len({a for a, _ in pairs}) == 1, len({b for _, b in pairs}) == 1))
         return found
@@ -181,18 +206,20 @@ class _Trial:
         before = np.array([each.before for each in self.rollouts], dtype=np.float64)
         now = np.array([each.now for each in self.rollouts], dtype=np.float64)
         share = np.mean(np.array(self.equal, dtype=np.float64).reshape(-1, 2), axis=0) if self.equal else (0.0, 0.0)
+        besides = {name: np.array([each.besides[name] for each in self.rollouts]) for name in BESIDES}
         return RewardTrial(
             grader=place_of(self.grader),
             rollouts=tuple(self.rollouts),
             failed=dict(self.failed),
+            kept=self.kept,
             groups=len(self.equal),
-            flipped=tuple(self.flipped),
+            reordered=tuple(self.reordered),
             rank_correlation=rank_correlation(before, now),
             equal_before=float(share[0]),
             equal_now=float(share[1]),
             follows={
                 name: (rank_correlation(before, values), rank_correlation(now, values))
-                for name, values in _besides(self.rollouts).items()
+                for name, values in besides.items()
             },
             explained=_explained(self.rollouts, now),
             advantages=None
@@ -201,6 +228,29 @@ class _Trial:
             why=self.why,
             changed_calls=tuple(self.calls),
         )
+
+
+def _graded(grader: Grader, seen: Transcript) -> object:
+    """What a grader gives; a coroutine is run to its end."""
+    found = grader(seen)
+
+    async def wait() -> object:
+        return await found if inspect.isawaitable(found) else found
+
+    return asyncio.run(wait()) if inspect.isawaitable(found) else found
+
+
+def _with_rewards(group: Group, now: Mapping[str, float], *, new: bool) -> Group:
+    """The group without what could not be graded, with its own rewards or the new ones."""
+    members = tuple(member for member in group.trajectories if member.rollout.id in now)
+    if not new:
+        return replace(group, trajectories=members)
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(member, rollout=replace(member.rollout, reward=now[member.rollout.id])) for member in members
+        ),
+    )
 
 
 def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str, int], float]:
@@ -214,28 +264,23 @@ def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str
     }
 
 
-def _besides(rollouts: Sequence[Regraded]) -> dict[str, npt.NDArray[np.float64]]:
-    """What a reward should not follow."""
-
-    def each(of: Callable[[Transcript], float]) -> npt.NDArray[np.float64]:
-        return np.array([of(one.transcript) for one in rollouts], dtype=np.float64)
-
-    return {
-        "the length of the answers (tokens)": each(lambda seen: seen.tokens),
-        "the number of calls": each(lambda seen: len(seen.calls)),
-        "the length of the last answer (characters)": each(lambda seen: len(seen.answer)),
-        "answers that were cut off": each(lambda seen: sum(call.finish_reason == "length" for call in seen.calls)),
-        "tools that failed": each(lambda seen: sum(event.status == "error" for event in seen.tool_events)),
-    }
+BESIDES: Final[Mapping[str, Callable[[Transcript], float]]] = {
+    "the length of the answers (tokens)": lambda seen: float(seen.tokens),
+    "the number of calls": lambda seen: float(len(seen.calls)),
+    "the length of the last answer (characters)": lambda seen: float(len(seen.answer)),
+    "answers that were cut off": lambda seen: float(sum(call.finish_reason == "length" for call in seen.calls)),
+    "tools that failed": lambda seen: float(sum(event.status == "error" for event in seen.tool_events)),
+}
+"""What a reward should not follow."""
 
 
 def _explained(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> dict[str, float]:
     """Each part's share of the reward's variance: its covariance with the reward over the variance of that. Parts that make up
     the reward by addition have shares that add up to 1."""
     names = sorted({name for each in rollouts for name in each.parts} - {"reward"})
-    variance = float(np.var(now)) if len(now) else 0.0
-    if variance <= 0:
+    if not len(now) or np.ptp(now) <= 1e-12 * max(1.0, float(np.abs(now).max())):
         return {}
+    variance = float(np.var(now))
     parts = {name: np.array([each.parts.get(name, 0.0) for each in rollouts]) for name in names}
     return {
         name: float(np.mean((values - values.mean()) * (now - now.mean()))) / variance for name, values in parts.items()

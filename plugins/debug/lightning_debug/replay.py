@@ -74,17 +74,20 @@ def replay_agent(
     prompts: Mapping[str, str] | None = None,
     seed: int | None = None,
     run_unrecorded: bool = False,
+    longer: float = 10.0,
 ) -> ReplayResult:
     """Run an agent once more on its task.
 
     `until` ends the replay after so many calls. With `recorded_tools` each `lightning.tool` gives what it gave; one with other
     arguments than were recorded raises `DataError`, or runs with `run_unrecorded`. Tools of frameworks run. `prompts` and
-    `seed` are those that the rollout had. `random`, numpy, torch and `uuid.uuid4` are
+    `seed` are those that the rollout had. `longer`: see `ReplayServer`. `random`, numpy, torch and `uuid.uuid4` are
     seeded while the agent runs, and are random again afterwards. The agent runs in this thread, or in another one while an
     event loop runs here.
     """
     with ExitStack() as closing:
-        server = closing.enter_context(served(ReplayServer(recorded, until, prompts=prompts or {}, seed=seed)))
+        server = closing.enter_context(
+            served(ReplayServer(recorded, until, prompts=prompts or {}, seed=seed, longer=longer))
+        )
         closing.callback(install_tap(reroute))
         closing.callback(plugins().install_adapters(emit, adapters))
         tools = _Tools(recorded.tool_events, run_unrecorded=run_unrecorded)
@@ -145,7 +148,7 @@ def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outco
 def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Sequence[ToolEvent] = ()) -> ReplayResult:
     """What a server has seen, and the outcome of the agent that asked it. `answered` are the tool runs that were."""
     stopped = server.stopped or len(server.served) == server.until
-    compared = outcome is not None and not stopped and server.recorded.has_outcome
+    compared = outcome is not None and not stopped
     changes = _changes(server.recorded, outcome, server.divergences, answered) if outcome and compared else ()
     return ReplayResult(
         calls=len(server.recorded.calls),
@@ -164,15 +167,17 @@ def _changes(
 ) -> Iterator[str]:
     """How an outcome differs from the recorded one. After a divergence the agent's failure is no news."""
     before = recorded.rollout
-    if outcome.fault is not None and before.reward is not None:
-        if not divergences:
+    if outcome.fault is not None and (before.reward is not None or not recorded.has_outcome):
+        if not divergences and recorded.has_outcome:
             yield f"the agent failed, and was rewarded with {before.reward:g} when it was recorded: {outcome.error}"
         return
-    if outcome.reward is not None and before.reward is None and before.fault in (Fault.AGENT, Fault.POLICY):
-        yield f"the agent was rewarded with {outcome.reward:g}, and failed when it was recorded: {before.error}"
-        return
-    if before.reward is not None and (outcome.reward, outcome.rewards) != (before.reward, dict(before.rewards)):
-        yield f"the reward is {outcome.reward:g} {dict(outcome.rewards)}, and was {before.reward:g} {dict(before.rewards)}"
+    if recorded.has_outcome and outcome.reward is not None:
+        if before.reward is None and before.fault in (Fault.AGENT, Fault.POLICY):
+            yield f"the agent was rewarded with {outcome.reward:g}, and failed when it was recorded: {before.error}"
+            return
+        if before.reward is not None and (outcome.reward, outcome.rewards) != (before.reward, dict(before.rewards)):
+            was = f"{before.reward:g} {dict(before.rewards)}"
+            yield f"the reward is {outcome.reward:g} {dict(outcome.rewards)}, and was {was}"
     given, gave = ([(step.name, step.value) for step in each.step_rewards] for each in (outcome, recorded))
     if sorted(given) != sorted(gave):
         yield f"the rewards of single calls are {given}, and were {gave}"
@@ -204,7 +209,8 @@ class _Tools:
     """The recorded runs of tools, each given once: in their order for equal arguments."""
 
     def __init__(self, events: Sequence[ToolEvent], *, run_unrecorded: bool) -> None:
-        self._left, self._run_unrecorded = list(events), run_unrecorded
+        # A framework that runs a `lightning.tool` tells of it as well, under the call's id and without the whole result.
+        self._left, self._run_unrecorded = [event for event in events if not event.call_id], run_unrecorded
         self._lock = threading.Lock()
         self.answered: list[ToolEvent] = []
 

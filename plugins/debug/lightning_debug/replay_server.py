@@ -30,8 +30,6 @@ ALIAS: Final = "policy:"
 ROLLOUT: Final = "x-lightning-rollout"
 NO_RETRY: Final = {"x-should-retry": "false"}
 """On what the replay itself refuses."""
-LONGER: Final = 10.0
-"""Seconds for which a call that the agent broke off is held beyond the time that it took: it breaks it off again."""
 
 
 @dataclass
@@ -48,6 +46,8 @@ class ReplayServer:
     divergences: list[Divergence] = field(default_factory=list)
     diverges: Callable[[Divergence], object] = lambda found: None
     """Is told of each divergence when it comes."""
+    longer: float = 10.0
+    """Seconds for which a call that the agent broke off is held beyond the time that it took: it breaks it off again."""
     stopped: bool = False
     """Whether a call came after the last that was to be answered."""
 
@@ -143,10 +143,14 @@ class ReplayServer:
         if not call.exchange.status:
             return await self._broken_off(call, path)
         self.served.append(call)
-        response = await _send(request, call, path, body)
-        if len(self.served) == self.until or not self.left:
+        try:
+            return await _send(request, call, path, body)
+        finally:
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if len(self.served) == self.until or not self.missing:
             self.end()
-        return response
 
     def _take(self, caller: str, path: str, request: bytes) -> RecordedCall | None:
         """The recorded call of this request: of the same caller if there is one, else the first."""
@@ -162,15 +166,17 @@ class ReplayServer:
         seen = call.transition
         if seen.status is not CallStatus.ABORTED:
             return _refuse(path, 502, "upstream_failed", "The policy server did not answer this call.", headers={})
-        await asyncio.sleep(max(0.0, seen.ended_at - seen.started_at) + LONGER)
+        await asyncio.sleep(max(0.0, seen.ended_at - seen.started_at) + self.longer)
         why = f"the agent broke off call {call.number} before its end, and does not now: what it was sent is not kept"
         self._diverge(Divergence(call.caller, path, None, suspect=why))
         return _refuse(path, 504, "not_recorded", why)
 
     def _unknown(self, caller: str, path: str, body: Mapping[str, Any]) -> web.Response:
-        refused = next((each for each in self._refusals if each.caller.name == caller), None)
+        nameless = caller == Caller("agent").name  # a program without adapter, which may have had one
+        refused = next((each for each in self._refusals if nameless or each.caller.name == caller), None)
         if refused is not None:
             self._refusals.remove(refused)
+            self._end_if_done()
             return _refuse(path, 400, refused.finish_reason, refused.error)
         threads = threading.active_count() > self._threads or self._overlap()
         left = [call for calls in self._left.values() for call in calls]

@@ -1,7 +1,7 @@
 """`lightning reward try`: a changed grader on the rollouts that a run was trained on.
 
-The invariant: it only reads the store. Exit code 0: the grader orders every group as the recorded rewards do; 1: it does not,
-or it failed on some rollouts.
+The invariant: it only reads the store. Exit code 0: training would have been the same; 1: a group is ordered otherwise, an
+advantage is another, or a rollout could not be graded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _plain(trial: RewardTrial) -> dict[str, object]:
         "same": trial.same,
         "rollouts": [
             {
-                "rollout": each.transcript.rollout.id,
+                "rollout": each.rollout,
                 "step": each.step,
                 "before": each.before,
                 "now": each.now,
@@ -65,7 +65,8 @@ def _plain(trial: RewardTrial) -> dict[str, object]:
         ],
         "failed": dict(trial.failed),
         "groups": trial.groups,
-        "flipped": trial.flipped,
+        "kept_policy_faults": trial.kept,
+        "reordered": trial.reordered,
         "rank_correlation": trial.rank_correlation,
         "equal_before": trial.equal_before,
         "equal_now": trial.equal_now,
@@ -85,15 +86,19 @@ def show(trial: RewardTrial, limit: int) -> None:
     say(f"{escape(trial.grader)} on {graded} rollouts of {trial.groups} groups")
     rank = "-" if trial.rank_correlation is None else f"{trial.rank_correlation:.3f}"
     say(f"mean reward {means[0]:.3f} → {means[1]:.3f}; rank correlation with the recorded rewards {rank}")
-    say(f"groups whose order changes: {len(trial.flipped)} of {trial.groups}")
-    say(f"groups with equal rewards, which teach nothing: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
+    say(f"groups whose order changes: {len(trial.reordered)} of {trial.groups}")
+    say(f"groups with equal rewards: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
     if trial.advantages is not None:
         trained, other, signs = trial.advantages
         say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
     else:
         say(f"which advantages would differ cannot be said: {escape(trial.why)}")
     for why, count in trial.failed.items():
-        say(f"[red]the grader failed on {count} rollouts, which are in no figure: {escape(why)}")
+        say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
+    if trial.kept:
+        say(
+            f"{trial.kept} rollouts that the policy failed keep the reward of trainer.policy_fault, and are in no figure above"
+        )
     print_table(
         ["rank correlation of the reward with", "recorded", "now"],
         [
@@ -109,13 +114,13 @@ def show(trial: RewardTrial, limit: int) -> None:
         ["rollout", "step", "recorded", "now", "parts", "task", "last answer"],
         [
             [
-                escape(each.transcript.rollout.id),
+                escape(each.rollout),
                 str(each.step),
                 f"{each.before:.3g}",
                 f"{each.now:.3g}",
                 escape(", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())),
-                escape(str(each.transcript.task.input)[:60]),
-                escape(each.transcript.answer[-60:]),
+                escape(str(each.task)[:60]),
+                escape(each.answer[-60:]),
             ]
             for each in changed
             if each.now != each.before

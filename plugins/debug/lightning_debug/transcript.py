@@ -1,6 +1,6 @@
 """What a grader is given of a recorded rollout: the texts of its calls, and its tools.
 
-The invariant: it is read from the record alone; a text that is not recorded is empty, and `whole` says so.
+The invariant: it is read from the record alone. Where a text is not recorded as it was, `missing` says why.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.store import exchanges
+from lightning.store.exchanges import Exchange
 from lightning.types import Rollout, Task, ToolEvent, Transition
 
 
@@ -26,12 +27,13 @@ class TranscriptCall:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One recorded rollout. `answer` is the text of its last call; `whole` says that requests and replies are recorded."""
+    """One recorded rollout. `answer` is the text of its last call; `missing` says why texts are not recorded whole, empty where
+    they are."""
 
     rollout: Rollout
     calls: tuple[TranscriptCall, ...]
     tool_events: tuple[ToolEvent, ...]
-    whole: bool = True
+    missing: str = ""
 
     @property
     def task(self) -> Task:
@@ -50,18 +52,31 @@ class Transcript:
 
 
 def transcript_of(rollout: Rollout, transitions: Sequence[Transition], tool_events: Sequence[ToolEvent]) -> Transcript:
-    """The transcript of an attempt, from its rows."""
-    calls, whole = [], True
+    """The transcript of an attempt, from all of its rows, since answered calls may be packed against others.
+
+    Raises `StoreError` for rows that cannot be read.
+    """
+    calls, missing = [], "" if transitions else "no call of it is stored"
     for transition, exchange in zip(transitions, exchanges.read(transitions), strict=True):
         if transition.choice or not transition.status.answered:
             continue
-        found = exchange is not None and isinstance(exchange.request, dict)
-        whole &= found
-        request = exchange.request if exchange is not None and isinstance(exchange.request, dict) else {}
-        said = text_of(exchange.reply) if exchange is not None else ""
+        request: Mapping[str, Any] = {}
+        if exchange is not None and isinstance(exchange.request, dict):
+            request = exchange.request
+        missing = missing or why_not_whole(exchange)
+        said = "" if exchange is None else text_of(exchange.reply)
         tokens = len(transition.response_ids)
         calls.append(TranscriptCall(transition.caller.name, request, said, tokens, transition.finish_reason))
-    return Transcript(rollout, tuple(calls), tuple(tool_events), whole)
+    return Transcript(rollout, tuple(calls), tuple(tool_events), missing)
+
+
+def why_not_whole(exchange: Exchange | None) -> str:
+    """Why the texts of a call are not recorded as they were; empty where they are."""
+    if exchange is None:
+        return "its requests and answers are not recorded"
+    if exchange.too_large:
+        return "a request or an answer of it was too large to be recorded"
+    return "a credential was left out of its texts" if exchange.redacted else ""
 
 
 def text_of(reply: Any) -> str:

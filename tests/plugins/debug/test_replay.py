@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import lightning
 import pytest
-from lightning.errors import DataError
+from lightning.instrument import emit, recorded_tools
 from lightning.testing import Reply, ToolCall, rollout
-from lightning.types import LLM, Task
+from lightning.types import LLM, Task, ToolEvent
 from lightning_debug.recorded import RecordedRollout, recorded_rollout
-from lightning_debug.replay import ReplayResult, replay_agent
+from lightning_debug.replay import ReplayResult, replay_agent, result_of
+from lightning_debug.replay_server import ReplayServer
 
 SCRIPT = ("first", "second", "third", "fourth")
 
@@ -431,51 +432,81 @@ def test_a_call_that_failed_fails_again_and_is_tried_again() -> None:
     assert result.outcome.reward == 6.0
 
 
-def test_of_an_earlier_attempt_the_outcome_is_not_compared() -> None:
+def test_of_an_earlier_attempt_the_outcome_is_not_compared_and_tools_are() -> None:
     recorded = replace(record(two_turns), has_outcome=False)
     result = replay(recorded, lambda task, llm: two_turns(task, llm) + 1)
     assert result.same
     assert "the outcome of this attempt is not kept" in str(result)
 
+    def with_tool(task: Task, llm: LLM) -> float:
+        weather("Rome")
+        return two_turns(task, llm)
 
-def test_the_output_of_a_tool_in_a_conversation_is_named() -> None:
-    degrees = [20]
+    ran.clear()
+    recorded = replace(record(with_tool), has_outcome=False)
+    assert not replay(recorded, with_tool, recorded_tools=False).same
+
+
+def test_a_call_that_the_agent_broke_off_is_broken_off_again() -> None:
+    patience = [0.3]
 
     def agent(task: Task, llm: LLM) -> float:
-        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-        messages = [
-            {"role": "user", "content": "How warm is it?"},
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": f"It has {degrees[0]} degrees"},
-        ]
-        ask(llm, "", messages=messages)
-        return 1.0
+        body = {"model": llm.model, "messages": [{"role": "user", "content": "slow"}]}
+        headers = {"authorization": f"Bearer {llm.api_key}"}
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(f"{llm.base_url}/chat/completions", json=body, headers=headers, timeout=patience[0])
+        return float(len(ask(llm, "quick")))
 
-    recorded = record(agent)
-    degrees[0] = 21
-    (found,) = replay(recorded, agent).divergences
-    assert found.suspect == "Suspect: the output of the tool weather has changed"
-    assert found.place == "messages[2].content"
+    def script(body: dict[str, Any]) -> Reply:
+        return Reply("late", delay=5.0) if body["messages"][0]["content"] == "slow" else Reply("soon")
 
-
-def test_what_is_not_recorded_whole_is_refused_with_the_reason() -> None:
-    def redacted(task: Task, llm: LLM) -> float:
-        ask(llm, "the key is sk-proj-abcdefghijklmnopqrstuvwxyz0123456789ABCD")
-        return 1.0
-
-    with pytest.raises(DataError, match="a credential was left out"):
-        record(redacted)
-    with pytest.raises(DataError, match=r"no call of the rollout .* is stored"):
-        record(lambda task, llm: 1.0)
-
-
-def test_a_refused_call_is_refused_again() -> None:
-    def agent(task: Task, llm: LLM) -> float:
-        with pytest.raises(RuntimeError, match="temperature"):
-            ask(llm, "hi", temperature="hot")
-        return float(len(ask(llm, "hi")))
-
-    recorded = record(agent)
+    recorded = record(agent, script)  # type: ignore[arg-type]
+    assert [call.exchange.status for call in recorded.calls] == [0, 200]
     assert replay(recorded, agent).same
-    without = replay(recorded, lambda task, llm: float(len(ask(llm, "hi"))))
-    assert not without.same, "the refused call was not asked for"
+    patience[0] = 30.0
+    result = replay(recorded, agent, longer=0.1)
+    assert "the agent broke off call 1 before its end, and does not now" in str(result)
+
+
+async def test_a_tool_that_was_cancelled_and_is_not_now_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience: list[float | None] = [0.2]
+
+    async def agent(task: Task, llm: LLM) -> float:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(slow(), patience[0])
+        return float(len(await asyncio.to_thread(ask, llm, "hi")))
+
+    recorded = await asyncio.to_thread(record, agent)
+    patience[0] = None
+    monkeypatch.setattr(recorded_tools, "PATIENCE", 0.1)
+    result = await asyncio.to_thread(replay, recorded, agent)
+    assert "the tool slow was cancelled when it was recorded, and is not now" in str(result)
+
+
+def test_a_frameworks_event_of_a_tool_does_not_answer_it() -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        said = []
+        for call_id in ("one", "two"):
+            said.append(weather("Rome"))
+            emit(ToolEvent("weather", "ok", call_id, {"city": "Rome"}, output="as text"))
+        return float(len(ask(llm, str(said))))
+
+    ran.clear()
+    recorded = record(agent)
+    result = replay(recorded, agent)
+    assert result.same, result
+    assert ran == ["Rome", "Rome"]
+
+
+async def test_a_server_ends_with_the_last_call_also_when_that_was_refused() -> None:
+    def agent(task: Task, llm: LLM) -> float:
+        ask(llm, "hi")
+        with contextlib.suppress(RuntimeError):
+            ask(llm, "hi", temperature="hot")
+        return 1.0
+
+    recorded = await asyncio.to_thread(record, agent)
+    async with ReplayServer(recorded) as server:
+        await asyncio.to_thread(agent, Task("x"), server.llm)
+        await asyncio.wait_for(server.finished(), 5)
+        assert result_of(server).same

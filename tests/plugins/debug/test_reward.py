@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from lightning import LightningRL
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
 from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
+from lightning.store import exchanges
 from lightning.store.epochs import Epoch
-from lightning.types import Rollout, StepRecord, Task, Transition, logprobs, token_ids
+from lightning.testing import Reply, rollout
+from lightning.trainer.runs import describe_algorithm
+from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
 from lightning_debug.regrade import RewardTrial, _explained, _Trial, rank_correlation, try_grader
-from lightning_debug.transcript import Transcript, text_of
+from lightning_debug.transcript import Transcript, text_of, transcript_of
 
 from tests.core.trainer.test_fork import train as train
 
@@ -67,9 +73,10 @@ def folder(train: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_recorded_rewards_change_nothing(folder: Path) -> None:
     trial = tried(folder, lambda seen: seen.rollout.reward)
     assert trial.same
-    assert (trial.groups, len(trial.rollouts), trial.flipped) == (4, 16, ())
+    assert (trial.groups, len(trial.rollouts), trial.reordered) == (4, 16, ())
     assert trial.rank_correlation == pytest.approx(1.0)
     assert trial.advantages is not None
+    assert trial.advantages[0] > 0
     assert trial.advantages[1:] == (0, 0)
     assert trial.warnings == ()
 
@@ -78,32 +85,49 @@ def test_the_order_turned_round_turns_every_advantage(folder: Path) -> None:
     trial = tried(folder, lambda seen: {"right": -seen.rollout.reward})
     assert not trial.same
     assert trial.rank_correlation == pytest.approx(-1.0)
-    assert len(trial.flipped) == 4
+    assert len(trial.reordered) == 4
     assert trial.advantages is not None
     trained, other, signs = trial.advantages
-    assert other == len(trial.changed_calls) > 0
-    assert signs <= other <= trained
+    assert signs == other == trained == len(trial.changed_calls) > 0
     for *_, before, now in trial.changed_calls:
         assert now == pytest.approx(-before, abs=1e-4)
 
 
-def group_of(lengths: list[int], rewards: list[float]) -> Group:
-    """A group whose rollouts have one answer each, of so many tokens."""
-    members = []
+def group_of(lengths: list[int], rewards: list[float]) -> tuple[Group, dict[str, list[Transition]]]:
+    """A group whose rollouts have one answer each, of so many tokens, and their calls."""
+    members, calls = [], {}
     for index, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
-        made = Rollout(f"r{index}", "run", Task("t"), "g", index=index, attempt=1, reward=reward)
+        made = Rollout(
+            f"r{index}", "run", Task("t"), "g", index=index, attempt=1, reward=reward, status=Status.SUCCEEDED
+        )
+        packed = exchanges.pack(
+            "/chat/completions", 200, b'{"messages":[]}', b'{"choices":[{"message":{"content":"x"}}]}'
+        )
         ids, values = token_ids([5] * length), logprobs([-1.0] * length)
-        call = Transition(made.id, 1, 0, f"c{index}", token_ids([1]), ids, values, finish_reason="stop")
+        call = Transition(
+            made.id, 1, 0, f"c{index}", token_ids([1]), ids, values, finish_reason="stop", exchange=packed
+        )
         members.append(Trajectory(made, (call,), (True,)))
-    return Group("g", tuple(members))
+        calls[made.id] = [call]
+    return Group("g", tuple(members)), calls
+
+
+RECORD, GRPO = (
+    StepRecord("run", 0, 1, (), (), ""),
+    Epoch(0, 0, {"algorithm": describe_algorithm(LightningRL("grpo"))}, 0.0),
+)
+
+
+def trial_of(grader: Any, *groups: tuple[Group, dict[str, list[Transition]]]) -> RewardTrial:
+    trial = _Trial(grader)
+    for group, calls in groups:
+        trial.step(RECORD, GRPO, [group], calls)
+    return trial.result()
 
 
 def test_a_grader_that_rewards_length_is_found() -> None:
-    record, epoch = StepRecord("run", 0, 1, (), (), ""), Epoch(0, 0, {}, 0.0)
-    trial = _Trial(lambda seen: {"right": seen.rollout.reward or 0.0, "style": float(seen.tokens)})
-    for lengths in ([1, 20, 30, 40], [9, 2, 17, 33], [50, 5, 14, 3]):
-        trial.step(record, epoch, [group_of(lengths, [1.0, 0.0, 0.0, 1.0])])
-    found = trial.result()
+    groups = [group_of(lengths, [1.0, 0.0, 0.0, 1.0]) for lengths in ([1, 20, 30, 40], [9, 2, 17, 33], [50, 5, 14, 3])]
+    found = trial_of(lambda seen: {"right": seen.rollout.reward or 0.0, "style": float(seen.tokens)}, *groups)
     _, now = found.follows["the length of the answers (tokens)"]
     assert now is not None
     assert now > 0.9
@@ -111,8 +135,67 @@ def test_a_grader_that_rewards_length_is_found() -> None:
         "the reward follows the length of the answers (tokens): rank correlation +" in said for said in found.warnings
     )
     assert any(said.startswith("the part style alone makes 9") for said in found.warnings)
-    assert found.flipped == ("g", "g", "g")
-    assert (found.advantages, bool(found.why)) == (None, True), "no algorithm is recorded"
+    assert found.reordered == ("g", "g", "g")
+    assert found.why == ""
+    assert found.advantages is not None
+    assert found.advantages[1] > 0
+
+
+def test_a_grader_that_gives_everybody_the_same_is_not_the_same() -> None:
+    found = trial_of(lambda seen: 1.0, group_of([1, 2, 3, 4], [1.0, 0.0, 0.0, 1.0]))
+    assert not found.same
+    assert (found.reordered, found.equal_before, found.equal_now, found.explained) == (("g",), 0.0, 1.0, {})
+    tenths = trial_of(lambda seen: {"right": 0.1, "length": 0.0}, group_of([1, 2, 3], [0.0, 1.0, 1.0]))
+    assert tenths.explained == {}, "rounding is no variance"
+
+
+def test_what_the_policy_failed_keeps_its_reward() -> None:
+    group, calls = group_of([1, 2, 3], [0.0, 1.0, 1.0])
+    first, *others = group.trajectories
+    failed = replace(first, rollout=replace(first.rollout, status=Status.FAILED, fault=Fault.POLICY))
+
+    def grade(seen: Transcript) -> float:
+        assert seen.rollout.status is Status.SUCCEEDED
+        return seen.rollout.reward or 0.0
+
+    found = trial_of(grade, (replace(group, trajectories=(failed, *others)), calls))
+    assert (found.kept, len(found.rollouts), found.same) == (1, 2, True)
+    assert found.advantages is not None
+    assert found.advantages[0] == 3, "its advantage counts"
+
+
+def test_texts_that_are_not_recorded_are_not_graded_in_silence() -> None:
+    group, calls = group_of([1, 2], [0.0, 1.0])
+    calls["r0"] = [replace(calls["r0"][0], exchange=None)]
+    calls["r1"] = []
+    found = trial_of(lambda seen: float(len(seen.answer)), (group, calls))
+    assert found.failed == {
+        "DataError: its requests and answers are not recorded": 1,
+        "DataError: no call of it is stored": 1,
+    }
+    assert not found.same
+
+
+def test_a_call_that_failed_before_another_hides_no_rollout() -> None:
+    def agent(task: Task, llm: Any) -> float:
+        for _ in range(2):
+            body = {"model": llm.model, "messages": [{"role": "user", "content": "hi"}]}
+            headers = {"authorization": f"Bearer {llm.api_key}"}
+            reply = httpx.post(f"{llm.base_url}/chat/completions", json=body, headers=headers)
+        return float(reply.is_success)
+
+    record = rollout(agent, Task("t"), [Reply(status=500), "good"], adapters=())
+    seen = transcript_of(record.rollout, record.transitions, record.tool_events)
+    assert (seen.answer, len(seen.calls), seen.missing) == ("good", 1, "")
+
+
+def test_a_grader_may_be_a_coroutine_or_run_a_loop_of_its_own(folder: Path) -> None:
+    async def grade(seen: Transcript) -> float:
+        await asyncio.sleep(0)
+        return seen.rollout.reward or 0.0
+
+    assert tried(folder, grade).same
+    assert tried(folder, lambda seen: asyncio.run(grade(seen))).same
 
 
 def test_lengths_that_differ_are_followed() -> None:
