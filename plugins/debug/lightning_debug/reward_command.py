@@ -7,7 +7,7 @@ advantage is another, or a rollout could not be graded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
@@ -16,7 +16,7 @@ import typer
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 
-from lightning_debug.regrade import Grader, RewardTrial, try_grader
+from lightning_debug.regrade import Grader, Regraded, RewardTrial, try_grader
 
 
 class Action(StrEnum):
@@ -96,9 +96,8 @@ def show(trial: RewardTrial, limit: int) -> None:
     for why, count in trial.failed.items():
         say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
     if trial.kept:
-        say(
-            f"{trial.kept} rollouts that the policy failed keep the reward of trainer.policy_fault, and are in no figure above"
-        )
+        kept = f"{trial.kept} rollouts that the policy failed keep the reward of trainer.policy_fault"
+        say(f"{kept}, and are in no figure but the advantages")
     print_table(
         ["rank correlation of the reward with", "recorded", "now"],
         [
@@ -109,7 +108,15 @@ def show(trial: RewardTrial, limit: int) -> None:
     if trial.explained:
         parts = ", ".join(f"{escape(name)} {share:.0%}" for name, share in trial.explained.items())
         say(f"what varies in the reward comes from: {parts}")
-    changed = sorted(trial.rollouts, key=lambda each: -abs(each.now - each.before))[:limit]
+    changed = [each for each in trial.rollouts if each.now != each.before]
+    changed.sort(key=lambda each: -abs(each.now - each.before))
+    if limit and changed:
+        _show_rollouts(changed[:limit])
+    for warning in trial.warnings:
+        say(f"[yellow]{escape(warning)}")
+
+
+def _show_rollouts(changed: Sequence[Regraded]) -> None:
     print_table(
         ["rollout", "step", "recorded", "now", "parts", "task", "last answer"],
         [
@@ -123,9 +130,6 @@ def show(trial: RewardTrial, limit: int) -> None:
                 escape(each.answer[-60:]),
             ]
             for each in changed
-            if each.now != each.before
         ],
         title="rollouts whose reward changes most",
     )
-    for warning in trial.warnings:
-        say(f"[yellow]{escape(warning)}")
