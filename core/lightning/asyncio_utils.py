@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import signal
 import threading
-from collections.abc import Awaitable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -134,3 +135,13 @@ def _run_beside(main: Coroutine[object, object, T]) -> T:
             loop.call_soon_threadsafe(task.cancel)
             finished.exception()
         raise
+
+
+def outside_of_loops(function: Callable[[], T]) -> T:
+    """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return function()
+    with ThreadPoolExecutor(1, "lightning-agent") as pool:
+        return pool.submit(contextvars.copy_context().run, function).result()

@@ -7,13 +7,11 @@ another server, so that a debugger and a test's patches reach the agent.
 from __future__ import annotations
 
 import asyncio
-import contextvars
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeVar
 
+from lightning.asyncio_utils import outside_of_loops
 from lightning.instrument import emit, install_tap
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent
@@ -23,8 +21,6 @@ from lightning.store.exchanges import Exchange
 from lightning.testing.contract_house import House
 from lightning.testing.fake_vllm import FakeVLLM, Reply, Script, ToolCall
 from lightning.types import LLM, Json, Outcome, Rollout, StepReward, StepState, Task, ToolEvent, Transition
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ def rollout(
         lease, llm = house.lease(asked)
         closing.callback(install_tap())
         closing.callback(plugins().install_adapters(emit, adapters))
-        outcome = _outside_of_loops(lambda: _run(agent, asked, llm))
+        outcome = outside_of_loops(lambda: _run(agent, asked, llm))
         ended, calls, attempt = house.end(lease, outcome)
     return RolloutRecord(
         ended,
@@ -86,16 +82,6 @@ def rollout(
 def _run(agent: Agent, task: Task, llm: LLM) -> Outcome:
     with asyncio.Runner() as loop:
         return run_agent(agent, task, llm, loop)
-
-
-def _outside_of_loops(function: Callable[[], T]) -> T:
-    """Call it where an event loop can be run: here, or in a thread of its own while this one runs a loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function()
-    with ThreadPoolExecutor(1, "lightning-agent") as pool:
-        return pool.submit(contextvars.copy_context().run, function).result()
 
 
 def _in_order(replies: Sequence[Reply | ToolCall | str]) -> Script:

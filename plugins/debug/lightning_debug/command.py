@@ -12,13 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import escape, say
 from lightning.cli.runs import answers
 from lightning.errors import ConfigError, DataError, LightningError
+from lightning.runner.protocol import Agent
 from lightning.server.agents import HowToCall
 from lightning.server.projects import of_project
 from lightning.store.protocol import Store
@@ -46,6 +47,18 @@ class Found:
     seed: int | None
     adapters: tuple[str, ...] | None
     reroute: tuple[str, ...]
+
+    def replay(self, agent: Agent, **how: Any) -> ReplayResult:
+        """Run the agent again, as it ran; `how` are further arguments of `replay_agent`."""
+        return replay_agent(
+            self.recorded,
+            agent,
+            adapters=self.adapters,
+            reroute=self.reroute,
+            prompts=self.prompts,
+            seed=self.seed,
+            **how,
+        )
 
 
 def replay(
@@ -88,6 +101,10 @@ def replay(
     ] = None,
 ) -> None:
     """Run a recorded rollout again, with its model calls answered from the record: no model, no GPU. Or train a run again."""
+    if not train and model is not None:
+        raise ConfigError("--model is for --train")
+    if not serve and (port or seconds is not None):
+        raise ConfigError("--port and --seconds are for --serve")
     if train:
         if agent or serve or until is not None or attempt is not None:
             raise ConfigError("--train takes a run alone: leave the agent, --serve, --until and --attempt away")
@@ -99,17 +116,8 @@ def replay(
         result = asyncio.run(_serve(found, until, port, seconds))
     else:
         _check_tools(found.recorded, tools, yes=yes)
-        result = replay_agent(
-            found.recorded,
-            load_agent(agent),
-            until=until,
-            recorded_tools=tools is Tools.RECORDED,
-            adapters=found.adapters,
-            reroute=found.reroute,
-            prompts=found.prompts,
-            seed=found.seed,
-            run_unrecorded=yes,
-        )
+        recorded_tools = tools is Tools.RECORDED
+        result = found.replay(load_agent(agent), until=until, recorded_tools=recorded_tools, run_unrecorded=yes)
     show(result)
     raise typer.Exit(0 if result.same else 1)
 

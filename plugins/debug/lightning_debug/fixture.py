@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+from lightning.asyncio_utils import outside_of_loops
 from lightning.runner.protocol import Agent
 
 from lightning_debug.command import find
-from lightning_debug.replay import ReplayResult, replay_agent
+from lightning_debug.replay import ReplayResult
 
 
 @pytest.fixture
@@ -27,18 +28,8 @@ def replayed() -> Callable[..., ReplayResult]:
 def _replayed(
     rollout: str, agent: Agent, *, runs: str = "runs", same: bool = True, recorded_tools: bool = True, **how: Any
 ) -> ReplayResult:
-    with ThreadPoolExecutor(1) as apart:  # an event loop may run here, and the store wants its own
-        found = apart.submit(find, runs, rollout, with_tools=recorded_tools).result()
-    result = replay_agent(
-        found.recorded,
-        agent,
-        recorded_tools=recorded_tools,
-        adapters=found.adapters,
-        reroute=found.reroute,
-        prompts=found.prompts,
-        seed=found.seed,
-        **how,
-    )
+    found = outside_of_loops(partial(find, runs, rollout, with_tools=recorded_tools))
+    result = found.replay(agent, recorded_tools=recorded_tools, **how)
     if same and not result.same:
         raise AssertionError(str(result))
     return result

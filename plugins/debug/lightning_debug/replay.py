@@ -6,15 +6,14 @@ The invariant: no model is asked, and nothing is stored. What the agent did othe
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from lightning.asyncio_utils import outside_of_loops
 from lightning.errors import DataError
 from lightning.instrument import emit, install_tap
 from lightning.instrument.recorded_tools import answer_tools, can_answer
@@ -137,12 +136,7 @@ def _run(recorded: RecordedRollout, agent: Agent, server: ReplayServer) -> Outco
         with asyncio.Runner() as loop:
             return run_agent(agent, recorded.rollout.task, server.llm, loop)
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run()
-    with ThreadPoolExecutor(1, "lightning-agent") as pool:
-        return pool.submit(contextvars.copy_context().run, run).result()
+    return outside_of_loops(run)
 
 
 def result_of(server: ReplayServer, outcome: Outcome | None = None, answered: Sequence[ToolEvent] = ()) -> ReplayResult:

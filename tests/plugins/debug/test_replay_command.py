@@ -58,6 +58,8 @@ def test_what_cannot_be_replayed_is_said(agents: Path) -> None:
     for arguments, said in {
         ("nothing", "two_turns:agent"): "there is no rollout 'nothing' in runs",
         (ROLLOUT,): "give the agent as MODULE:FUNCTION, or --serve",
+        (ROLLOUT, "two_turns:agent", "--port", "9"): "--port and --seconds are for --serve",
+        (ROLLOUT, "two_turns:agent", "--model", "m"): "--model is for --train",
         (ROLLOUT, "two_turns:agent", "--attempt", "7"): "has 1 attempts, so there is no attempt 7",
     }.items():
         ran = lightning("replay", *arguments)
