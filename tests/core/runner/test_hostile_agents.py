@@ -77,26 +77,39 @@ def make_agent() -> Agent:
         def others() -> list[int]:
             return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
+        def told(pid: int, file: str) -> bytes:
+            """What the kernel says of a process; nothing of one that ended since it was listed, as others' do."""
+            try:
+                return Path(f"/proc/{pid}/{file}").read_bytes()
+            except OSError:
+                return b""
+
         def siblings() -> list[int]:
             found = []
             for pid in others():
-                stat = Path(f"/proc/{pid}/stat")
-                if pid != os.getpid() and int(stat.read_text().rpartition(")")[2].split()[1]) == os.getppid():
+                parent = told(pid, "stat").rpartition(b")")[2].split()[1:2]
+                if pid != os.getpid() and parent == [str(os.getppid()).encode()]:
                     found.append(pid)
             return found
 
         def arguments() -> bool:
-            lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in others()]
-            return "hunter2" in str(sys.argv) or any(b"hunter2" in line for line in lines)
+            return "hunter2" in str(sys.argv) or any(b"hunter2" in told(pid, "cmdline") for pid in others())
 
         def environment() -> bool:
             secret = {"swordfish", "sk-of-the-user"}
             mine = secret & set(os.environ.values())
-            return bool(mine) or any(b"swordfish" in Path(f"/proc/{pid}/environ").read_bytes() for pid in others())
+            return bool(mine) or any(b"swordfish" in told(pid, "environ") for pid in others())
+
+        def waited_for() -> list[int]:
+            """The agents beside this one, of which a busy machine may start the first late."""
+            until = time.monotonic() + 3.0
+            while not (found := siblings()) and time.monotonic() < until:
+                time.sleep(0.1)
+            return found
 
         def memory() -> bool:
             wanted = "".join(plan["halves"]).encode()
-            for pid in siblings():
+            for pid in waited_for():
                 with Path(f"/proc/{pid}/mem").open("rb") as mem:
                     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
                         span, access, *_ = line.split()
@@ -108,7 +121,7 @@ def make_agent() -> Agent:
             return False
 
         def kill() -> bool:
-            pids = siblings()
+            pids = waited_for()
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             return bool(pids)
@@ -202,7 +215,7 @@ def lease(plan: object) -> Lease:
 async def side_by_side(made: ProcessRunner, attack: str, world: World, gateway: LLM) -> tuple[Outcome, Outcome]:
     """How the attacker fared, and the agent beside it, which lives for as long if it is the one attacked."""
     marker, attacked = uuid.uuid4().hex, attack in ("memory", "kill")
-    beside = asyncio.create_task(made.run(lease({"victim": marker, "seconds": 2.5 if attacked else 0.0}), gateway))
+    beside = asyncio.create_task(made.run(lease({"victim": marker, "seconds": 6.0 if attacked else 0.0}), gateway))
     await asyncio.sleep(1.0 if attacked else 0.0)
     plan = {
         "attack": attack,
