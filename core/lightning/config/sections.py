@@ -226,6 +226,11 @@ class TrainerConfig(Section):
     eval_every: int = Field(default=10, ge=0)
     """Steps between evaluations on the held-out tasks. Evaluations before the first and after the last step always run;
     0 runs only those."""
+    keep: Literal["last", "best"] = "last"
+    """The model that the run leaves: that of its `last` step, or of its `best` held-out evaluation, where failed rollouts
+    count as 0. `best` writes the model at each evaluation that is better than all before it."""
+    patience: int = Field(default=0, ge=0)
+    """The run ends early when so many evaluations in a row were no better than the best one before them; 0 never does."""
     eval_temperature: float | None = Field(default=None, ge=0.0)
     """Sampling temperature of evaluations; null keeps the agent's own."""
     checkpoint_every: int | None = Field(default=None, ge=1)

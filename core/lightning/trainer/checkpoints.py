@@ -101,7 +101,8 @@ def check_disk(out: Path, model: Path, config: Config) -> None:
     """Raise `ConfigError` when the run's folder has no room for its training states and for the exported model.
 
     A state has the trained weights and two moments (AdamW) in float32, adapters where these are trained; one more than
-    `keep_checkpoints` lie there while one is written. A folder whose weights cannot be read is left to who loads them.
+    `keep_checkpoints` lie there while one is written, and so do two models more with `keep = "best"`. A folder whose weights
+    cannot be read is left to who loads them.
     """
     try:
         shapes = [spec.shape for spec in folder_tensors(model).values()]
@@ -109,13 +110,13 @@ def check_disk(out: Path, model: Path, config: Config) -> None:
         return
     whole, lora, keep = sum(map(math.prod, shapes)), config.engine.lora, config.trainer.keep_checkpoints
     adapters = sum(sum(shape) * lora.rank for shape in shapes if len(shape) == 2) if lora else 0
-    state, export = 3 * 4 * (adapters or whole), 4 * whole
+    state, export = 3 * 4 * (adapters or whole), 4 * whole * (3 if config.trainer.keep == "best" else 1)
     kept = sum(file.stat().st_size for file in (out / "checkpoints").glob("step-*/*"))
     need, free = (keep + 1) * state + export, shutil.disk_usage(out).free + kept
     if need > free:
         raise ConfigError(
             f"the disk of {out} has {free / 1e9:.1f} GB for this run, which needs about {need / 1e9:.1f} GB: {keep + 1} "
-            f"training states of {state / 1e9:.1f} GB and the exported model of {export / 1e9:.1f} GB. "
+            f"training states of {state / 1e9:.1f} GB and {export / 1e9:.1f} GB of exported models. "
             "Give an `out` on another disk"
             + (", set trainer.keep_checkpoints = 1" if keep > 1 else "")
             + ("" if lora else ", or train adapters alone (engine.lora)")
@@ -178,6 +179,12 @@ class CheckpointWriter:
         began = self._clock()
         await asyncio.to_thread(self._save, self._checkpoints.path(done))
         self.newest, self.unsaved, self._cost, self._lost = done, False, self._clock() - began, 0.0
+
+    async def finish(self) -> None:
+        """No more steps come: wait for what is being written, and write the last state if it is not on disk."""
+        await self._written()
+        if self.unsaved:
+            await self.write(self._done)
 
     def committed(self, done: int, *, taught: bool, seconds: float) -> None:
         """The engine is where `done` committed steps lead; the last took `seconds` to train. Begins to write, if it is time."""

@@ -24,12 +24,13 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import numeric_context
+from lightning.trainer.held_out import HeldOut
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.replay import take_again
 from lightning.trainer.rollout_collection import Sampler, TurnSampler
 from lightning.trainer.stack import Stack
-from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts
+from lightning.trainer.summary import NAMED, Evaluation, Reporter, evaluate_rollouts, evaluations
 from lightning.trainer.training_data import all_rollouts, count_drift, fresh_values, record_step
 from lightning.trainer.weight_sync import HELD_SECONDS, Publisher, bound_of, exceeds
 from lightning.types import Json, Rollout, Status, Task
@@ -63,14 +64,16 @@ class Loop:
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
         self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
+        self.held_out = HeldOut(self.stack.folder)
 
     @property
     def checkpoints(self) -> Checkpoints:
         """Where training states are kept."""
         return Checkpoints(self.stack.folder / "checkpoints", self.stack.config.trainer.keep_checkpoints)
 
-    async def run(self, started: Mapping[str, float]) -> None:
-        """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is."""
+    async def run(self, started: Mapping[str, float]) -> Evaluation | None:
+        """Restore, evaluate, train to the configured number of steps, evaluate, export. `started` is logged as it is. Returns
+        the evaluation whose model was exported, where `trainer.keep` is `best`."""
         config = self.stack.config.trainer
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
@@ -80,11 +83,34 @@ class Loop:
             for step in range(self.done, config.steps):
                 if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
                     await self.evaluate()
+                    if self.held_out.is_over(config.patience):
+                        break
                 due, began = False, time.monotonic()
                 metrics = await self.step(step)
                 self.reporter.step(step, metrics, time.monotonic() - began)
-            await self.evaluate()
-        await asyncio.to_thread(self.engine.export, self.stack.folder / "model")
+            else:
+                await self.evaluate()
+            await self.writer.finish()
+        return await self.export()
+
+    async def export(self) -> Evaluation | None:
+        """Write the run's model. Returns the evaluation that it is of, where the best one's is kept."""
+        model, best = self.stack.folder / "model", self.held_out.best
+        if best is not None and self.done < self.stack.config.trainer.steps:
+            self.reporter.say(
+                f"ended after {self.done} steps: {self.stack.config.trainer.patience} evaluations in a row were no better than "
+                f"that after {best.step} steps (trainer.patience)"
+            )
+        keeps = self.stack.config.trainer.keep == "best"
+        kept = await asyncio.to_thread(self.held_out.deliver, model) if keeps else None
+        if kept is None:
+            await asyncio.to_thread(self.engine.export, model)
+        else:
+            reward = f"{kept.reward_with_failures:.3f}"
+            self.reporter.say(
+                f"kept the model of the best evaluation: after {kept.step} steps, held-out reward {reward}"
+            )
+        return kept
 
     def sampling(self) -> Sampler:
         """What runs the agents: in turns with training, or all the time when tokens may be stale."""
@@ -218,6 +244,9 @@ class Loop:
         await self.stack.store.log_metrics(run, self.done, values)
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
+        self.held_out.add([result])
+        if self.stack.config.trainer.keep == "best":
+            await asyncio.to_thread(self.held_out.keep, result, self.engine.export)
         return result
 
     async def restore(self) -> None:
@@ -226,6 +255,7 @@ class Loop:
         The checkpoint of step 0 is what another run had from which this one was forked.
         """
         records = await self.stack.store.steps(self.stack.run.id)
+        self.held_out.add(await evaluations(self.stack.store, self.stack.run.id))
         committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()

@@ -241,7 +241,7 @@ async def summarize(store: Store, run: str) -> Summary:
     steps = [record.metrics for record in await store.steps(run, brief=True)]
     points = await store.metrics(run)
     trained = [each for each in await store.count_rollouts(run) if each.split == TRAIN]
-    evaluations = await _evaluations(store, run)
+    evaluated = await evaluations(store, run)
     time = dict.fromkeys(PHASES, 0.0)
     for point in points:
         for phase in PHASES:
@@ -261,9 +261,9 @@ async def summarize(store: Store, run: str) -> Summary:
             default=None,
         ),
         max_probe_gap=max((point.values.get("probe_gap", 0.0) for point in points), default=0.0),
-        before=evaluations[0].reward if evaluations else None,
-        after=evaluations[-1].reward if len(evaluations) > 1 else None,
-        evaluations=evaluations,
+        before=evaluated[0].reward if evaluated else None,
+        after=evaluated[-1].reward if len(evaluated) > 1 else None,
+        evaluations=evaluated,
         rewards=tuple(metrics.get("reward", 0.0) for metrics in steps),
         rewards_with_failures=tuple(
             metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps
@@ -342,7 +342,8 @@ class _Evaluations:
         return tuple(tally.evaluation(step) for (step, _), tally in self.evaluated.items() if not tally.unfinished)
 
 
-async def _evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
+async def evaluations(store: Store, run: str) -> tuple[Evaluation, ...]:
+    """The held-out evaluations of a run that have ended, in the order in which they were begun. Raises `StoreError`."""
     found = _Evaluations()
     async for rollout in each_rollout(store, run, split=VAL):
         found.add(rollout)

@@ -36,6 +36,7 @@ from lightning.trainer.beginning import Beginning
 from lightning.trainer.checkpoints import Checkpoints, check_disk, keep_weights
 from lightning.trainer.context import base_digest
 from lightning.trainer.dev import DevReport, dry_run
+from lightning.trainer.held_out import check_held_out
 from lightning.trainer.loop import Loop
 from lightning.trainer.model import resolve_model, with_dtypes
 from lightning.trainer.plan import as_tasks
@@ -165,6 +166,7 @@ class Trainer:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         if isinstance(self.algorithm, SearchAlgorithm):
             self.algorithm.check(val)
+        check_held_out(self.config, val)
         runner = self._runner_of(agent)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -209,10 +211,11 @@ class Trainer:
             _say_how_to_join(stack, reporter)
             started = {"seconds/start": time.monotonic() - began}
             loop = Loop(stack, engine, self.schedule, train, val, self.train_agents, reporter, trackers, epochs, base)
-            await loop.run(started)
+            kept = await loop.run(started)
             await mark_over(store, run.id, True)
             summary = await summarize(store, run.id)
-            made: dict[str, Json] = {"run": run.id, "steps": summary.steps, "reward": summary.after}
+            steps, reward = (kept.step, kept.reward) if kept else (summary.steps, summary.after)
+            made: dict[str, Json] = {"run": run.id, "steps": steps, "reward": reward}
             await keep_weights(seen, self.out / "model", made)
             return summary
 

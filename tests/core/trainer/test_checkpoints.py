@@ -135,5 +135,5 @@ def test_a_disk_too_small_is_told_before_vllm_starts(tmp_path: Path, monkeypatch
     (tmp_path / "run/checkpoints/step-00000001/weights").write_bytes(b"x")  # a resumed run replaces what it has
     with pytest.raises(PolicyServerError, match="it was started"):
         fit(need - 1)
-    with pytest.raises(ConfigError, match="the exported model of"):
+    with pytest.raises(ConfigError, match="of exported models"):
         fit(10, **{"engine.lora": {"rank": 1}})

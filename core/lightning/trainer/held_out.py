@@ -1,0 +1,109 @@
+"""The held-out evaluations of a run: which was the best, its model on disk, and whether to go on.
+
+The invariant: all of it follows from the run's evaluations and from what is on disk, so that a resumed run keeps the same model
+and ends after the same step. Of evaluations that are equally good the first one is the best.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lightning.config import Config
+from lightning.errors import ConfigError
+from lightning.trainer.summary import Evaluation
+
+logger = logging.getLogger(__name__)
+
+BEST = "best"
+"""The folder, in the run's own, with the model of the best evaluation so far, in a folder of its step."""
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def check_held_out(config: Config, val: object) -> None:
+    """Raise `ConfigError` where settings look at held-out rewards and there are none, or only those of the first and the last
+    step."""
+    trainer = config.trainer
+    asked = [
+        name
+        for name, wanted in (("keep = 'best'", trainer.keep == "best"), ("patience", trainer.patience > 0))
+        if wanted
+    ]
+    if asked and not val:
+        raise ConfigError(
+            f"trainer.{asked[0]} looks at held-out rewards: give held-out tasks (fit(val=...), --val FILE)"
+        )
+    if trainer.patience and not trainer.eval_every:
+        raise ConfigError(
+            "trainer.patience counts evaluations: set trainer.eval_every to the steps between two of them"
+        )
+
+
+class HeldOut:
+    """The evaluations so far, in order. `folder` is the run's. A rollout that failed counts as 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / BEST
+        self._results: dict[int, Evaluation] = {}
+
+    def add(self, results: Iterable[Evaluation]) -> None:
+        """More of them; that of a step takes the place of an earlier one of the same step."""
+        self._results |= {result.step: result for result in results}
+
+    @property
+    def results(self) -> tuple[Evaluation, ...]:
+        """All of them, by their steps."""
+        return tuple(self._results[step] for step in sorted(self._results))
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The best one; None without any."""
+        return max(self.results, key=_reward, default=None)
+
+    def is_over(self, patience: int) -> bool:
+        """Whether the last `patience` evaluations were no better than one before them; never with 0."""
+        best = self.best
+        return bool(patience) and best is not None and sum(step > best.step for step in self._results) >= patience
+
+    @property
+    def kept(self) -> Evaluation | None:
+        """The evaluation whose model is on disk."""
+        names = (_STEP.fullmatch(entry.name) for entry in self._folder.glob("step-*"))
+        steps = [int(name.group(1)) for name in names if name]
+        return max((self._results[step] for step in steps if step in self._results), key=_reward, default=None)
+
+    def keep(self, result: Evaluation, export: Callable[[Path], object]) -> None:
+        """Write the engine's model, which `result` is of, if it is better than the one on disk. Raises `EngineError`."""
+        kept = self.kept
+        if kept is not None and (kept.step == result.step or _reward(result) <= _reward(kept)):
+            return
+        if (best := self.best) is not None and _reward(best) > _reward(result):
+            logger.warning(
+                "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), and the model of then was not kept: "
+                "trainer.keep was not 'best' yet. To have it: a new run with --from %s@%d",
+                best.step,
+                _reward(best),
+                _reward(result),
+                self._folder.parent,
+                best.step,
+            )
+        mine = self._folder / f"step-{result.step:08d}"
+        export(mine)
+        for other in self._folder.glob("step-*"):
+            if other != mine:
+                shutil.rmtree(other)
+
+    def deliver(self, model: Path) -> Evaluation | None:
+        """Put the model that was kept in the place of the run's last one; returns its evaluation, None where none was kept."""
+        kept = self.kept
+        if kept is not None:
+            shutil.rmtree(model, ignore_errors=True)
+            shutil.copytree(self._folder / f"step-{kept.step:08d}", model)
+        return kept
+
+
+def _reward(result: Evaluation) -> float:
+    return result.reward_with_failures
