@@ -15,10 +15,10 @@ from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
 from lightning.gateway.policy import HIDDEN
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
+from lightning.trainer.course_rules import CURE_OF_CUT_OFF, MANY_CUT_OFF
+from lightning.trainer.diagnosis import Attempted, Diagnosis
 from lightning.trainer.metrics import (
-    CURE_OF_CUT_OFF,
     CURE_OF_GREEDY,
-    MANY_CUT_OFF,
     are_greedy,
     are_media,
     are_too_long,
@@ -28,7 +28,7 @@ from lightning.trainer.metrics import (
 )
 from lightning.trainer.plan import TRAIN, train_rollouts
 from lightning.trainer.reasons import grouped, reason
-from lightning.trainer.rules import Attempted, Diagnosis, diagnose, nothing_trained
+from lightning.trainer.rules import diagnose, nothing_trained
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter, said_parts
 from lightning.trainer.training_data import all_rollouts, is_trainable, load_groups

@@ -63,7 +63,7 @@ class Loop:
         every = self.stack.config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
-        self.remarks, self.usage = Remarks(), UsageMeter(self.stack.policy)
+        self.remarks, self.usage = Remarks(bound_of(self.stack.config)), UsageMeter(self.stack.policy)
         self.held_out = HeldOut(self.stack.folder)
 
     @property
@@ -245,6 +245,7 @@ class Loop:
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
         self.held_out.add([result])
+        self.remarks.evaluated(self.held_out.results)
         if self.stack.config.trainer.keep == "best":
             await asyncio.to_thread(self.held_out.keep, result, self.engine.export)
         return result
@@ -256,6 +257,8 @@ class Loop:
         """
         records = await self.stack.store.steps(self.stack.run.id)
         self.held_out.add(await evaluations(self.stack.store, self.stack.run.id))
+        self.remarks.evaluated(self.held_out.results)
+        self.remarks.restored(record.metrics for record in records)
         committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()

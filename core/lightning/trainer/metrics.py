@@ -17,14 +17,16 @@ import numpy as np
 from lightning.algorithms.intake import trains
 from lightning.algorithms.protocol import Batch
 from lightning.batch.trajectory import Group, is_trained
+from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.engines.protocol import StepResult
 from lightning.gateway.http import CURE_OF_LENGTH
 from lightning.gateway.sampling import GREEDY_BELOW
 from lightning.policy_server.protocol import PolicyServer, Usage
 from lightning.runner.policy_faults import read_cause
 from lightning.store.exchanges import why_not_replayable
-from lightning.trainer.rules import Attempted, diagnose, nothing_trained
-from lightning.trainer.summary import NAMED, POLICY_FAULT, mean_parts
+from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
+from lightning.trainer.rules import diagnose, nothing_trained
+from lightning.trainer.summary import NAMED, POLICY_FAULT, Evaluation, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
 
 logger = logging.getLogger(__name__)
@@ -190,19 +192,6 @@ REASONS: Mapping[str, str] = {
 """Why groups are left out, in words, by the reason they are counted under."""
 ORDINARY = frozenset({"all_rewards_equal", "too_few_succeeded", "margin_too_small", "below_threshold"})
 """Reasons that some groups of a healthy run have."""
-MANY_CUT_OFF = 0.2
-"""From this share of the trained calls on, answers that were cut off are more than the odd long one."""
-MANY_MASKED = 0.1
-"""From this share of the trained weight on, masked tokens are more than a few implausible ones."""
-CURE_OF_MASKED = (
-    "the probabilities of trainer and sampler differ by more than the algorithm's correction allows, so these tokens teach "
-    "nothing. Lower trainer.max_staleness or engine.lr where weights are old, give both the same dtype (engine.dtype, "
-    "policy_server.dtype) where they are not, or widen the bounds (--algorithm NAME:correction.low=0.2,correction.high=10)"
-)
-CURE_OF_CUT_OFF = (
-    "each reached the agent's own max_tokens, or prompt and answer together policy_server.max_model_len. Raise whichever is in "
-    "the way, unless answers are to be held short"
-)
 CURE_OF_GREEDY = (
     "the rollouts of a task are then alike, and comparing them teaches nothing. Set a temperature above 0 in the agent, or on "
     "all its calls with --set gateway.override_sampling.temperature=1"
@@ -214,12 +203,23 @@ CURE_OF_MEDIA = (
 
 
 class Remarks:
-    """Looks at each step of a run and logs what is worth a word."""
+    """Looks at each step of a run and logs what is worth a word. `gap` bounds what trainer and sampler may differ by."""
 
-    def __init__(self) -> None:
+    def __init__(self, gap: GapBound = FLOAT32) -> None:
+        self._gap = gap
+        self._course: list[Mapping[str, float]] = []
+        self._evaluations: Sequence[Evaluation] = ()
         self._reasons: set[str] = set()
         self._said: set[str] = set()
         self._steps = self._idle = 0
+
+    def restored(self, course: Iterable[Mapping[str, float]]) -> None:
+        """The metrics of the steps that were taken before this process."""
+        self._course = list(course)
+
+    def evaluated(self, evaluations: Sequence[Evaluation]) -> None:
+        """All held-out evaluations so far."""
+        self._evaluations = evaluations
 
     def step(
         self,
@@ -229,9 +229,9 @@ class Remarks:
         metrics: Mapping[str, float],
         train_agents: Sequence[str],
         failures: Sequence[str] = (),
-    ) -> None:
+    ) -> list[Diagnosis]:
         """A step has been trained; `metrics` are its own, with the engine's `stepped` where it says that. `failures` are the
-        errors of its rollouts that failed."""
+        errors of its rollouts that failed. Returns what the rules found and had not found before."""
         self._steps += 1
         calls = trained_calls(groups)
         # Of a step that was skipped for its numbers the engine has spoken.
@@ -248,25 +248,14 @@ class Remarks:
             logger.warning("step %d: %s", step + 1, are_media(media, media + len(calls)))
         if metrics.get("too_long") and self._first("too_long"):
             logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
-        if metrics["truncated"] > MANY_CUT_OFF and self._first("truncated"):
-            logger.warning(
-                "step %d: %.0f %% of the trained calls were cut off (finish_reason length): %s",
-                step + 1,
-                100 * metrics["truncated"],
-                CURE_OF_CUT_OFF,
-            )
-
+        self._course.append(metrics)
+        course = Course(self._course, self._evaluations, self._gap)
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
-        for diagnosis in diagnose(attempts, train_agents, failures):
-            if not diagnosis.minor and self._first(diagnosis.cause):
-                logger.warning("step %d: %s", step + 1, diagnosis.text)
-        if metrics.get("masked_share", 0.0) > MANY_MASKED and self._first("masked"):
-            logger.warning(
-                "step %d: %.0f %% of what was to be trained is masked: %s",
-                step + 1,
-                100 * metrics["masked_share"],
-                CURE_OF_MASKED,
-            )
+        found = [each for each in diagnose(attempts, train_agents, failures, course) if not each.minor]
+        new = [diagnosis for diagnosis in found if self._first(diagnosis.cause)]
+        for diagnosis in new:
+            logger.warning("step %d: %s", step + 1, diagnosis.text)
+        return new
 
     def _first(self, what: str) -> bool:
         first = what not in self._said

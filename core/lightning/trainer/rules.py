@@ -1,4 +1,5 @@
-"""What the record of some attempts says is wrong: the same rules for a dry run and for each step of training.
+"""What the record of some attempts says is wrong: the same rules for a dry run, for each step of training and for a reader of
+the store, who asks them together with those over the course of a run (`lightning.trainer.course_rules`).
 
 The invariant: a rule reads what was recorded and nothing else, so that it can be asked of any run, whenever it ran.
 """
@@ -8,17 +9,17 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
-from lightning.batch.trajectory import Trajectory
 from lightning.instrument.frameworks import framework_without_adapter
 from lightning.runner.attempt_completion import UNCALLED
 from lightning.store.exchanges import why_not_replayable
+from lightning.trainer.course_rules import COURSE_RULES
+from lightning.trainer.diagnosis import Attempted, Course, Diagnosis, Evidence
 from lightning.trainer.shared_memory import shared_answers
 from lightning.trainer.training_data import NOT, OF_MODEL, is_trainable
-from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition
+from lightning.types import TOO_LONG, Caller, CallStatus, Transition
 
 UNNAMED: Final = Caller("agent").agent
 """The name of a caller of whom no adapter and no header says anything."""
@@ -28,50 +29,16 @@ MOST_NAMES: Final = 20
 """Callers that a sentence names at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """What a rule has found. `cause` is the same for what has one cause, so that it can be said once; `text` has the cure. A
-    `serious` one is a reason not to train, a `minor` one is worth a word in a dry run alone."""
-
-    cause: str
-    text: str
-    serious: bool = False
-    minor: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Attempted:
-    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported."""
-
-    calls: Sequence[Transition]
-    tool_events: Sequence[ToolEvent]
-
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> Attempted:
-        """What a trajectory has of it."""
-        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events)
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What the rules look at: attempts, the globs of the agents that are trained, and the errors of rollouts that failed."""
-
-    attempts: Sequence[Attempted]
-    train_agents: Sequence[str] = ()
-    failures: Sequence[str] = ()
-
-    @property
-    def answered(self) -> Iterator[Transition]:
-        """The calls that were answered."""
-        return (call for attempt in self.attempts for call in attempt.calls if call.status.answered)
-
-
 def diagnose(
-    attempts: Iterable[Attempted], train_agents: Sequence[str] = (), failures: Sequence[str] = ()
+    attempts: Iterable[Attempted] = (),
+    train_agents: Sequence[str] = (),
+    failures: Sequence[str] = (),
+    course: Course | None = None,
 ) -> list[Diagnosis]:
-    """What all the rules find in these attempts, those of one wave; `failures` are the errors of rollouts that failed."""
-    evidence = Evidence(list(attempts), train_agents, failures)
-    return [diagnosis for rule in RULES for diagnosis in rule(evidence)]
+    """What all the rules find in these attempts, those of one wave, and in the run up to now; `failures` are the errors of
+    rollouts that failed."""
+    evidence = Evidence(list(attempts), train_agents, failures, course or Course())
+    return [diagnosis for rule in (*RULES, *COURSE_RULES) for diagnosis in rule(evidence)]
 
 
 def refused_calls(evidence: Evidence) -> Iterator[Diagnosis]:

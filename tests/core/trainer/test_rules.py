@@ -6,7 +6,8 @@ import random
 
 from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.store.exchanges import Flag, pack, why_not_replayable
-from lightning.trainer.rules import Attempted, diagnose
+from lightning.trainer.diagnosis import Attempted
+from lightning.trainer.rules import diagnose
 from lightning.trainer.shared_memory import LENGTH
 from lightning.types import TOO_LONG, Caller, CallStatus, ToolEvent, Transition, logprobs, token_ids
 

@@ -1,0 +1,385 @@
+"""What the course of a run says is wrong: rules over the metrics of its steps and its held-out evaluations.
+
+The invariant: a rule sees the steps up to now and nothing else, so that a running trainer and a reader of the store find the
+same at the same step; ordinary noise, looked at after every step, is no finding.
+
+A rule compares windows of `WINDOW` steps: a difference is one if it is several standard errors wide, where the noise of a step
+is taken from what neighbouring steps differ by, and large enough to matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from lightning.trainer.diagnosis import Course, Diagnosis, Evidence
+from lightning.trainer.summary import NAMED
+from lightning.trainer.trends import (
+    LEAST,
+    WINDOW,
+    binary_error,
+    change_of,
+    failed_share,
+    is_now,
+    is_solved,
+    last_steps,
+    lengths_of,
+    mean_around,
+    mean_of,
+    noise_of,
+    policy_fault_causes,
+    policy_fault_share,
+    values_of,
+)
+
+SURE: Final = 4.0
+"""Standard errors from which on a difference between two windows is one, for rules that look after every step."""
+SURE_ONCE: Final = 2.5
+"""The same for rules that look now and then."""
+FLAT_AFTER: Final = 20
+"""Steps after which a reward that has not moved is said to be flat."""
+LARGE: Final = 0.3
+"""The part of its best that a reward has lost when it has collapsed."""
+MANY_EQUAL: Final = 0.75
+"""The share of groups that teach nothing from which on most of what is sampled is wasted."""
+MANY_FAILED: Final = 0.2
+"""The share of rollouts that failed from which on it is no accident."""
+MANY_CLIPPED: Final = 0.3
+"""The share of trained tokens that were clipped from which on updates are too large for the algorithm."""
+MANY_MASKED: Final = 0.1
+"""From this share of the trained weight on, masked tokens are more than a few implausible ones."""
+MANY_CUT_OFF: Final = 0.2
+"""From this share of the trained calls on, answers that were cut off are more than the odd long one."""
+LONGER: Final = 1.5
+"""How many times as long as at first answers are when they have grown."""
+GREEDIER: Final = 0.2
+"""The part of the first entropy that is left when it has collapsed."""
+WILDER: Final = 3.0
+"""How many times the first entropy it is when it has exploded."""
+CURE_OF_MASKED: Final = (
+    "the probabilities of trainer and sampler differ by more than the algorithm's correction allows, so these tokens teach "
+    "nothing. Lower trainer.max_staleness or engine.lr where weights are old, give both the same dtype (engine.dtype, "
+    "policy_server.dtype) where they are not, or widen the bounds (--algorithm NAME:correction.low=0.2,correction.high=10)"
+)
+CURE_OF_CUT_OFF: Final = (
+    "each reached the agent's own max_tokens, or prompt and answer together policy_server.max_model_len. Raise whichever is in "
+    "the way, unless answers are to be held short"
+)
+SLOWER: Final = "Lower engine.lr, or raise the algorithm's kl_coefficient"
+
+
+def drifted(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Trained tokens are not those that were sampled."""
+    course = evidence.course
+    steps = [step for step, metrics in enumerate(course.steps) if metrics.get("drift_tokens")]
+    if steps:
+        tokens = sum(course.steps[step]["drift_tokens"] for step in steps)
+        yield Diagnosis(
+            "drift",
+            f"{tokens:.0f} trained tokens are not the ones that the policy server sampled: the store or the engine changed "
+            "them. `lightning audit` says which",
+            serious=True,
+            steps=tuple(steps),
+        )
+
+
+def sampler_differs(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Sampler and trainer give the same tokens other probabilities, more than their dtypes explain, or ever more."""
+    course = evidence.course
+    fresh = [
+        (step, metrics["mean_logprob_gap"])
+        for step, metrics in enumerate(course.steps)
+        if "mean_logprob_gap" in metrics and not metrics.get("staleness_max")
+    ]
+    if not fresh or not is_now(course, fresh[-1][0]):
+        return
+    late = [gap for _, gap in fresh[-WINDOW:]]
+    over = [step for step, gap in fresh[-WINDOW:] if not gap <= course.gap.mean]
+    grown = len(fresh) >= LEAST and min(late) > 10 * max(gap for _, gap in fresh[:WINDOW]) > 0
+    grown = grown and min(late) > 0.1 * course.gap.mean
+    if len(over) >= min(3, WINDOW) or grown:
+        yield Diagnosis(
+            "gap",
+            f"trainer and sampler give the same tokens logprobs that differ by {float(np.mean(late)):.2g} nats in the mean"
+            + (f", {fresh[0][1]:.2g} at first" if grown else f", more than {course.gap.mean:g}")
+            + ": what is trained is not what was sampled. Give both the same dtype (engine.dtype, policy_server.dtype), and "
+            "compare the versions of vLLM and transformers",
+            serious=True,
+            steps=tuple(step for step, _ in fresh[-WINDOW:]),
+        )
+
+
+def not_finite(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Steps were skipped for a loss or a gradient that is not finite."""
+    steps = [step for step, metrics in enumerate(evidence.course.steps) if metrics.get("skipped_nonfinite")]
+    if steps and is_now(evidence.course, steps[-1]):
+        yield Diagnosis(
+            "not finite",
+            f"{len(steps)} of {len(evidence.course.steps)} steps were skipped, since their loss or gradient was not finite. "
+            "Lower engine.lr or engine.max_grad_norm, or compute in float32 (engine.dtype)",
+            serious=True,
+            steps=tuple(steps),
+        )
+
+
+def failing(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Many rollouts fail by the agent's code or the infrastructure."""
+    course = evidence.course
+    late = [failed_share(metrics) - policy_fault_share(metrics) for metrics in course.steps[-WINDOW:]]
+    if len(late) == WINDOW and mean_of(late) >= MANY_FAILED:
+        yield Diagnosis(
+            "failures",
+            f"{mean_of(late):.0%} of the rollouts failed, and not by the policy: nothing is learned from these, and a reward "
+            "without them says too much. `lightning runs show RUN --failed` says why",
+            serious=True,
+            steps=last_steps(course),
+        )
+
+
+def policy_faults(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Many rollouts fail by the policy's own fault, and training does not mend it."""
+    course = evidence.course
+    shares = [policy_fault_share(metrics) for metrics in course.steps]
+    change = change_of(shares)
+    if change is None or change[1] < MANY_FAILED:
+        return
+    early, late, errors = change
+    grows, falls = late > early and errors >= SURE, late < early and errors >= SURE / 2
+    if grows or (len(shares) >= FLAT_AFTER and not falls):
+        yield Diagnosis(
+            "policy faults",
+            f"{late:.0%} of the rollouts failed by the policy's own fault ({policy_fault_causes(course)}), {early:.0%} in "
+            "the first steps. The algorithm learns from them by trainer.policy_fault. Where they grow, lower engine.lr; "
+            "where they stay, allow more turns or tokens, or make the task easier at first",
+            serious=True,
+            steps=last_steps(course),
+        )
+
+
+def masked(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Much of what was to be trained is masked by the correction between sampler and trainer."""
+    share = evidence.course.last.get("masked_share", 0.0)
+    if share > MANY_MASKED:
+        text = f"{100 * share:.0f} % of what was to be trained is masked: {CURE_OF_MASKED}"
+        yield Diagnosis("masked", text, serious=True, steps=last_steps(evidence.course, 1))
+
+
+def clipped(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Many trained tokens are clipped, step after step."""
+    late = [metrics.get("clip_fraction", 0.0) for metrics in evidence.course.steps[-WINDOW:]]
+    if len(late) == WINDOW and min(late) > MANY_CLIPPED:
+        yield Diagnosis(
+            "clipped",
+            f"{float(np.mean(late)):.0%} of the trained tokens are clipped, so that they teach nothing: updates are too large "
+            f"for the algorithm's bounds. {SLOWER}, or take fewer updates or epochs from a batch",
+            serious=True,
+            steps=last_steps(evidence.course),
+        )
+
+
+def cut_off(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Many answers end because their tokens are used up."""
+    share = evidence.course.last.get("truncated", 0.0)
+    if share > MANY_CUT_OFF:
+        text = f"{100 * share:.0f} % of the trained calls were cut off (finish_reason length): {CURE_OF_CUT_OFF}"
+        yield Diagnosis("truncated", text, steps=last_steps(evidence.course, 1))
+
+
+def longer(evidence: Evidence) -> Iterator[Diagnosis]:
+    """What a rollout says has become much longer."""
+    lengths = lengths_of(evidence.course)
+    change = change_of(lengths)
+    if change is None:
+        return
+    early, late, errors = change
+    if late >= LONGER * early and errors >= SURE:
+        yield Diagnosis(
+            "length",
+            f"what a rollout says has grown from {early:.0f} to {late:.0f} trained tokens. Does the reward follow the length "
+            "of the answers? `lightning reward try GRADER RUN` says; a reward for length, or none for being brief, is "
+            "learned as readily as the task",
+            serious=True,
+            steps=last_steps(evidence.course),
+        )
+
+
+def second_measure(evidence: Evidence) -> Iterator[Diagnosis]:
+    """The reward rises, and a named part of it, or of what is measured beside it, falls."""
+    course = evidence.course
+    rise = change_of(values_of(course, "reward"))
+    if rise is None or rise[1] <= rise[0] or rise[2] < SURE:
+        return
+    names = {name for metrics in course.steps for name in metrics if name.startswith(NAMED)}
+    for name in sorted(names):
+        change = change_of(values_of(course, name))
+        if change is None or change[2] < SURE or change[1] >= change[0]:
+            continue
+        yield Diagnosis(
+            f"second measure/{name}",
+            f"the reward rose from {rise[0]:.3f} to {rise[1]:.3f}, while {name.removeprefix(NAMED)!r} fell from "
+            f"{change[0]:.3f} to {change[1]:.3f}: the two disagree, and the policy earns its reward without the other. Is "
+            "the reward what you mean? `lightning reward try GRADER RUN` shows what another would have paid",
+            serious=True,
+            steps=last_steps(course),
+        )
+
+
+def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
+    """The held-out reward falls while that of the training tasks does not."""
+    course = evidence.course
+    results = [result for result in course.evaluations if result.rollouts and result.step <= len(course.steps)]
+    if len(results) < 3:
+        return
+    best, last = max(results[:-1], key=lambda result: result.reward_with_failures), results[-1]
+    scale = max(1.0, *(abs(result.reward_with_failures) for result in results))
+    needed = SURE_ONCE * math.sqrt(2) * scale * binary_error(best.reward_with_failures / scale, best.rollouts)
+    falls = [best.reward_with_failures - result.reward_with_failures for result in results if result.step > best.step]
+    if len(falls) < 2 or falls[-1] < needed or falls[-2] < needed / 2:
+        return
+    train = values_of(course, "reward_with_failures", "reward")
+    then, now = mean_around(train, best.step), mean_of(train[-WINDOW:])
+    if now < then - 0.02 * max(abs(then), 1.0):
+        return  # both fall: that is a collapse
+    yield Diagnosis(
+        "held-out falls",
+        f"held-out tasks earned {best.reward_with_failures:.3f} after {best.step} steps and {last.reward_with_failures:.3f} "
+        f"after {last.step}, while the training tasks went from {then:.3f} to {now:.3f}: the policy learns its tasks by "
+        "heart, or what the reward of them pays. Give more tasks, end earlier (trainer.patience) and keep the best "
+        "(trainer.keep = 'best')",
+        serious=True,
+        steps=tuple(result.step for result in (best, last)),
+    )
+
+
+def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
+    """The reward was much better once."""
+    course = evidence.course
+    rewards = values_of(course, "reward_with_failures", "reward")
+    if len(rewards) < LEAST:
+        return
+    means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), "valid")
+    place = int(np.argmax(means[:-WINDOW])) if len(means) > WINDOW else 0
+    best, now = float(means[place]), float(means[-1])
+    scale = max(abs(best), mean_of(values_of(course, "reward_std")[place : place + WINDOW]))
+    error = noise_of(rewards) * math.sqrt(2 / WINDOW)
+    if best - now > LARGE * scale and best - now > SURE * error:
+        yield Diagnosis(
+            "collapsed",
+            f"the reward collapsed: it was {best:.3f} in steps {place + 1} to {place + WINDOW}, and is {now:.3f} now"
+            + _beside(course, place)
+            + f". {SLOWER}; a new run can begin before it: --from RUN@{place + WINDOW}",
+            serious=True,
+            steps=(place, len(course.steps) - 1),
+        )
+
+
+def entropy_moves(evidence: Evidence) -> Iterator[Diagnosis]:
+    """The policy is nearly sure of all that it says, or of nothing any more."""
+    course = evidence.course
+    entropies = values_of(course, "entropy")
+    change = change_of(entropies)
+    if change is None or change[2] < SURE:
+        return
+    early, late, _ = change
+    if late < GREEDIER * early and not is_solved(course):
+        yield Diagnosis(
+            "entropy",
+            f"the entropy of the policy collapsed from {early:.3g} to {late:.3g} nats: it says the same again and again, so "
+            "that groups differ ever less and there is little left to learn from. Raise the algorithm's entropy_coefficient "
+            "or the sampling temperature, or lower engine.lr",
+            serious=True,
+            steps=last_steps(course),
+        )
+    elif late > WILDER * early and late > 0.5:
+        yield Diagnosis(
+            "entropy",
+            f"the entropy of the policy rose from {early:.3g} to {late:.3g} nats: it says ever more at random. {SLOWER}, or "
+            "lower entropy_coefficient",
+            serious=True,
+            steps=last_steps(course),
+        )
+
+
+def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
+    """In most groups all rewards are equal, and not since the tasks are solved."""
+    course = evidence.course
+    shares = [
+        1.0 - metrics["groups_used"] / metrics["groups"]
+        for metrics in course.steps[-WINDOW:]
+        if metrics.get("groups") and "groups_used" in metrics
+    ]
+    if len(shares) < WINDOW or mean_of(shares) < MANY_EQUAL:
+        return
+    solved = is_solved(course)
+    yield Diagnosis(
+        "equal groups",
+        f"{mean_of(shares):.0%} of the groups teach nothing, since all of their rewards are equal (zero variance)"
+        + (": the tasks are solved. Give harder ones" if solved else "")
+        + ". Choose tasks that the policy solves now and then: --set trainer.order=learnable; or raise group_size, or give "
+        "partial credit",
+        serious=not solved,
+        minor=solved,
+        steps=last_steps(course),
+    )
+
+
+def flat(evidence: Evidence) -> Iterator[Diagnosis]:
+    """The reward has not moved."""
+    course = evidence.course
+    rewards = values_of(course, "reward_with_failures", "reward")
+    if len(rewards) < FLAT_AFTER or is_solved(course):
+        return
+    quarter = max(WINDOW, len(rewards) // 4)
+    error = noise_of(rewards) * math.sqrt(2 / quarter)
+    means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]
+    slope = float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0]) * len(rewards)
+    scale = max(abs(mean_of(rewards)), mean_of(values_of(course, "reward_std")), 1e-9)
+    if max(means) - min(means) <= SURE_ONCE * error + 0.01 * scale and abs(slope) < 0.1 * scale:
+        yield Diagnosis(
+            "flat",
+            f"the reward is flat: {means[0]:.3f} in the first {quarter} steps, {means[-1]:.3f} in the last. Is engine.lr too "
+            "small, or do few groups teach something? `lightning profile RUN` says what the tokens went into, `lightning "
+            "reward try` what the reward follows",
+            serious=True,
+            steps=(0, len(course.steps) - 1),
+        )
+
+
+def _beside(course: Course, place: int) -> str:
+    """What else changed between the best steps and now, which may be why."""
+    said = []
+    for name, what in (
+        ("entropy", "entropy"),
+        ("clip_fraction", "clipped tokens"),
+        ("grad_norm", "gradient's norm"),
+        ("truncated", "answers cut off"),
+    ):
+        values = values_of(course, name)
+        if len(values) == len(course.steps):
+            then, now = mean_of(values[place : place + WINDOW]), mean_of(values[-WINDOW:])
+            if abs(now - then) > 0.5 * max(abs(then), abs(now), 1e-6) and max(abs(then), abs(now)) > 0.01:
+                said.append(f"{what} {then:.2g} to {now:.2g}")
+    return f" ({', '.join(said)})" if said else ""
+
+
+COURSE_RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
+    drifted,
+    sampler_differs,
+    not_finite,
+    failing,
+    policy_faults,
+    masked,
+    clipped,
+    longer,
+    cut_off,
+    second_measure,
+    held_out_falls,
+    collapsed,
+    entropy_moves,
+    equal_groups,
+    flat,
+)
+"""What causes others comes before what follows from it."""

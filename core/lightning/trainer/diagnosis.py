@@ -1,0 +1,85 @@
+"""What rules look at, and what they find: the record of some attempts, and the course of a run.
+
+The invariant: a finding says on what it rests, so that whoever reads it can look there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning.batch.trajectory import Trajectory
+from lightning.engines.logprob_gap import FLOAT32, GapBound
+from lightning.trainer.summary import Evaluation
+from lightning.types import Json, ToolEvent, Transition
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a rule has found. `cause` is the same for what has one cause, so that it can be said once; `text` has the cure. A
+    `serious` one is a reason not to train, or to look before training goes on; a `minor` one is worth a word in a dry run
+    alone.
+
+    `steps` (from 0) and `rollouts` (their ids) are what it rests on, empty where that is all that was looked at.
+    """
+
+    cause: str
+    text: str
+    serious: bool = False
+    minor: bool = False
+    steps: tuple[int, ...] = ()
+    rollouts: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Json]:
+        """Its content, ready for `json.dumps`."""
+        return {
+            "cause": self.cause,
+            "text": self.text,
+            "serious": self.serious,
+            "steps": list(self.steps),
+            "rollouts": list(self.rollouts),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported."""
+
+    calls: Sequence[Transition]
+    tool_events: Sequence[ToolEvent]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Attempted:
+        """What a trajectory has of it."""
+        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The metrics of a run's steps, from the first one on, and its held-out evaluations so far. `gap` is the bound on what
+    trainer and sampler may differ by."""
+
+    steps: Sequence[Mapping[str, float]] = ()
+    evaluations: Sequence[Evaluation] = ()
+    gap: GapBound = FLOAT32
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The metrics of the last step; empty before the first."""
+        return self.steps[-1] if self.steps else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the rules look at: attempts, the globs of the agents that are trained, the errors of rollouts that failed, and the
+    course of the run."""
+
+    attempts: Sequence[Attempted] = ()
+    train_agents: Sequence[str] = ()
+    failures: Sequence[str] = ()
+    course: Course = field(default_factory=Course)
+
+    @property
+    def answered(self) -> Iterator[Transition]:
+        """The calls that were answered."""
+        return (call for attempt in self.attempts for call in attempt.calls if call.status.answered)

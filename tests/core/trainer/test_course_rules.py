@@ -1,0 +1,135 @@
+"""What the course of a run says is wrong, and that noise is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from lightning.trainer.diagnosis import Course, Diagnosis
+from lightning.trainer.rules import diagnose
+from lightning.trainer.summary import Evaluation
+
+STEPS = 40
+Values = Callable[[int], float]
+
+
+def course(seed: int = 0, steps: int = STEPS, evaluations: Sequence[Evaluation] = (), **changed: Values) -> Course:
+    """A run that learns, with the noise of 128 rollouts; `changed` are other metrics, by name, as functions of the step."""
+    rng = np.random.default_rng(seed)
+
+    def metrics(step: int) -> dict[str, float]:
+        solved = 0.3 + 0.4 * step / STEPS
+        reward = rng.binomial(128, solved) / 128
+        values = {
+            "reward": reward,
+            "reward_with_failures": reward,
+            "reward_std": float(np.sqrt(reward * (1 - reward))),
+            "rollouts": 128.0,
+            "failed": 0.0,
+            "groups": 16.0,
+            "groups_used": float(rng.binomial(16, 0.6)),
+            "tokens": float(rng.normal(2000, 200)),
+            "entropy": float(0.08 * np.exp(-0.02 * step) * rng.lognormal(0, 0.15)),
+            "clip_fraction": 0.0,
+            "masked_share": 0.0,
+            "truncated": 0.02,
+            "mean_logprob_gap": float(3e-8 * rng.lognormal(0, 0.3)),
+            "grad_norm": float(0.2 * rng.lognormal(0, 0.3)),
+        }
+        values |= {name.replace("__", "/"): value(step) for name, value in changed.items()}
+        values["tokens"] *= values["groups_used"] / values["groups"]
+        return values
+
+    return Course([metrics(step) for step in range(steps)], evaluations)
+
+
+def alarms(made: Course) -> list[Diagnosis]:
+    """What is found after any of the steps, in the order in which it is found, each cause once."""
+    found: dict[str, Diagnosis] = {}
+    for step in range(1, len(made.steps) + 1):
+        for each in diagnose(
+            course=Course(made.steps[:step], [one for one in made.evaluations if one.step <= step], made.gap)
+        ):
+            found.setdefault(each.cause, each)
+    return [each for each in found.values() if not each.minor]
+
+
+def ramp(before: float, after: float, begin: int = 15, length: int = 10, noise: float = 0.0) -> Values:
+    rng = np.random.default_rng(1)
+    return lambda step: float(before + (after - before) * np.clip((step - begin) / length, 0, 1) + noise * rng.normal())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_that_learns_raises_no_alarm_however_often_it_is_looked_at(seed: int) -> None:
+    assert alarms(course(seed)) == []
+
+
+EVALUATIONS = [
+    Evaluation(step, reward, 200, 0) for step, reward in ((0, 0.3), (10, 0.6), (20, 0.5), (30, 0.35), (40, 0.3))
+]
+RISING = {"reward": ramp(0.3, 0.8, noise=0.02), "reward_with_failures": ramp(0.3, 0.8, noise=0.02)}
+SICK = {
+    "collapsed": course(reward_with_failures=ramp(0.7, 0.1, noise=0.03)),
+    "flat": course(
+        **{name: ramp(0.4, 0.4, noise=0.03) for name in ("reward", "reward_with_failures")},
+        reward_std=lambda step: 0.49,
+    ),
+    "entropy": course(entropy=ramp(0.5, 0.02, noise=0.01)),
+    "equal groups": course(groups_used=ramp(9, 1), reward_with_failures=ramp(0.3, 0.36, 0, 40, noise=0.01)),
+    "gap": course(mean_logprob_gap=ramp(1e-5, 0.01, noise=1e-6)),
+    "clipped": course(clip_fraction=ramp(0.0, 0.5)),
+    "masked": course(masked_share=ramp(0.0, 0.3)),
+    "truncated": course(truncated=ramp(0.0, 0.5)),
+    "failures": course(failed=ramp(2, 60)),
+    "policy faults": course(failed=ramp(2, 60), policy_fault__max_turns=ramp(2, 60)),
+    "length": course(tokens=ramp(1000, 4000, noise=100)),
+    "second measure/reward/right": course(**RISING, reward__right=ramp(0.5, 0.2, noise=0.02)),
+    "held-out falls": course(evaluations=EVALUATIONS, **RISING),
+    "not finite": course(skipped_nonfinite=lambda step: float(step == 33)),
+    "drift": course(drift_tokens=lambda step: 3.0 * (step == 12)),
+}
+
+
+@pytest.mark.parametrize("cause", SICK)
+def test_each_sickness_is_the_first_alarm_of_its_run(cause: str) -> None:
+    found = alarms(SICK[cause])
+    assert found[0].cause == cause
+    assert found[0].steps, "it says on which steps it rests"
+    assert all(0 <= step <= STEPS for step in found[0].steps)
+
+
+def test_what_is_solved_is_no_alarm() -> None:
+    solved: dict[str, Values] = {
+        "reward": ramp(0.5, 0.99, 5, 10),
+        "reward_with_failures": ramp(0.5, 0.99, 5, 10),
+        "reward_std": ramp(0.5, 0.05, 5, 10),
+        "groups_used": ramp(12, 1, 5, 10),
+        "entropy": ramp(0.3, 0.01, 5, 10),
+    }
+    assert alarms(course(**solved)) == []
+    (word,) = diagnose(course=course(**solved))
+    assert word.minor
+    assert "Give harder ones" in word.text
+
+
+def test_faults_that_training_mends_are_no_alarm() -> None:
+    assert alarms(course(failed=ramp(70, 5, 0, 20), policy_fault__max_turns=ramp(70, 5, 0, 20))) == []
+
+
+def test_a_collapse_says_what_else_changed_and_where_to_begin_again() -> None:
+    (found, *_) = alarms(
+        course(reward_with_failures=ramp(0.7, 0.1), grad_norm=ramp(0.2, 9.0), entropy=ramp(0.08, 0.07))
+    )
+    assert "gradient's norm 0.2 to " in found.text
+    assert "--from RUN@" in found.text
+    assert found.serious
+
+
+def test_tokens_that_are_older_than_the_weights_are_no_gap() -> None:
+    assert alarms(course(mean_logprob_gap=lambda step: 0.1, staleness_max=lambda step: 1.0)) == []
+
+
+def test_both_rewards_falling_is_a_collapse_and_no_overfitting() -> None:
+    falls = {name: ramp(0.7, 0.2, noise=0.02) for name in ("reward", "reward_with_failures")}
+    assert "held-out falls" not in [each.cause for each in alarms(course(evaluations=EVALUATIONS, **falls))]
