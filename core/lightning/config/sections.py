@@ -247,6 +247,10 @@ class TrainerConfig(Section):
     this project find the run. `lightning serve --store` makes its first runner token for this project."""
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Trackers that receive the metrics, in addition to the store."""
+    alerts: tuple[str, ...] = ()
+    """Who is told of serious findings of the rules, in addition to the log, as JSON (`run`, `step`, `cause`, `text`, `steps`,
+    `rollouts`): `webhook:NAME` posts it to the URL in the environment variable NAME, `command:PROGRAM ARGUMENTS` runs a
+    program with it as standard input."""
     max_logprob_gap: float | None = Field(default=None, gt=0)
     """Warn when |trainer - sampler| (nats) exceeds this on any token of a step without stale tokens. When the probe
     after an update exceeds it, the weights are sent again; the run ends if vLLM still does not serve them. null depends

@@ -19,6 +19,7 @@ from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, epoch_at
+from lightning.tracking.alerts import Alerts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
@@ -64,7 +65,7 @@ class Loop:
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
         self.remarks, self.usage = Remarks(bound_of(self.stack.config)), UsageMeter(self.stack.policy)
-        self.held_out = HeldOut(self.stack.folder)
+        self.held_out, self.alerts = HeldOut(self.stack.folder), Alerts(self.stack.config.trainer.alerts)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -78,7 +79,7 @@ class Loop:
         await self.restore()
         await self.stack.store.log_metrics(self.stack.run.id, self.done, started)
         self.reporter.begin(self.done, config.steps)
-        async with self.writer, self.sampling() as self.sampler:
+        async with self.writer, self.alerts, self.sampling() as self.sampler:
             due = await self.evaluation_begun()
             for step in range(self.done, config.steps):
                 if due or step == 0 or (config.eval_every and step % config.eval_every == 0):
@@ -143,7 +144,9 @@ class Loop:
         if fresh and (gap := exceeds(metrics, bound_of(self.stack.config))):
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
-        await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
+        found = await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
+        for alarm in (each for each in found if each.serious):
+            self.alerts.send({"run": self.stack.run.id, "step": step, **alarm.to_json()})
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)

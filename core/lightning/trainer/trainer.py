@@ -30,6 +30,7 @@ from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, run_id_of
 from lightning.store.url import parse, redacted, sqlite_url
+from lightning.tracking.alerts import read_alerts
 from lightning.tracking.trackers import Trackers
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.beginning import Beginning
@@ -118,6 +119,7 @@ class Trainer:
         self._make_engine, self._make_runner = plugins().engine(engine), plugins().runner(runner)
         for tracker in self.config.trainer.trackers:
             plugins().tracker(tracker)
+        read_alerts(self.config.trainer.alerts)
         if store is not None and store.partition("://")[0] in ("http", "https"):
             raise ConfigError(
                 f"{redacted(store)} is a server: a trainer needs the database itself, as postgresql://, redis:// or sqlite:///"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,16 @@ def test_much_that_is_masked_is_told_once_with_its_cure(caplog: pytest.LogCaptur
     assert record.getMessage().startswith("step 2: 12 % of what was to be trained is masked: ")
     for cure in ("trainer.max_staleness", "engine.dtype", "correction.high=10"):
         assert cure in record.getMessage()
+
+
+async def test_a_serious_finding_is_told_to_who_wants_to_know(bench: Any, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    program = f"command:{sys.executable} -c \"import sys; open('{told}', 'a').write(sys.stdin.read() + chr(10))\""
+    script = {"script": lambda body: Reply("xxx")}
+    async with bench(
+        tmp_path / "r", trainer__steps=6, trainer__eval_every=0, trainer__alerts=(program,), **script
+    ) as made:
+        await made.loop.run({})
+    (alert,) = [json.loads(line) for line in told.read_text().splitlines()]
+    assert (alert["run"], alert["cause"], alert["step"], alert["steps"]) == ("run", "equal groups", 4, [0, 1, 2, 3, 4])
+    assert "learnable" in alert["text"]
