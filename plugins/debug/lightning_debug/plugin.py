@@ -9,9 +9,10 @@ from lightning.hooks import hookimpl
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`replay` and `reward`."""
+    """The commands of this plugin."""
     register("replay", replay_command)
     register("reward", reward_command)
+    register("advise", advise_command)
 
 
 def replay_command() -> Callable[..., None]:
@@ -26,3 +27,10 @@ def reward_command() -> Callable[..., None]:
     from lightning_debug.reward_command import reward
 
     return reward
+
+
+def advise_command() -> Callable[..., None]:
+    """Name what is wrong in a run, and what past runs did better."""
+    from lightning_debug.advise_command import advise
+
+    return advise
