@@ -41,8 +41,8 @@ PAST_RUNS, PAST_ROLLOUTS = 16, 8.0
 STATE = "tasks of past runs"
 """The key of a run's state that keeps what past runs said of its tasks."""
 READ_AT_ONCE = 1000
-LARGEST = 1e150
-"""Of a reward beyond it no square could be computed."""
+LARGEST, ROUNDING = 1e150, 1e-7
+"""Of a reward beyond the first no square could be computed; of a range below this part of the rewards no variance."""
 
 Floats = npt.NDArray[np.float64]
 Earned = list[tuple[int, float | None]]
@@ -115,13 +115,12 @@ class TaskChoice:
         """
         rewarded, sums, squares, failed = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
         width = self._high - self._low
-        with np.errstate(
-            all="ignore"
-        ):  # of tasks without rewards, and where all are equal, nothing is divided by nothing
-            mean = np.nan_to_num(sums / rewarded)
-            variance = np.nan_to_num((squares / rewarded - mean**2) / width**2)
+        differ = width > ROUNDING * max(abs(self._low), abs(self._high))
+        count = np.where(rewarded > 0, rewarded, 1.0)
+        mean = sums / count
+        variance = (squares / count - mean**2) / width**2 if differ else np.zeros_like(mean)
         less = (1.0 - np.sqrt(1.0 - 4.0 * np.clip(variance, 0.0, 0.25))) / 2.0
-        good = mean > (self._low + width / 2 if width > 0 else 0.0)
+        good = mean > (self._low + width / 2 if differ else 0.0)
         successes = np.where(good, 1.0 - less, less) * rewarded
         misses = rewarded - successes + failed
         total = successes.sum() + misses.sum()

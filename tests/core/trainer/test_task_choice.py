@@ -83,6 +83,13 @@ async def test_rewards_of_any_range_count_by_their_variance(low: float, high: fl
     assert (await first_places(await after([history])))[MIXED.id] > 200
 
 
+@pytest.mark.parametrize("reward", [0.0, 0.1, -0.3, 1e6 + 0.1])
+async def test_where_all_rewards_are_equal_untried_tasks_come_first(reward: float) -> None:
+    history = [[(place, reward)] * 7 for place in (0, 1, 2, 3)]
+    places = await first_places(await after(history))
+    assert places["4"] + places["5"] > 200, "by chance 100"
+
+
 async def test_a_task_that_sometimes_fails_is_mixed_and_one_that_always_fails_is_hopeless() -> None:
     history: list[tuple[int, float | None]] = [(0, 1.0), (1, None), (3, None), (4, 1.0), (5, None)] * 8
     history += [(2, None if number % 2 else 1.0) for number in range(8)]
