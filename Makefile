@@ -12,13 +12,13 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-official lint fix bench chaos compare compare-engines compare-correction ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-official lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
 
 # One thread is fastest with the tiny models; what a real one needs is chosen when it is started.
-test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction ablate: export OMP_NUM_THREADS ?= 1
+test-fast test-frameworks test-slow test-official bench chaos compare compare-engines compare-correction compare-order ablate: export OMP_NUM_THREADS ?= 1
 
 test: test-fast test-frameworks test-slow
 
@@ -65,6 +65,11 @@ compare-engines: $(READY)
 compare-correction: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py --demos calculator --variants grpo uncorrected --out bench/correction \
 		--set trainer.max_staleness=2 --set engine.dtype=bfloat16 --set policy_server.dtype=bfloat16 $(ARGS)
+
+# Tasks chosen by what is learnable and shuffled ones, on two demonstrations with fewer tasks than groups.
+compare-order: $(READY)
+	$(BIN)/python tests/bench/compare/ablate.py --demos tiny sql --variants grpo learnable --train-tasks 48 --steps 16 \
+		--held-out 100 --eval-every 8 --set trainer.tasks_per_step=8 --out bench/order $(ARGS)
 
 ablate: $(READY)
 	$(BIN)/python tests/bench/compare/ablate.py $(or $(ARGS),--publish)

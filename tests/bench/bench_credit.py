@@ -1,7 +1,7 @@
 """Every credit on every bifurcation task: how near it comes to the true advantages, and what that does to the gradient.
 
 The tasks and the metrics are `lightning.testing`'s; each score is the mean over some seeds, with its deviation over them. All
-credits see the same rollouts. Estimator: `rloo`, and `grpo` in one row. The critic is given exact values, and values with a
+credits see the same rollouts. Estimator: `rloo`, and `grpo` in two rows. The critic is given exact values, and values with a
 normal error, drawn anew for each seed.
 
     python tests/bench/bench_credit.py [--json FILE] [--seeds N] [--groups N]
@@ -39,7 +39,7 @@ def rows(task: DecisionTask, groups: int, seed: int) -> dict[str, CreditScore]:
     return {
         **score({**named, "leave-one-out, prior 0": LeaveOneOut(0.0), **exact}),
         **score(wrong, value_error=VALUE_ERROR),
-        **score({"identical, grpo": known["identical"]}, advantage=grpo),
+        **score({f"{name}, grpo": known[name] for name in ("identical", "weighted-variance")}, advantage=grpo),
     }
 
 

@@ -31,6 +31,7 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     from lightning.credit.critic import Critic
     from lightning.credit.intermediate import Intermediate
     from lightning.credit.tree import GiGPO, LeaveOneOut
+    from lightning.credit.weighted import Weighted
 
     register("identical", identical)
     register("decayed", Decayed())
@@ -40,3 +41,5 @@ def register_credits(register: Callable[[str, Credit], None]) -> None:
     register("gigpo", GiGPO())
     register("intermediate", Intermediate())
     register("critic", Critic())
+    register("weighted", Weighted())
+    register("weighted-variance", Weighted(by="variance"))

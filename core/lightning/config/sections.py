@@ -200,7 +200,8 @@ class LimitsConfig(Section):
     """Maximum of open connections from one address, loopback excepted. 0 sets no limit."""
 
 
-TaskOrder = Literal["shuffled", "given"]
+FixedOrder = Literal["shuffled", "given"]
+TaskOrder = FixedOrder | Literal["learnable"]
 
 
 class TrainerConfig(Section):
@@ -218,7 +219,8 @@ class TrainerConfig(Section):
     `tasks_per_step` groups whose rewards differ."""
     order: TaskOrder = "shuffled"
     """Order of the training tasks in each pass: `shuffled` (by the seed, differently in each pass) or `given` (the order
-    of the list, for a curriculum)."""
+    of the list, for a curriculum). `learnable` takes no passes: each step takes the tasks whose rollouts will probably differ
+    in reward, by what earlier steps and past runs of the project earned; solved and hopeless ones come again now and then."""
     policy_fault: float | Literal["mask", "exclude"] = 0.0
     """What training makes of a rollout that failed by the model's own fault (an invented tool, an answer without end, a
     conversation longer than the context, ...). A number is its reward. `mask` compares the others with it, as with a reward

@@ -8,6 +8,7 @@ from lightning.credit.critic import Critic
 from lightning.credit.intermediate import Intermediate, ToolReward, call_rewards, check_tool_reward, with_tool_rewards
 from lightning.credit.protocol import Credit, GroupAdvantage, Returns, group_returns, rollout_return
 from lightning.credit.tree import GiGPO, LeaveOneOut
+from lightning.credit.weighted import Weighted
 
 __all__ = [
     "Credit",
@@ -20,6 +21,7 @@ __all__ = [
     "LeaveOneOut",
     "Returns",
     "ToolReward",
+    "Weighted",
     "all_equal",
     "call_rewards",
     "centre",

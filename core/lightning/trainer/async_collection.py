@@ -31,12 +31,14 @@ RESYNC_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Members:
-    """The rollouts of an open group that have ended, and how many have not. `number` counts groups as they began.
+    """The rollouts of an open group that have ended, and how many have not. `number` counts groups as they began, `task` is the
+    task's id.
 
     `hopeless` groups had failed as a whole before this process; `teaches` is known once an algorithm was asked.
     """
 
     number: int
+    task: str
     missing: int
     ended: list[Rollout] = field(default_factory=list)
     hopeless: bool = False
@@ -111,8 +113,9 @@ class Pipeline(Sampler):
             await self._wait()
             self._news.clear()
 
-    def served(self, version: int) -> None:
+    async def served(self, version: int, rollouts: Sequence[Rollout]) -> None:
         """See `Sampler.served`. From now on groups begin with this version, and there is room for those of another step."""
+        await super().served(version, rollouts)
         self._pacer.advance(version)
         self.changed.set()
 
@@ -122,9 +125,9 @@ class Pipeline(Sampler):
         if not self._pacer.room:
             return False
         run, version = self.stack.run.id, self._pacer.step
-        tasks = tasks_from(self.tasks, self._begun, 1, self.config.seed, self.config.order)
         taken_by = version + len(self._pacer) // self.config.tasks_per_step
         size, attempts = self.schedule.at(taken_by).group_size, self.stack.config.runner.max_attempts
+        tasks = self._next(size)
         planned = train_rollouts(run, version, tasks, size, attempts, first=self._places[version])
         self._open(planned)
         self._pacer.begin(planned[0].group)
@@ -132,6 +135,14 @@ class Pipeline(Sampler):
         return True
 
     # inside -----------------------------------------------------------------------------------------------------
+    def _next(self, size: int) -> list[Task]:
+        """The task of the next group, in a list."""
+        if self.choice is not None:
+            waiting = {members.task for members in (*self._members.values(), *self._dropped)}
+            return self.choice.ranked(f"group {self._begun}", size, without=waiting)[:1]
+        assert self.config.order != "learnable"
+        return tasks_from(self.tasks, self._begun, 1, self.config.seed, self.config.order)
+
     def _paced(self, step: int, open_groups: Sequence[OpenGroup]) -> Pacer:
         config = self.config
         return Pacer(config.tasks_per_step, config.max_staleness, config.steps, step=step, open_groups=open_groups)
@@ -166,7 +177,7 @@ class Pipeline(Sampler):
     def _open(self, rollouts: Sequence[Rollout]) -> None:
         """Expect the rollouts of a group."""
         one = rollouts[0]
-        self._members[one.group] = _Members(self._begun, len(rollouts))
+        self._members[one.group] = _Members(self._begun, one.task.id, len(rollouts))
         self._unfinished |= {rollout.id: rollout for rollout in rollouts}
         self._places[one.step] += 1
         self._begun += 1

@@ -155,7 +155,7 @@ class Loop:
             self.publisher.prober.remember(batch, metrics)
             metrics |= await self.publish(taught=taught)
         self.writer.committed(self.done, taught=taught, seconds=self._seconds["train"])
-        self.sampler.served(self.done)
+        await self.sampler.served(self.done, sampled.rollouts)
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics[HELD_SECONDS] = self.publisher.held
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)

@@ -1,4 +1,7 @@
-"""Which rollouts a step needs: a pure function of the settings, so that a resumed run plans exactly what it planned before."""
+"""Which rollouts a step needs: a pure function of the settings, so that a resumed run plans exactly what it planned before.
+
+Where `trainer.order` is `learnable` the tasks are a function of the committed steps, too (`lightning.trainer.task_choice`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning.errors import DataError
 from lightning.types import Fault, Json, Rollout, Status, Task
 
 if TYPE_CHECKING:
-    from lightning.config.sections import TaskOrder
+    from lightning.config.sections import FixedOrder
 
 TRAIN, VAL = "train", "val"
 _GENERATION = re.compile(r"~(\d+)/\d+$")
@@ -75,13 +78,15 @@ def _row(item: Json) -> dict[str, Any]:
     return {name: value for name, value in item.items() if value is not None or name == "input"}
 
 
-def tasks_of_step(tasks: Sequence[Task], step: int, count: int, seed: int, order: TaskOrder = "shuffled") -> list[Task]:
+def tasks_of_step(
+    tasks: Sequence[Task], step: int, count: int, seed: int, order: FixedOrder = "shuffled"
+) -> list[Task]:
     """The `count` tasks of a step: consecutive slices of endless passes over `tasks`, no state between steps."""
     return tasks_from(tasks, step * count, count, seed, order)
 
 
 def tasks_from(
-    tasks: Sequence[Task], first: int, count: int, seed: int | str, order: TaskOrder = "shuffled"
+    tasks: Sequence[Task], first: int, count: int, seed: int | str, order: FixedOrder = "shuffled"
 ) -> list[Task]:
     """`count` tasks from position `first` on of endless passes over `tasks`: `shuffled`, each by itself, or all as `given`."""
     if not tasks:
@@ -94,7 +99,7 @@ def tasks_from(
 
 
 def tasks_of_wave(
-    tasks: Sequence[Task], step: int, wave: int, count: int, seed: int, order: TaskOrder = "shuffled"
+    tasks: Sequence[Task], step: int, wave: int, count: int, seed: int, order: FixedOrder = "shuffled"
 ) -> list[Task]:
     """The tasks of one wave of a step. Wave 0 is the step's own; later ones are passes over the other tasks, shuffled, or as
     given from those on that follow the step's own (in a curriculum the nearest).

@@ -22,6 +22,7 @@ from lightning.trainer.plan import TRAIN, generation, is_lost, tasks_of_wave, tr
 from lightning.trainer.reasons import grouped
 from lightning.trainer.stack import Stack
 from lightning.trainer.summary import Reporter
+from lightning.trainer.task_choice import TaskChoice
 from lightning.trainer.training_data import all_rollouts, load_groups, of_groups
 from lightning.types import Rollout, Status, Task
 
@@ -59,8 +60,11 @@ class Sampler(ABC):
         self.stack, self.schedule, self.tasks, self.agents = stack, schedule, tasks, agents
         self.reporter, self.finished = reporter, finished
         self.config = stack.config.trainer
+        self.choice = TaskChoice(tasks, self.config.seed) if self.config.order == "learnable" else None
 
     async def __aenter__(self) -> Self:
+        if self.choice is not None:
+            await self.choice.recall(self.stack.store, self.stack.run)
         await self.start()
         return self
 
@@ -85,9 +89,10 @@ class Sampler(ABC):
     async def finish(self, rollouts: list[Rollout]) -> None:
         """Create rollouts (again, harmlessly, after a resume); every one of them has ended when this returns."""
 
-    @abstractmethod
-    def served(self, version: int) -> None:
-        """The policy server has the weights of `version`: so many steps are committed."""
+    async def served(self, version: int, rollouts: Sequence[Rollout]) -> None:
+        """The policy server has the weights of `version`: so many steps are committed, the last of which looked at these."""
+        if self.choice is not None:
+            await self.choice.learn(self.stack.store, version - 1, rollouts)
 
     async def execute(self, plan: Callable[[int], list[Rollout]], what: str) -> list[Rollout]:
         """Run a planned evaluation to its end. Raises `RunnerError` when it is lost as a whole.
@@ -136,9 +141,6 @@ class TurnSampler(Sampler):
     async def close(self) -> None:
         """Nothing: see `start`."""
 
-    def served(self, version: int) -> None:
-        """Nothing: a step's groups begin with the step."""
-
     async def finish(self, rollouts: list[Rollout]) -> None:
         """See `Sampler.finish`."""
         await self.stack.execute(rollouts, self.finished)
@@ -171,6 +173,10 @@ class TurnSampler(Sampler):
     def _planned(self, step: int, size: int, wave: int, number: int) -> list[Rollout]:
         """The rollouts of one wave of a step, in the `number`-th try at it."""
         config, attempts = self.config, self.stack.config.runner.max_attempts
-        tasks = tasks_of_wave(self.tasks, step, wave, config.tasks_per_step, config.seed, config.order)
-        first = wave * config.tasks_per_step
+        count, first = config.tasks_per_step, wave * config.tasks_per_step
+        if self.choice is not None:
+            tasks = self.choice.of_step(step, size, first, count)
+        else:
+            assert config.order != "learnable"
+            tasks = tasks_of_wave(self.tasks, step, wave, count, config.seed, config.order)
         return train_rollouts(self.stack.run.id, step, tasks, size, attempts, generation=number, first=first)

@@ -71,13 +71,13 @@ def run(
 ) -> Result:
     """Train once, from the untrained model, and say what came of it."""
     shutil.rmtree(folder, ignore_errors=True)
-    config = with_settings(settings_of(demo, seed, given), {"policy_server.attach": url})
+    config = with_settings(settings_of(demo, seed, given), {**variant.settings, "policy_server.attach": url})
     algorithm = build(variant, demo)
     trainer = Trainer(
         demo.model, algorithm, train_agents=demo.train_agents, out=folder, config=config, progress=given.progress
     )
     with Meter(os.getpid()) as meter:
-        summary = trainer.fit(demo.agent, demo.tasks(TRAIN_TASKS, seed), demo.val_tasks(given.held_out))
+        summary = trainer.fit(demo.agent, demo.tasks(given.train_tasks, seed), demo.val_tasks(given.held_out))
     return Result(
         demo=demo.name,
         variant=name,
@@ -103,21 +103,28 @@ def run(
 
 async def _recorded(trainer: Trainer) -> dict[str, Any]:
     """How many tool runs of the first step were reported, by status (without any, AIR has nothing to go by), and how far apart
-    trainer and sampler were, in the mean over steps."""
+    trainer and sampler were, in the mean over steps; and how many tokens were sampled and groups taught, step by step."""
     store = trainer.open_store()
     await store.open()
     counts: dict[str, int] = {}
+    tokens: dict[int, int] = {}
     try:
         for rollout in await all_rollouts(store, trainer.run_id, split="train", step=0):
             for event in list((await store.attempts_of([(rollout.id, rollout.attempt)]))[0].tool_events):
                 counts[event.status] = counts.get(event.status, 0) + 1
         steps = [record.metrics for record in await store.steps(trainer.run_id)]
+        for step in range(len(steps)):
+            done = await all_rollouts(store, trainer.run_id, split="train", step=step)
+            calls = await store.transitions_of([(rollout.id, rollout.attempt) for rollout in done])
+            tokens[step] = sum(len(call.response_ids) for made in calls for call in made)
     finally:
         await store.close()
     found = {name: [step[name] for step in steps if name in step] for name in MISMATCH_METRICS}
     return {
         "tool_events": counts,
         "mismatch": {name: statistics.fmean(values) for name, values in found.items() if values},
+        "sampled": list(tokens.values()),
+        "taught": [(int(step["groups_used"]), int(step["groups"])) for step in steps],
     }
 
 
@@ -181,6 +188,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--own", action="append", default=[], metavar="NAME=ALGORITHM[,KEY=VALUE]...",
                         help="a variant of your own; names are those of plugins")  # fmt: skip
     add_arguments(parser, out="bench/ablation", page="docs/ablation.md", eval_every=0)
+    parser.add_argument("--train-tasks", type=int, default=TRAIN_TASKS, help="training tasks of each run")
     parser.add_argument("--progress", action="store_true", help="show each run's progress")
     return parser
 

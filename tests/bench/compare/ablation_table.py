@@ -9,12 +9,13 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from page import replace_table
 from repeats import Kept, against, span, spread
 from summary import machine
-from variants import BASE, SUITES
+from variants import BASE, LEARNABLE, SUITES
 
 MISMATCH_METRICS = ("masked_share", "ess", "approx_kl", "clip_fraction", "staleness_mean")
 
@@ -45,6 +46,18 @@ class Result(Kept):
     load: float
     mismatch: Mapping[str, float] = field(default_factory=dict)
     """`MISMATCH_METRICS` in the mean over steps; empty in results of before they were measured."""
+    sampled: Sequence[int] = field(default_factory=list)
+    """Response tokens of each step's rollouts; empty as above."""
+    taught: Sequence[tuple[int, int]] = field(default_factory=list)
+    """How many groups of each step taught something, of how many; empty as above."""
+
+    def held_out_at(self, tokens: float) -> float | None:
+        """The held-out reward when so many tokens had been sampled, between two evaluations in proportion."""
+        points = [(float(sum(self.sampled[:step])), reward) for step, reward in self.evaluations if reward is not None]
+        for (first, before), (last, after) in pairwise(points):
+            if first <= tokens <= last:
+                return before + (after - before) * (tokens - first) / max(last - first, 1.0)
+        return points[-1][1] if points and tokens >= points[-1][0] else None
 
 
 def against_base(mine: Sequence[Result], base: Sequence[Result]) -> str:
@@ -104,6 +117,8 @@ def tables(results: Sequence[Result]) -> str:
         parts.append(_note(mine))
         if mismatch := _mismatch(mine):
             parts.append(mismatch)
+        if order := _at_equal_tokens(mine):
+            parts.append(order)
     return "\n\n".join(parts)
 
 
@@ -134,6 +149,31 @@ def _mismatch(results: Sequence[Result]) -> str:
             f"- `{name}`: " + ", ".join(f"{key} {spread(values, 5)}" for key, values in numbers.items() if values)
         )
     return "\n".join(lines)
+
+
+def _at_equal_tokens(results: Sequence[Result]) -> str:
+    """Both orders of the tasks, for each seed, when as many tokens had been sampled as by the run that sampled fewer."""
+    runs = {(result.variant, result.seed): result for result in results if result.sampled}
+    lines = []
+    for seed in sorted({seed for variant, seed in runs if variant == LEARNABLE}):
+        pair = [runs[variant, seed] for variant in (BASE, LEARNABLE) if (variant, seed) in runs]
+        if len(pair) < 2:
+            continue
+        tokens = min(sum(run.sampled) for run in pair)
+        rewards = [run.held_out_at(tokens) for run in pair]
+        shares = [sum(used for used, _ in run.taught) / max(1, sum(groups for _, groups in run.taught)) for run in pair]
+        cells = [str(seed), str(tokens), *(f"{run.before or 0.0:.3f}" for run in pair)]
+        cells += [
+            *("-" if reward is None else f"{reward:.3f}" for reward in rewards),
+            *(f"{share:.0%}" for share in shares),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    heads = ["seed", "sampled tokens"]
+    heads += [f"{what}, {order}" for what in ("untrained", "held-out reward", "groups that taught")
+              for order in ("shuffled", LEARNABLE)]  # fmt: skip
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
 def say(results: Sequence[Result]) -> str:

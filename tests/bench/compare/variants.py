@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning.algorithms.protocol import Algorithm
 from lightning.demos import Demo
@@ -22,11 +22,12 @@ BASE = "grpo"
 @dataclass(frozen=True, slots=True)
 class Variant:
     """`arguments` go to the factory that the plugin name `algorithm` stands for, beside the group's size; `says` is its row
-    in the table."""
+    in the table; `settings` are added to the demonstration's."""
 
     algorithm: str
     arguments: Mapping[str, object]
     says: str
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 _TOKENS = {"normalization": "token-mean"}
@@ -61,10 +62,18 @@ MISMATCH: Mapping[str, Variant] = {
     "tis": Variant("grpo", {**_DEMO, "correction": "tis"}, "TIS"),
 }
 """What is done about tokens on which trainer and sampler disagree: worth a run where they do (old weights, bfloat16)."""
-SUITES: Mapping[str, Mapping[str, Variant]] = {"Credit": CREDITS, "Low level": LOW_LEVELS, "Mismatch": MISMATCH}
+LEARNABLE = "learnable"
+ORDERS: Mapping[str, Variant] = {
+    BASE: Variant("grpo", {**_DEMO, "credit": "identical"}, "shuffled (the base)"),
+    LEARNABLE: Variant("grpo", {**_DEMO, "credit": "identical"}, "learnable", {"trainer.order": "learnable"}),
+}
+"""Which tasks a step takes: worth a run where there are fewer tasks than groups (`--train-tasks`)."""
+SUITES: Mapping[str, Mapping[str, Variant]] = {
+    "Credit": CREDITS, "Low level": LOW_LEVELS, "Mismatch": MISMATCH, "Order": ORDERS,
+}  # fmt: skip
 USUAL = (*CREDITS, *(name for name in LOW_LEVELS if name not in CREDITS))
 """The variants that run where none are named."""
-VARIANTS: Mapping[str, Variant] = {**MISMATCH, **CREDITS, **LOW_LEVELS}
+VARIANTS: Mapping[str, Variant] = {**MISMATCH, **ORDERS, **CREDITS, **LOW_LEVELS}
 
 
 def choose(names: Sequence[str], own: Sequence[str]) -> dict[str, Variant]:

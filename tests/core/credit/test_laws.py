@@ -17,6 +17,7 @@ from lightning.credit import (
     GroupAdvantage,
     Intermediate,
     LeaveOneOut,
+    Weighted,
     centre,
     grpo,
     identical,
@@ -38,7 +39,8 @@ COMPARING: dict[str, Credit] = {
 }
 """Credits that compare within the group, without a discount where that would make the length of a rollout count."""
 
-EVERY = {**COMPARING, "discounted": Discounted(0.5), "gigpo": GiGPO(gamma=0.5), "critic": Critic()}
+WEIGHTED: dict[str, Credit] = {"weighted": Weighted(), "weighted-variance": Weighted(by="variance")}
+EVERY = {**COMPARING, "discounted": Discounted(0.5), "gigpo": GiGPO(gamma=0.5), "critic": Critic(), **WEIGHTED}
 ESTIMATORS = st.sampled_from([centre, grpo, rloo])
 few = settings(max_examples=40)
 number = st.integers(-8, 8).map(lambda value: value / 4)
@@ -108,5 +110,5 @@ def test_a_constant_added_to_every_reward_changes_nothing(
 @given(group=groups(steps=False), reward=number, advantage=ESTIMATORS)
 def test_equal_rewards_teach_nothing(group: Group, reward: float, advantage: GroupAdvantage) -> None:
     tied = Group("g", tuple(plus(member, reward - member.reward) for member in group.trajectories))
-    for name, credit in COMPARING.items():
+    for name, credit in {**COMPARING, **WEIGHTED}.items():
         assert all((part == 0.0).all() for part in credit(tied, advantage)), name

@@ -1,0 +1,205 @@
+"""Which tasks a step takes when `trainer.order` is `learnable`: those whose groups will probably have different rewards.
+
+The invariant: a choice is a function of the seed, of its place and of the run's committed steps, so that a resumed run chooses
+what it chose before. Past runs are read once, at the run's first start, and what they said is kept with the run. Nothing of a
+step counts before the step is committed.
+
+A group whose rewards are all equal teaches nothing. With the success rate p of a task, a group of n rollouts has different
+rewards with the probability 1 - p^n - (1 - p)^n. What is known of p is a Beta distribution, of which each choice draws a few
+for each task (Thompson sampling), so that tasks of which little is known are tried as well. Evidence fades, since the policy
+moves: a task that was solved or hopeless is tried again now and then. Tasks with a high variance of success teach most, see
+arXiv 2502.12272.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning.store.epochs import is_over
+from lightning.store.pages import each_rollout, each_step
+from lightning.store.protocol import Store
+from lightning.trainer.plan import TRAIN
+from lightning.types import Fault, Json, Rollout, Run, Status, Task
+
+HALF_LIFE = 10.0
+"""Steps after which a rollout counts half."""
+PRIOR = 2.0
+"""How many rollouts the success rate of all tasks counts for, in what is known of one task."""
+DRAWS = 4
+"""Draws of each success rate, of which the mean chance counts. With a single one, of thousands of tasks of which nothing is
+known some would nearly always come before those that are known to teach."""
+UNCERTAIN = (0.1, 0.9)
+"""Where that rate is kept: an untried task is neither taken for hopeless nor for solved."""
+PAST_RUNS, PAST_ROLLOUTS = 16, 8.0
+"""The newest past runs that are read, and how many rollouts of a task all that they said counts for at most."""
+STATE = "tasks of past runs"
+"""The key of a run's state that keeps what past runs said of its tasks."""
+READ_AT_ONCE = 1000
+LARGEST, ROUNDING = 1e150, 1e-7
+"""Of a reward beyond the first no square could be computed; of a range below this part of the rewards no variance."""
+
+Floats = npt.NDArray[np.float64]
+Earned = list[tuple[int, float | None]]
+"""Of some rollouts the place of the task, and the return; None for one that failed."""
+
+
+class TaskChoice:
+    """What is known of each task. Call `recall` first, then `learn` with each step that is committed, in order."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        self._tasks, self._seed = tasks, seed
+        self._places = {_key(task): place for place, task in enumerate(tasks)}
+        self._steps = 0
+        self._at = np.full(len(tasks), -1.0)
+        # Of each task the rollouts that earned something, their rewards' sum and sum of squares, and those that failed.
+        self._sums = np.zeros((len(tasks), 4))
+        self._low, self._high = np.inf, -np.inf
+
+    async def recall(self, store: Store, run: Run) -> None:
+        """Read what past runs said, at the first start, and what this run's committed steps saw."""
+        kept = await store.get_state(run.id, STATE)
+        if not isinstance(kept, Mapping):
+            kept = await store.keep_state(run.id, STATE, await self._past(store, run))
+        assert isinstance(kept, Mapping)
+        self._begin_with(kept)
+        steps: dict[str, int] = {}
+        undivided: set[int] = set()
+        async for record in each_step(store, run.id):
+            steps |= dict.fromkeys(record.groups, record.step)
+            if not record.groups:  # older releases did not name them
+                undivided.add(record.step)
+            self._steps = record.step + 1
+        seen: dict[int, Earned] = {}
+        async for rollouts in _together(each_rollout(store, run.id, split=TRAIN)):
+            taken = [one for one in rollouts if one.group in steps or one.step in undivided]
+            for one, earned in zip(taken, await self._earned(store, taken), strict=True):
+                seen.setdefault(steps.get(one.group, one.step), []).append(earned)
+        for step in sorted(seen):
+            self._add(step, seen[step])
+
+    async def learn(self, store: Store, step: int, rollouts: Sequence[Rollout]) -> None:
+        """Count the rollouts that a step looked at, once it is committed."""
+        earned = await self._earned(store, rollouts)
+        self._add(step, earned)
+        self._steps = step + 1
+
+    def ranked(self, place: str, group_size: int, *, without: Collection[str] = ()) -> list[Task]:
+        """All tasks, each once, those that will probably teach most first; the ones with an id of `without` come last.
+
+        `place` says what the choice is for: the same place, after the same steps, gives the same order.
+        """
+        rng = np.random.default_rng(random.Random(f"{self._seed}/learnable/{place}").getrandbits(128))  # noqa: S311
+        rates = rng.beta(*self._beliefs(), size=(DRAWS, len(self._tasks)))
+        size = max(2, group_size)
+        mixed = np.mean(1.0 - rates**size - (1.0 - rates) ** size, axis=0)
+        order = np.lexsort((rng.random(len(mixed)), -mixed))
+        ranked = [self._tasks[place] for place in order]
+        return sorted(ranked, key=lambda task: task.id in without) if without else ranked
+
+    def of_step(self, step: int, group_size: int, first: int, count: int) -> list[Task]:
+        """`count` tasks of a step from place `first` on, each once before one comes again. Further waves are further places."""
+        ranked = self.ranked(f"step {step}", group_size)
+        return [ranked[place % len(ranked)] for place in range(first, first + count)]
+
+    def _beliefs(self) -> tuple[Floats, Floats]:
+        """Both parameters of each task's Beta distribution, shape (tasks,).
+
+        Rewards may be any numbers. A task counts like a coin with as much variance, in the range of all rewards seen: then
+        rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
+        """
+        rewarded, sums, squares, failed = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
+        width = self._high - self._low
+        differ = width > ROUNDING * max(abs(self._low), abs(self._high))
+        count = np.where(rewarded > 0, rewarded, 1.0)
+        mean = sums / count
+        variance = (squares / count - mean**2) / width**2 if differ else np.zeros_like(mean)
+        less = (1.0 - np.sqrt(1.0 - 4.0 * np.clip(variance, 0.0, 0.25))) / 2.0
+        good = mean > (self._low + width / 2 if differ else 0.0)
+        successes = np.where(good, 1.0 - less, less) * rewarded
+        misses = rewarded - successes + failed
+        total = successes.sum() + misses.sum()
+        rate = float(np.clip((successes.sum() + PRIOR / 2) / (total + PRIOR), *UNCERTAIN))
+        return successes + PRIOR * rate, misses + PRIOR * (1.0 - rate)
+
+    def _add(self, step: int, earned: Earned) -> None:
+        """Sums do not depend on the order in which rollouts come: a resume reads them in another."""
+        found: dict[int, list[float]] = {}
+        for place, value in earned:
+            if place >= 0:
+                own = found.setdefault(place, [])
+                own.append(np.nan if value is None else value)
+        for place, values in found.items():
+            rewards = np.sort(values)
+            failed = float(np.isnan(rewards).sum())
+            rewards = np.clip(rewards[np.isfinite(rewards)], -LARGEST, LARGEST)
+            fading = 0.5 ** ((step - self._at[place]) / HALF_LIFE)
+            new = [len(rewards), rewards.sum(), (rewards**2).sum(), failed]
+            self._sums[place] = self._sums[place] * fading + new
+            self._at[place] = step
+            if len(rewards):
+                self._low, self._high = min(self._low, float(rewards[0])), max(self._high, float(rewards[-1]))
+
+    async def _earned(self, store: Store, rollouts: Sequence[Rollout]) -> Earned:
+        """What each rollout earned for its task; place -1 where it says nothing: another list's task, or the infrastructure."""
+        scored = [one for one in rollouts if one.status is Status.SUCCEEDED and _key(one.task) in self._places]
+        attempts = await store.attempts_of([(one.id, one.attempt) for one in scored])
+        inside = {
+            one.id: sum(reward.value for reward in attempt.step_rewards)
+            for one, attempt in zip(scored, attempts, strict=True)
+        }
+        found: Earned = []
+        for one in rollouts:
+            says = one.id in inside or (one.status is Status.FAILED and one.fault is not Fault.INFRASTRUCTURE)
+            value = (one.reward or 0.0) + inside[one.id] if one.id in inside else None
+            found.append((self._places.get(_key(one.task), -1) if says else -1, value))
+        return found
+
+    async def _past(self, store: Store, run: Run) -> Json:
+        """What the newest runs of the project said that are over: of each task its sums, and the range of rewards."""
+        past = [other.id for other in await store.list_runs(run.project, brief=True) if other.id != run.id]
+        over = [name for name in past if await is_over(store, name)][:PAST_RUNS]
+        known = TaskChoice(self._tasks, self._seed)
+        for name in over:
+            async for rollouts in _together(each_rollout(store, name, split=TRAIN)):
+                known._add(-1, await known._earned(store, rollouts))
+        counts = known._sums[:, 0] + known._sums[:, 3]
+        share = np.minimum(1.0, PAST_ROLLOUTS / np.maximum(counts, 1.0))
+        tasks: dict[str, Json] = {
+            key: (known._sums[place] * share[place]).tolist() for key, place in self._places.items() if counts[place]
+        }
+        ranged: Json = [known._low, known._high] if known._low <= known._high else None
+        return {"runs": list(over), "tasks": tasks, "range": ranged}
+
+    def _begin_with(self, kept: Mapping[str, Json]) -> None:
+        tasks, ranged = kept["tasks"], kept["range"]
+        assert isinstance(tasks, Mapping)
+        for key, sums in tasks.items():
+            if key in self._places:
+                self._sums[self._places[key]] = np.asarray(sums, dtype=np.float64)
+        if isinstance(ranged, Sequence):
+            self._low, self._high = (float(str(bound)) for bound in ranged)
+
+
+def _key(task: Task) -> str:
+    """Equal for tasks with the same id and input."""
+    text = json.dumps([task.id, task.input], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+async def _together(rollouts: AsyncIterator[Rollout]) -> AsyncIterator[list[Rollout]]:
+    """Those that have ended, many at once."""
+    found: list[Rollout] = []
+    async for rollout in rollouts:
+        if rollout.status.ended:
+            found.append(rollout)
+        if len(found) == READ_AT_ONCE:
+            yield found
+            found = []
+    if found:
+        yield found

@@ -1,0 +1,119 @@
+"""Weights of groups: larger for hard tasks, or for those of which half is solved, and 1 for a middling one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.algorithms.lightning_rl import LightningRL
+from lightning.algorithms.spec import make_algorithm, parse_algorithms
+from lightning.batch.trajectory import Group
+from lightning.credit import Critic, Decayed, Weighted, identical, rloo
+from lightning.errors import ConfigError
+from lightning.plugins import plugins
+from lightning.testing.trajectories import make_trajectory
+from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+
+BY = st.sampled_from(["difficulty", "variance"])
+
+
+def group(*rewards: float) -> Group:
+    calls = [((1,), (2,)), ((1, 2), (3,))]
+    return Group(
+        "g",
+        tuple(
+            make_trajectory(calls, rollout=f"g/{index}", index=index, reward=reward)
+            for index, reward in enumerate(rewards)
+        ),
+    )
+
+
+def of(solved: int, size: int = 8) -> Group:
+    return group(*(float(index < solved) for index in range(size)))
+
+
+def test_hard_groups_count_more_and_half_solved_ones_once() -> None:
+    weights = [Weighted().weight(of(solved)) for solved in range(9)]
+    assert weights == sorted(weights, reverse=True)
+    assert (weights[0], weights[1], weights[4], weights[7], weights[8]) == (2.0, 1.75, 1.0, 0.25, 0.0)
+
+
+def test_by_variance_groups_that_are_half_solved_count_most() -> None:
+    weights = [Weighted(by="variance").weight(of(solved)) for solved in range(9)]
+    assert weights == pytest.approx([4 * solved / 8 * (1 - solved / 8) for solved in range(9)])
+    assert max(weights) == weights[4] == 1.0
+
+
+def test_advantages_of_the_other_credit_are_multiplied() -> None:
+    for inner in (identical, Decayed(0.5)):
+        one, other = Weighted(inner)(of(2), rloo), inner(of(2), rloo)
+        for mine, its in zip(one, other, strict=True):
+            np.testing.assert_allclose(mine, 1.5 * its)
+
+
+@given(rewards=st.lists(st.floats(-1e308, 1e308), min_size=1, max_size=9), by=BY)
+def test_any_returns_give_a_weight_from_0_to_2(rewards: list[float], by: str) -> None:
+    weight = Weighted(by=by).weight(group(*rewards))  # type: ignore[arg-type]
+    assert 0.0 <= weight <= 2.0 + 1e-9
+
+
+@given(low=st.integers(-50, 50), width=st.integers(1, 50), solved=st.integers(1, 7), by=BY)
+def test_the_range_of_rewards_may_be_given(low: int, width: int, solved: int, by: str) -> None:
+    moved = group(*(float(low + width * (index < solved)) for index in range(8)))
+    one = Weighted(by=by, worst=float(low), best=float(low + width))  # type: ignore[arg-type]
+    assert one.weight(moved) == pytest.approx(Weighted(by=by).weight(of(solved)))  # type: ignore[arg-type]
+
+
+@given(rewards=st.lists(st.integers(-20, 20), min_size=2, max_size=8), by=BY)
+def test_no_group_that_could_teach_is_silenced(rewards: list[int], by: str) -> None:
+    weight = Weighted(by=by).weight(group(*map(float, rewards)))  # type: ignore[arg-type]
+    assert weight > 0 or len(set(rewards)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"by": "luck"}, "by='luck' is no weight: use one of difficulty, variance"),
+        ({"worst": 1.0}, "worst=1.0 and best=1.0 are no range"),
+        ({"best": float("nan")}, "no range"),
+        ({"credit": 3}, "credit=3: give a registered name"),
+        ({"credit": Decayed}, "give a registered name"),
+    ],
+)
+def test_what_is_no_weight_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Weighted(**given)  # type: ignore[arg-type]
+
+
+def test_a_critic_below_is_still_trained() -> None:
+    inner = Critic(lam=0.5)
+    over = Weighted(inner)
+    assert over.critic
+    assert Weighted("critic").critic
+    assert LightningRL("ppo", credit=over).critic
+    assert over.value_targets == inner.value_targets
+    assert not Weighted().critic
+    assert Weighted().value_targets is None
+
+
+def test_it_is_found_by_name_and_made_again_from_a_record() -> None:
+    (phase,) = parse_algorithms("grpo:credit=weighted-variance,group_size=4")
+    made = make_algorithm(phase)
+    assert isinstance(made, LightningRL)
+    assert plugins().credit("weighted") == Weighted()
+    assert plugins().credit("weighted-variance") == Weighted(by="variance")
+    for credit in ("weighted-variance", Weighted(Decayed(0.3), by="variance", worst=-1.0)):
+        algorithm = dataclasses.replace(made, credit=credit)
+        assert rebuild_algorithm({"algorithm": describe_algorithm(algorithm)}) == algorithm
+
+
+def test_a_batch_has_the_weighted_advantages() -> None:
+    for solved, weight in ((1, 1.5), (2, 1.0), (3, 0.5)):
+        weighted = LightningRL("rloo", credit="weighted").batch([of(solved, 4)])
+        plain = LightningRL("rloo").batch([of(solved, 4)])
+        assert len(weighted.samples) == len(plain.samples)
+        for mine, its in zip(weighted.samples, plain.samples, strict=True):
+            np.testing.assert_allclose(mine.advantages, weight * its.advantages, rtol=1e-6)
