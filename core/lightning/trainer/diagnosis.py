@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lightning.batch.trajectory import Trajectory
 from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.trainer.summary import Evaluation
-from lightning.types import Json, ToolEvent, Transition
+from lightning.types import Json, Status, ToolEvent, Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,20 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Attempted:
-    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported."""
+    """The model calls of an attempt, refused and failed ones included, and the tool runs that were reported; its reward and its
+    group where these are known."""
 
     calls: Sequence[Transition]
     tool_events: Sequence[ToolEvent]
+    reward: float | None = None
+    group: str = ""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Attempted:
         """What a trajectory has of it."""
-        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events)
+        rollout = trajectory.rollout
+        reward = rollout.reward if rollout.status is Status.SUCCEEDED else None
+        return cls((*trajectory.transitions, *trajectory.refused), trajectory.tool_events, reward, rollout.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import combinations
 from typing import Final
 
 from lightning.instrument.frameworks import framework_without_adapter
@@ -25,6 +26,10 @@ UNNAMED: Final = Caller("agent").agent
 """The name of a caller of whom no adapter and no header says anything."""
 LONGEST: Final = 300
 """Characters of a refusal that are shown."""
+LEAST_PAIRS: Final = 60
+"""Pairs of rollouts of one task, with other rewards, that are enough to say what the reward follows."""
+MOST_PAIRS: Final = 0.9
+"""The share of them in which the longer one earns more that is no accident."""
 MOST_NAMES: Final = 20
 """Callers that a sentence names at most."""
 
@@ -239,6 +244,27 @@ def not_replayable(evidence: Evidence) -> Iterator[Diagnosis]:
             )
 
 
+def reward_follows_length(evidence: Evidence) -> Iterator[Diagnosis]:
+    """Within groups the rollout that says more earns more, nearly always."""
+    groups: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    for attempt in evidence.attempts:
+        if attempt.reward is not None and attempt.group:
+            said = sum(len(call.response_ids) for call in attempt.calls)
+            groups[attempt.group].append((attempt.reward, said))
+    agree = differ = 0
+    for members in groups.values():
+        for (reward, said), (other, longer) in combinations(members, 2):
+            order = (reward - other) * (said - longer)
+            agree, differ = agree + (order > 0), differ + (order < 0)
+    if agree + differ >= LEAST_PAIRS and agree >= MOST_PAIRS * (agree + differ):
+        yield Diagnosis(
+            "reward follows length",
+            f"of {agree + differ} pairs of rollouts of one task that earned differently, the longer one earned more in "
+            f"{agree}: the reward follows the length of what is said. Is that meant? `lightning reward try GRADER RUN` shows "
+            "what another reward would pay",
+        )
+
+
 RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     unmatched_agents,
     refused_calls,
@@ -249,5 +275,6 @@ RULES: Final[tuple[Callable[[Evidence], Iterator[Diagnosis]], ...]] = (
     requested_models,
     lost_names,
     unadapted_frameworks,
+    reward_follows_length,
     not_replayable,
 )

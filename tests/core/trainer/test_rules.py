@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from lightning.runner.attempt_completion import NEVER_CALLED
 from lightning.store.exchanges import Flag, pack, why_not_replayable
@@ -197,3 +198,20 @@ def test_a_memory_that_shows_later_in_the_rollout_of_another_task() -> None:
     answer, task = words(), words()
     ours = [said("b", task, words(), 0.0), said("b", task + answer, words(), 2.0)]
     assert len(remembered([said("a", words(), answer, 0.0)], ours)) == 1
+
+
+def test_a_reward_that_follows_length_is_named() -> None:
+    def said(tokens: int, reward: float, group: int) -> Attempted:
+        one = replace(call(), response_ids=token_ids(range(tokens)), logprobs=logprobs([-1.0] * tokens))
+        return Attempted([one], (), reward, f"g{group}")
+
+    longer = [said(length + 1, length / 8, group) for group in range(3) for length in range(8)]
+    (found,) = diagnose(longer)
+    assert found.text.startswith(
+        "of 84 pairs of rollouts of one task that earned differently, the longer one earned more in 84"
+    )
+    brief = [said(9 - length, length / 8, group) for group in range(3) for length in range(8)]
+    assert diagnose(brief) == [], "to be brief is often to be right"
+    mixed = [said(3 + (length * 5) % 8, float(length > 3), group) for group in range(4) for length in range(8)]
+    assert diagnose(mixed) == []
+    assert diagnose(longer[:8]) == [], "too few to say"
