@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 from lightning.cli.locate import locate, with_store
-from lightning.cli.output import AsJson, escape, print_json, say
+from lightning.cli.output import AsJson, escape, fail, print_json, say
 from lightning.cli.runs import answers, databases
+from lightning.errors import LightningError
 from lightning.store.protocol import Store
+from lightning.store.url import redacted
 from lightning.types import Run
 
 from lightning_debug.advise import Advice, Alarm, Past, Tuning, is_comparable, past_of
@@ -37,7 +39,7 @@ def advise(
         print_json(_plain(advice))
     else:
         show(advice)
-    raise typer.Exit(any(alarm.found.serious and alarm.still for alarm in advice.alarms))
+    raise typer.Exit(int(any(alarm.found.serious and alarm.still for alarm in advice.alarms)))
 
 
 def _past(url: str, mine: Run, runs: Path) -> list[Past]:
@@ -50,8 +52,11 @@ def _past(url: str, mine: Run, runs: Path) -> list[Past]:
     places = [url, *([str(runs)] if runs.is_dir() and databases(str(runs)) else [])]
     found: dict[tuple[str, float], Past] = {}
     for place in places:
-        for _, past in answers(place, comparable):
-            found |= past
+        try:
+            for _, past in answers(place, comparable):
+                found |= past
+        except LightningError as error:  # the run itself can be read
+            fail(f"{redacted(place)} is not compared with: {error}")
     return list(found.values())
 
 
