@@ -49,29 +49,27 @@ MAX_TOKENS = 320
 """Where an answer is cut off."""
 TIME = 1_790_000_000.0
 """Unix time at which every run begins."""
-WORDS = tuple(
-    [
-        "so",
-        "we",
-        "take",
-        "the",
-        "first",
-        "number",
-        "then",
-        "carry",
-        "one",
-        "over",
-        "add",
-        "both",
-        "sides",
-        "check",
-        "again",
-        "and",
-        "it",
-        "is",
-        "as",
-        "before",
-    ]
+WORDS = (
+    "so",
+    "we",
+    "take",
+    "the",
+    "first",
+    "number",
+    "then",
+    "carry",
+    "one",
+    "over",
+    "add",
+    "both",
+    "sides",
+    "check",
+    "again",
+    "and",
+    "it",
+    "is",
+    "as",
+    "before",
 )
 
 
