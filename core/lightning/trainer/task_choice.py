@@ -38,7 +38,7 @@ UNCERTAIN = (0.1, 0.9)
 """Where that rate is kept: an untried task is neither taken for hopeless nor for solved."""
 PAST_RUNS, PAST_ROLLOUTS = 16, 8.0
 """The newest past runs that are read, and how many rollouts of a task all that they said counts for at most."""
-STATE = "tasks of past runs"
+STATE = "task_choice/past"
 """The key of a run's state that keeps what past runs said of its tasks."""
 READ_AT_ONCE = 1000
 LARGEST, ROUNDING = 1e150, 1e-7
@@ -162,8 +162,10 @@ class TaskChoice:
 
     async def _past(self, store: Store, run: Run) -> Json:
         """What the newest runs of the project said that are over: of each task its sums, and the range of rewards."""
-        past = [other.id for other in await store.list_runs(run.project, brief=True) if other.id != run.id]
-        over = [name for name in past if await is_over(store, name)][:PAST_RUNS]
+        over: list[str] = []
+        for other in await store.list_runs(run.project, brief=True):
+            if len(over) < PAST_RUNS and other.id != run.id and await is_over(store, other.id):
+                over.append(other.id)
         known = TaskChoice(self._tasks, self._seed)
         for name in over:
             async for rollouts in _together(each_rollout(store, name, split=TRAIN)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.plugins import plugins
@@ -73,6 +73,13 @@ async def test_mixed_tasks_come_first_and_the_others_now_and_then() -> None:
     later = await first_places(await after([history] + [[] for _ in range(80)]))
     assert set(later) == {task.id for task in TASKS}, "evidence fades"
     assert later[MIXED.id] < places[MIXED.id]
+
+
+@settings(max_examples=8)
+@given(history=HISTORY)
+async def test_whatever_happened_every_task_comes_again(history: Any) -> None:
+    later = await first_places(await after([*history, *[[]] * 100]))
+    assert set(later) == {task.id for task in TASKS}
 
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (0.0, 100.0), (0.2, 0.3), (-3e307, 3e307)])
