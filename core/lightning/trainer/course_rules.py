@@ -41,6 +41,8 @@ SURE_ONCE: Final = 2.5
 """The same for rules that look now and then."""
 FLAT_AFTER: Final = 20
 """Steps after which a reward that has not moved is said to be flat."""
+SMALL: Final = 0.15
+"""The part of the reward that a whole run has moved it by less than, surely, when it is flat."""
 LARGE: Final = 0.3
 """The part of its best that a reward has lost when it has collapsed."""
 MANY_EQUAL: Final = 0.75
@@ -332,12 +334,12 @@ def flat(evidence: Evidence) -> Iterator[Diagnosis]:
     rewards = values_of(course, "reward_with_failures", "reward")
     if len(rewards) < FLAT_AFTER or is_solved(course):
         return
-    quarter = max(WINDOW, len(rewards) // 4)
-    error = noise_of(rewards) * math.sqrt(2 / quarter)
+    quarter, noise = max(WINDOW, len(rewards) // 4), noise_of(rewards)
     means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]
-    slope = float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0]) * len(rewards)
+    change = abs(float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])) * len(rewards)
+    most = change + 2 * noise * math.sqrt(12 / len(rewards))  # what a line through so noisy steps may have risen by
     scale = max(abs(mean_of(rewards)), mean_of(values_of(course, "reward_std")), 1e-9)
-    if max(means) - min(means) <= SURE_ONCE * error + 0.01 * scale and abs(slope) < 0.1 * scale:
+    if most < SMALL * scale and max(means) - min(means) <= SURE_ONCE * noise * math.sqrt(2 / quarter) + 0.01 * scale:
         yield Diagnosis(
             "flat",
             f"the reward is flat: {means[0]:.3f} in the first {quarter} steps, {means[-1]:.3f} in the last. Is engine.lr too "

@@ -35,6 +35,11 @@ EXAMPLES: Final = 3
 """Rollouts that an alarm names."""
 LAST: Final = 5
 """Steps whose mean reward stands for a run without held-out tasks."""
+FIRST: Final = (
+    ("drift", "gap", "not finite", "failures", "policy faults"),
+    ("collapsed", "held-out falls", "second measure"),
+)
+"""Causes that stand before others: those that make the rest doubtful, then those by which what was learned is lost."""
 NO_LEARNING: Final = (
     "trainer.seed", "trainer.project", "trainer.trackers", "trainer.alerts", "trainer.keep", "trainer.patience",
     "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_logprob_gap", "engine.threads", "engine.device",
@@ -105,7 +110,7 @@ class Past:
 
 
 async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice:
-    """Alarms of a run, worst first and then in the order of their onset, and what `past` runs did better.
+    """Alarms of a run, the most urgent first and then in the order of their onset, and what `past` runs did better.
 
     Raises `ConfigError` for a run that is not there or has no step.
     """
@@ -118,7 +123,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
     found, unread = await _of_rollouts(store, run, len(course.steps))
     alarms = [*_of_course(course), *(Alarm(each, len(course.steps) - 1, still=True) for each in found)]
     alarms = [replace(each, found=await _with_examples(store, run_id, each.found)) for each in alarms]
-    order = sorted(alarms, key=lambda alarm: (not alarm.found.serious, not alarm.still, alarm.since))
+    order = sorted(alarms, key=_urgency)
     loud = tuple(alarm for alarm in order if not alarm.found.minor)
     me = await past_of(store, run)
     return Advice(
@@ -130,6 +135,12 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
         len(past) + 1,
         unread,
     )
+
+
+def _urgency(alarm: Alarm) -> tuple[bool, bool, int, int]:
+    cause = alarm.found.cause.partition("/")[0]
+    place = next((place for place, causes in enumerate(FIRST) if cause in causes), len(FIRST))
+    return not alarm.found.serious, not alarm.still, place, alarm.since
 
 
 async def course_of(store: Store, run: Run) -> Course:
