@@ -26,6 +26,7 @@ from lightning.credit import centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
+from lightning.trainer.algorithm import needs_pair, try_algorithm
 from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import CallStatus, Fault, Status, Task
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
@@ -239,6 +240,9 @@ def test_a_dead_endpoint_stops_the_step_and_names_itself(
     algorithm = LightningRL("grpo", group_size=4, credit=make())
     with pytest.raises(JudgeError, match=rf"judge-1.* at {server.llm().base_url} did not answer.*resume.*judged\.db"):
         algorithm.batch([recorded])
+    assert needs_pair(algorithm), "a dry run has something to ask about"
+    (problem,) = try_algorithm(algorithm, [recorded]).problems
+    assert f"at {server.llm().base_url} did not answer" in problem
     server.answer = by_length
     assert len(algorithm.batch([recorded]).samples) == 4, "what was not answered is not kept"
 
