@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lightning._version import __version__
 
 if TYPE_CHECKING:
+    from lightning_debug.judge import Judge
     from lightning_finetuning.dpo import DPO
     from lightning_finetuning.sft import SFT
     from lightning_prompts.apo import APO
@@ -28,6 +29,7 @@ __all__ = [
     "LLM",
     "SFT",
     "Caller",
+    "Judge",
     "LightningError",
     "LightningRL",
     "MissingExtraError",
@@ -52,6 +54,7 @@ _HOME = {
     "LLM": "lightning.types",
     "SFT": "lightning_finetuning.sft",
     "Caller": "lightning.types",
+    "Judge": "lightning_debug.judge",
     "LightningError": "lightning.errors",
     "LightningRL": "lightning.algorithms.lightning_rl",
     "MissingExtraError": "lightning.errors",

@@ -16,6 +16,7 @@
     │   └── WorkersLostError                 one of its worker processes died
     ├── RunnerError (RuntimeError)           agents cannot be run at all (one agent's fault is an Outcome, not this)
     ├── OptimizerError (RuntimeError)        the model that writes prompts does not answer
+    ├── JudgeError (RuntimeError)            the model that judges rollouts does not answer
     └── AuditError (AssertionError)          the trained batches are not what the store holds
 
 Each one also subclasses the builtin it refines, so `except ValueError` keeps working. All can be pickled.
@@ -106,6 +107,10 @@ class RunnerError(LightningError, RuntimeError):
 
 class OptimizerError(LightningError, RuntimeError):
     """The model that criticises and edits prompts did not answer, or answered something else."""
+
+
+class JudgeError(LightningError, RuntimeError):
+    """The model that judges rollouts did not answer."""
 
 
 class AuditError(LightningError, AssertionError):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from lightning.algorithms.chat_model import ChatClient
 from lightning.config import load_config
 from lightning.errors import ConfigError, OptimizerError
 from lightning.plugins import plugins
@@ -24,7 +25,6 @@ from lightning.types import LLM
 from lightning_examples.raw_python import MODEL
 from lightning_examples.raw_python.agent import agent
 from lightning_examples.word_problems import val_tasks
-from lightning_prompts.client import OptimizerClient
 from lightning_prompts.loop import optimizer_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,12 +96,12 @@ async def test_it_is_an_endpoint_for_an_optimiser_model(served: Served, monkeypa
     assert named is not None
     ask = [{"role": "user", "content": "Ann has 20 pens. Ann gives away 5. How many pens now?"}]
     monkeypatch.setenv("WRITER_KEY", served.given["OPENAI_API_KEY"])
-    assert await OptimizerClient(named).ask(ask)
+    assert await ChatClient(named).ask(ask)
     with pytest.raises(OptimizerError, match="'policy' refused a request"):
-        await OptimizerClient(named).ask([{"role": "user", "content": "pens " * 5000}])
+        await ChatClient(named).ask([{"role": "user", "content": "pens " * 5000}])
     monkeypatch.setenv("WRITER_KEY", "wrong")
     with pytest.raises(ConfigError, match=r"status 401: .* the environment variable WRITER_KEY"):
-        await OptimizerClient(named).ask(ask)
+        await ChatClient(named).ask(ask)
 
 
 def test_ctrl_c_stops_it(served: Served) -> None:

@@ -32,8 +32,8 @@ def golden(name: str, text: str) -> None:
 
 def test_public_names() -> None:
     assert set(lightning.__all__) == {
-        *("Task", "LLM", "Transition", "Rollout", "Trainer", "LightningRL", "DPO", "SFT", "APO", "component"),
-        *("tool", "reward", "label", "state", "StepState", "Caller", "ToolEvent", "hookimpl"),
+        *("Task", "LLM", "Transition", "Rollout", "Trainer", "LightningRL", "DPO", "SFT", "APO", "Judge"),
+        *("component", "tool", "reward", "label", "state", "StepState", "Caller", "ToolEvent", "hookimpl"),
         *("LightningError", "MissingExtraError", "__version__"),
     }
 

@@ -199,13 +199,16 @@ class LightningRL:
 
         They have to differ without what overlong answers lose as well: DAPO's constraint (arXiv 2503.14476, equation 11) is
         on right and wrong answers, not on their lengths. For the same reason returns that are all equal teach only where step
-        rewards tell the calls apart, whatever a discount makes of lengths.
+        rewards tell the calls apart, whatever a discount makes of lengths. A credit function with rewards of its own is not
+        asked here, since that may take long: with one, equal returns are taken to teach.
         """
         whole, least = Intake().sound(group), self._least()
         for overlong in dict.fromkeys((None, self._overlong())):
             rewarded = with_rules(whole, self.tool_reward, overlong)
             reason = reason_to_skip(group, rewarded, least=least)
-            if reason == "all_rewards_equal" and any(member.step_rewards for member in rewarded.trajectories):
+            if reason == "all_rewards_equal" and getattr(self._credit(), "rewards", False):
+                reason = ""
+            elif reason == "all_rewards_equal" and any(member.step_rewards for member in rewarded.trajectories):
                 reason, _ = self._told_apart(rewarded)
             if reason:
                 return False
@@ -220,6 +223,7 @@ class LightningRL:
         advantages: list[npt.NDArray[np.float64]] = []
         targets: list[npt.NDArray[np.float64]] = []
         taught = 0
+        self._prefetch(groups)
         for group in groups:
             whole = intake.sound(group)
             rewarded = self._rewarded(whole)
@@ -258,6 +262,14 @@ class LightningRL:
         # Not `loss=self.loss`: that imports torch, and an audit needs none. An algorithm of one's own that asks this one for
         # a batch gets its loss with it.
         return replace(made, algorithm=self)
+
+    def _prefetch(self, groups: Sequence[Group]) -> None:
+        """Tell a credit function that wants to know which groups it will be called with."""
+        prefetch = getattr(self._credit(), "prefetch", None)
+        if prefetch is not None:
+            pairs = [(group, self._rewarded(Intake().sound(group))) for group in groups]
+            least, asked = self._least(), ("", "all_rewards_equal")
+            prefetch([made for group, made in pairs if reason_to_skip(group, made, least=least) in asked])
 
     def _told_apart(self, group: Group) -> tuple[str, list[npt.NDArray[np.float64]]]:
         """Why a group whose returns are all equal teaches nothing, or "" where the credit function tells its calls apart; and

@@ -18,7 +18,8 @@ class Trajectory:
     """One succeeded rollout with everything recorded about it. `transitions` are its answered calls in `seq` order;
     `trainable[i]` says whether call i belongs to the component of interest. With a critic, `values[i]` is its value of call
     i's state before the step (NaN for calls that are not trained); without one `values` is empty. `refused` are the
-    calls of which the gateway or vLLM did not take the request."""
+    calls of which the gateway or vLLM did not take the request, `lost` those whose answer the agent did not get whole: others
+    may be packed against them."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -27,6 +28,7 @@ class Trajectory:
     step_rewards: tuple[StepReward, ...] = ()
     values: tuple[float, ...] = ()
     refused: tuple[Transition, ...] = ()
+    lost: tuple[Transition, ...] = ()
 
     @property
     def reward(self) -> float:

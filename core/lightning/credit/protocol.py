@@ -29,6 +29,10 @@ class Credit(Protocol):
 
     Given a group and the low level's estimator, it gives for each trajectory one advantage for each transition. It must
     be a pure function: the audit calls it again. It is asked about groups whose returns are all equal, too: calls may differ.
+
+    An object may say more with attributes. `critic = True`: a critic is trained. `rewards = True`: it adds rewards of its own,
+    so that dynamic sampling does not pass over a group for equal returns. A method `prefetch(groups)` is told all groups of a
+    step before the first call, so that what takes long (a model that is asked) can be done for all of them at once.
     """
 
     def __call__(self, group: Group, advantage: GroupAdvantage, /) -> list[npt.NDArray[np.float64]]:

@@ -74,7 +74,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.runner.outcomes",
             "lightning.runner.process",
         ),
-        "an algorithm": ("lightning.algorithms.intake",),
+        "an algorithm": ("lightning.algorithms.chat_model", "lightning.algorithms.intake"),
         "an engine": (
             "lightning.engines.critic",
             "lightning.engines.export",

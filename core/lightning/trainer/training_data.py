@@ -152,6 +152,7 @@ async def load_groups(
                 attempt.tool_events,
                 attempt.step_rewards,
                 refused=tuple(call for call in transitions if is_refused(call)),
+                lost=tuple(call for call in transitions if not call.status.answered and not is_refused(call)),
             )
         )
     return [

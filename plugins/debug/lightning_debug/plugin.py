@@ -1,10 +1,14 @@
-"""`lightning replay` and `lightning reward`, as a plugin."""
+"""`lightning replay`, `lightning reward` and the credit `judge`, as a plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lightning.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from lightning.credit import Credit
 
 
 @hookimpl
@@ -13,6 +17,14 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
     register("replay", replay_command)
     register("reward", reward_command)
     register("advise", advise_command)
+
+
+@hookimpl
+def register_credits(register: Callable[[str, Credit], None]) -> None:
+    """`judge`, by which an audit makes a run's judge again; a run gives it a rubric: `lightning.Judge(rubric, model=...)`."""
+    from lightning_debug.judge import Judge
+
+    register("judge", Judge())
 
 
 def replay_command() -> Callable[..., None]:

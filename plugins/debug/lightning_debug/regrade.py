@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +29,30 @@ from lightning.trainer.replay import algorithm_of, policy_fault_of, train_agents
 from lightning.trainer.training_data import load_groups, rollouts_of
 from lightning.types import Json, Status, StepRecord, Transition
 
-from lightning_debug.transcript import Transcript, transcript_of
+from lightning_debug.judgements import NOTHING, Judgement
+from lightning_debug.transcript import REDACTED, Transcript, transcript_of
 
 Grader = Callable[[Transcript], object]
 """Gives a reward, or a mapping with named parts, as an agent does."""
+
+
+@runtime_checkable
+class GroupGrader(Protocol):
+    """Grades whole groups, such as `Judge`: `weight` times its score is added to what the agent returned."""
+
+    weight: float
+
+    def judge(self, groups: Sequence[Sequence[Transcript]]) -> Sequence[Judgement]:
+        """Scores for each group, in the order of its rollouts."""
+
+
+Graded = tuple[float, Mapping[str, float]]
+"""A reward and its named parts."""
 STRONG: Final = 0.5
 """A rank correlation from which on the reward follows something that is no part of the task."""
 ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
+AGREEING: Final = 0.7
+"""The agreement of a judge with itself below which its order is mostly chance."""
 LEAST: Final = 1e-6
 """Advantages that differ by less are the same."""
 
@@ -65,6 +82,8 @@ class RewardTrial:
     task, as `(before, now)`; None where one does not vary. `explained` is each part's share of the new reward's variance.
     `advantages` counts calls that are trained, and of those the ones with another advantage and with one of the other sign;
     None where that could not be derived, and `why` says why. `changed_calls` are rollout, number of the call, before and now.
+    Of a judge: `agreement` is the share of pairs of rollouts that two of its samples order alike, the mean over groups;
+    `unusable` counts groups that it gave no usable scores for. None is what was not measured.
     """
 
     grader: str
@@ -81,6 +100,8 @@ class RewardTrial:
     advantages: tuple[int, int, int] | None
     why: str
     changed_calls: tuple[tuple[str, int, float, float], ...]
+    agreement: float | None = None
+    unusable: int | None = None
 
     @property
     def same(self) -> bool:
@@ -98,6 +119,9 @@ class RewardTrial:
             and abs(now) >= STRONG
             and (abs(now) > abs(before or 0.0) + 0.1 or now * (before or 0.0) < 0)
         ]
+        if self.agreement is not None and self.agreement < AGREEING:
+            alike = f"two samples order only {self.agreement:.0%} of the pairs of rollouts alike"
+            found.append(f"the judge contradicts itself: {alike}, where chance alone makes 50%")
         main = max(self.explained, key=lambda name: self.explained[name], default="")
         if len(self.explained) > 1 and self.explained[main] > 0.9:
             found.append(f"the part {main} alone makes {self.explained[main]:.0%} of what varies in the reward")
@@ -109,9 +133,10 @@ class RewardTrial:
         return tuple(found)
 
 
-async def try_grader(store: Store, run_id: str, grader: Grader) -> RewardTrial:
+async def try_grader(store: Store, run_id: str, grader: Grader | GroupGrader) -> RewardTrial:
     """Grade all rollouts again that a run was trained on. The grader runs in a thread without an event loop; it may be a
-    coroutine function. Raises `ConfigError` for a run that is not there, has no rollout, or whose calls were removed."""
+    coroutine function. Raises `ConfigError` for a run that is not there, has no rollout, or whose calls were removed, and what
+    a judge raises that does not answer."""
     run = await store.get_run(run_id)
     if run is None:
         raise ConfigError(f"the store does not know the run {run_id}")
@@ -134,7 +159,7 @@ async def try_grader(store: Store, run_id: str, grader: Grader) -> RewardTrial:
 
 @dataclass
 class _Trial:
-    grader: Grader
+    grader: Grader | GroupGrader
     rollouts: list[Regraded] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
     kept: int = 0
@@ -143,12 +168,20 @@ class _Trial:
     calls: list[tuple[str, int, float, float]] = field(default_factory=list)
     trained: int = 0
     why: str = ""
+    agreements: list[float] = field(default_factory=list)
+    unusable: int = 0
 
     def step(
         self, record: StepRecord, epoch: Epoch, groups: Sequence[Group], calls: Mapping[str, Sequence[Transition]]
     ) -> None:
         """Grade the groups of a step. `calls` are all calls of each rollout."""
-        again = [self._group(record, group, calls) for group in groups]
+        seen = [self._seen(group, calls) for group in groups]
+        graded = (
+            self._judge(seen)
+            if isinstance(self.grader, GroupGrader)
+            else [list(map(self._grade, each)) for each in seen]
+        )
+        again = [self._group(record, *each) for each in zip(groups, seen, graded, strict=True)]
         if self.why:
             return
         kept = [_with_rewards(group, now, new=False) for group, now in zip(groups, again, strict=True)]
@@ -159,6 +192,8 @@ class _Trial:
                 raise ConfigError(
                     "its advantages follow from a critic, which other rewards would have trained otherwise"
                 )
+            if isinstance(self.grader, GroupGrader) and getattr(getattr(algorithm, "credit", None), "rewards", False):
+                raise ConfigError("the run was trained with a judge, to whose scores this one's would be added")
             before, after = _advantages(algorithm, kept), _advantages(algorithm, regraded)
         except Exception as error:  # noqa: BLE001 — isolates algorithms and credit functions of others
             self.why = str(error) if isinstance(error, LightningError) else f"{type(error).__name__}: {error}"
@@ -170,32 +205,75 @@ class _Trial:
             if abs(one - other) > LEAST:
                 self.calls.append((*key, one, other))
 
-    def _group(self, record: StepRecord, group: Group, calls: Mapping[str, Sequence[Transition]]) -> dict[str, float]:
-        """The new rewards of a group by rollout, without those that could not be graded."""
-        pairs: list[tuple[float, float]] = []
-        found = {}
+    def _seen(self, group: Group, calls: Mapping[str, Sequence[Transition]]) -> list[Transcript]:
+        """The transcripts that can be graded."""
+        found = []
         for member in group.trajectories:
             rollout = member.rollout
             if rollout.status is Status.FAILED:  # no grader has seen it: its reward is that of policy faults
                 self.kept += 1
-                found[rollout.id] = member.reward
                 continue
             try:
                 seen = transcript_of(rollout, calls[rollout.id], member.tool_events)
-                if seen.missing:
+                if seen.missing and not (isinstance(self.grader, GroupGrader) and seen.missing == REDACTED):
                     raise DataError(seen.missing)
-                now, parts = score(_graded(self.grader, copy.deepcopy(seen)))
-            except (Exception, SystemExit) as error:  # noqa: BLE001 — isolates the user's grader
-                self.failed[ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")[:200]] += 1
+            except LightningError as error:
+                self._fail(error)
+            else:
+                found.append(seen)
+        return found
+
+    def _grade(self, seen: Transcript) -> Graded | None:
+        """A reward with its parts; None where the grader fails, which is counted."""
+        assert not isinstance(self.grader, GroupGrader)
+        try:
+            return score(_graded(self.grader, copy.deepcopy(seen)))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 — isolates the user's grader
+            self._fail(error)
+            return None
+
+    def _judge(self, groups: Sequence[Sequence[Transcript]]) -> list[list[Graded | None]]:
+        """As training has it with a judge: what the agent returned, and `weight` times the score."""
+        assert isinstance(self.grader, GroupGrader)
+        judged = iter(self.grader.judge([group for group in groups if group]))
+        found: list[list[Graded | None]] = []
+        for group in groups:
+            judgement = next(judged) if group else NOTHING
+            if judgement.agreement is not None:
+                self.agreements.append(judgement.agreement)
+            if judgement.scores is None:
+                self.unusable += 1
+                for _ in group:
+                    self._fail(DataError(f"the judge gave no usable scores; it said {judgement.nonsense[0][:100]!r}"))
+                found.append([None] * len(group))
                 continue
-            besides = {name: of(seen) for name, of in BESIDES.items()}
+            given = zip(group, judgement.scores, strict=True)
+            found.append([_sum(seen.rollout.reward or 0.0, self.grader.weight * value) for seen, value in given])
+        return found
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed[ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")[:200]] += 1
+
+    def _group(
+        self, record: StepRecord, group: Group, seen: Sequence[Transcript], graded: Sequence[Graded | None]
+    ) -> dict[str, float]:
+        """The new rewards of a group by rollout, without those that could not be graded."""
+        rewards = {member.rollout.id: member.reward for member in group.trajectories}
+        found = {
+            member.rollout.id: member.reward for member in group.trajectories if member.rollout.status is Status.FAILED
+        }
+        pairs: list[tuple[float, float]] = []
+        for transcript, given in zip(seen, graded, strict=True):
+            if given is None:
+                continue
+            rollout, (now, parts) = transcript.rollout, given
+            besides = {name: of(transcript) for name, of in BESIDES.items()}
+            before, answer = rewards[rollout.id], transcript.answer[-200:]
             self.rollouts.append(
-                Regraded(
-                    rollout.id, record.step, rollout.task.input, seen.answer[-200:], member.reward, now, parts, besides
-                )
+                Regraded(rollout.id, record.step, rollout.task.input, answer, before, now, parts, besides)
             )
             found[rollout.id] = now
-            pairs.append((member.reward, now))
+            pairs.append((before, now))
         if any(np.sign(a - c) != np.sign(b - d) for number, (a, b) in enumerate(pairs) for c, d in pairs[:number]):
             self.reordered.append(group.id)
         if pairs:
@@ -227,6 +305,8 @@ class _Trial:
             else (self.trained, len(self.calls), sum(one * other < 0 for *_, one, other in self.calls)),
             why=self.why,
             changed_calls=tuple(self.calls),
+            agreement=float(np.mean(self.agreements)) if self.agreements else None,
+            unusable=self.unusable if isinstance(self.grader, GroupGrader) else None,
         )
 
 
@@ -304,9 +384,13 @@ def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return ranks
 
 
-def place_of(grader: Grader) -> str:
+def _sum(agent: float, judge: float) -> Graded:
+    return agent + judge, {"agent": agent, "judge": judge}
+
+
+def place_of(grader: Grader | GroupGrader) -> str:
     """Where a grader stands: `grader.py:12 in grade`."""
-    code = getattr(inspect.unwrap(grader), "__code__", None)
+    code = getattr(inspect.unwrap(grader) if callable(grader) else grader, "__code__", None)
     name = getattr(grader, "__qualname__", type(grader).__qualname__)
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} in {name}" if code else str(name)
 

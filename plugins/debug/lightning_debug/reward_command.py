@@ -16,7 +16,7 @@ import typer
 from lightning.cli.locate import load_agent, locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 
-from lightning_debug.regrade import Grader, Regraded, RewardTrial, try_grader
+from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
 
 
 class Action(StrEnum):
@@ -30,7 +30,7 @@ def reward(
     grader: Annotated[
         str,
         typer.Argument(
-            help="The grader as MODULE:FUNCTION, called with a transcript; returns a reward as an agent does."
+            help="MODULE:FUNCTION, called with a transcript, which returns a reward as an agent does; or MODULE:JUDGE."
         ),
     ],
     run: Annotated[str, typer.Argument(help="A run's folder, or its id under --runs.")],
@@ -40,7 +40,7 @@ def reward(
 ) -> None:
     """Grade a run's rollouts again with another reward function: what it would have changed, without running anything."""
     url, run_id = locate(run, runs)
-    function = cast("Grader", cast("Callable[..., object]", load_agent(grader)))
+    function = cast("Grader | GroupGrader", cast("Callable[..., object]", load_agent(grader)))
     trial = asyncio.run(with_store(url, lambda store: try_grader(store, run_id, function)))
     if as_json:
         print_json(_plain(trial))
@@ -75,6 +75,8 @@ def _plain(trial: RewardTrial) -> dict[str, object]:
         "advantages": trial.advantages,
         "changed_calls": trial.changed_calls,
         "why_no_advantages": trial.why,
+        "judge_agreement": trial.agreement,
+        "judge_unusable_groups": trial.unusable,
         "warnings": trial.warnings,
     }
 
@@ -93,6 +95,15 @@ def show(trial: RewardTrial, limit: int) -> None:
         say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
     else:
         say(f"which advantages would differ cannot be said: {escape(trial.why)}")
+    if trial.unusable is not None:
+        alike = (
+            "not measured (it takes samples=2 and two rollouts)"
+            if trial.agreement is None
+            else f"{trial.agreement:.0%}"
+        )
+        say(f"pairs of rollouts that two samples of the judge order alike: {alike} (50% is chance)")
+        all_groups = trial.groups + trial.unusable
+        say(f"groups that the judge gave no usable scores for: {trial.unusable} of {all_groups}")
     for why, count in trial.failed.items():
         say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
     if trial.kept:

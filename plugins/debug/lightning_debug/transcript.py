@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from lightning.store import exchanges
 from lightning.store.exchanges import Exchange
 from lightning.types import Rollout, Task, ToolEvent, Transition
+
+REDACTED: Final = "a credential was left out of its texts"
+"""Why the texts of a call are not whole where all of them but a credential is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def why_not_whole(exchange: Exchange | None) -> str:
         return "its requests and answers are not recorded"
     if exchange.too_large:
         return "a request or an answer of it was too large to be recorded"
-    return "a credential was left out of its texts" if exchange.redacted else ""
+    return REDACTED if exchange.redacted else ""
 
 
 def text_of(reply: Any) -> str:

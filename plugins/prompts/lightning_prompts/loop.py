@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning.algorithms.chat_model import ChatClient, Messages
 from lightning.config import Config, OptimizerModelConfig
 from lightning.errors import ConfigError, PolicyServerError, RunnerError
 from lightning.instrument.components import declared_prompts
@@ -26,11 +27,9 @@ from lightning.trainer.summary import Reporter
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import Fault, Json, Resource, Rollout, Task
 
-from lightning_prompts.client import OptimizerClient
 from lightning_prompts.paths import inside
 from lightning_prompts.protocol import (
     BudgetSpentError,
-    Messages,
     OptimizerModel,
     Trial,
 )
@@ -173,7 +172,7 @@ class PromptBench:
         self._start, self._train, self._val = start, train, val
         self._reporter, self._trackers, self._made = reporter, trackers, made
         policy = OptimizerModel(stack.policy.model, f"{stack.policy.url}/v1", api_key_env="")
-        self._client = OptimizerClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
+        self._client = ChatClient(algorithm.optimizer_model or optimizer_in(stack.config) or policy)
         self._transcripts = Transcripts(stack.store, stack.policy)
         self._told = dict(told)
         self._again = True

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from lightning.errors import ConfigError
+from lightning.algorithms.chat_model import ChatModel, Messages
+from lightning.errors import LightningError, OptimizerError
 from lightning.types import Json, Resource, Rollout, Task
 
 
@@ -28,10 +29,6 @@ class Trial:
     key: str
     split: str
     step: int
-
-
-Messages = Sequence[Mapping[str, str]]
-"""A chat for the optimiser model: `[{"role": "user", "content": "..."}]`."""
 
 
 class Bench(Protocol):
@@ -83,25 +80,8 @@ class Bench(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerModel:
-    """A model at an OpenAI-compatible endpoint. `base_url` ends before `/chat/completions`; `api_key_env` names the
-    environment variable that holds the key, which is read when it is needed and never kept. A question without an answer within
-    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once. A `temperature` of None is not
-    sent: some endpoints refuse any."""
+class OptimizerModel(ChatModel):
+    """The model that criticises and edits prompts."""
 
-    model: str
-    base_url: str
-    api_key_env: str = "OPENAI_API_KEY"
-    temperature: float | None = 1.0
-    timeout: float = 120.0
-    attempts: int = 4
-    concurrency: int = 8
-
-    def __post_init__(self) -> None:
-        from lightning.config import check_endpoint  # pydantic: no command but those that train needs it
-
-        check_endpoint(self.base_url, self.api_key_env)
-        if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:
-            raise ConfigError(
-                "an optimiser model has attempts and concurrency of at least 1, a positive timeout, no negative temperature"
-            )
+    role: ClassVar[str] = "the optimiser model"
+    failure: ClassVar[type[LightningError]] = OptimizerError

@@ -72,7 +72,8 @@ def plus(trajectory: Trajectory, amount: float) -> Trajectory:
 
 
 def test_every_registered_credit_is_held_to_the_laws() -> None:
-    assert sorted(plugins().names("credits")) == sorted(EVERY)
+    asking = {"judge"}  # it asks a model: tests/plugins/debug/test_judge.py
+    assert {*plugins().names("credits")} - asking == {*EVERY}
 
 
 @few

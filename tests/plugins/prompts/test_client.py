@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from lightning.algorithms import chat_model
+from lightning.algorithms.chat_model import ChatClient
 from lightning.errors import ConfigError, LightningError, OptimizerError
-from lightning_prompts import client
 from lightning_prompts.apo import APO
-from lightning_prompts.client import OptimizerClient
 from lightning_prompts.protocol import OptimizerModel
 
 ASK = [{"role": "user", "content": "Better?"}]
@@ -52,7 +52,7 @@ class Endpoint:
 
 @pytest.fixture
 async def endpoint(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Endpoint]:
-    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(chat_model, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("KEY", "the-key")
     made = Endpoint(["better"])
     app = web.Application()
@@ -66,8 +66,8 @@ async def endpoint(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Endpoint]:
     await runner.cleanup()
 
 
-def asker(endpoint: Endpoint, **changes: Any) -> OptimizerClient:
-    return OptimizerClient(
+def asker(endpoint: Endpoint, **changes: Any) -> ChatClient:
+    return ChatClient(
         OptimizerModel("m", endpoint.url, **{"api_key_env": "KEY", "timeout": 0.2, "attempts": 3, **changes})
     )
 
@@ -141,7 +141,7 @@ async def test_silence_is_an_empty_answer(endpoint: Endpoint) -> None:
 
 async def test_nobody_listens(endpoint: Endpoint) -> None:
     with pytest.raises(OptimizerError, match="did not answer in 1 attempts"):
-        await OptimizerClient(OptimizerModel("m", "http://127.0.0.1:9/v1", attempts=1)).ask(ASK)
+        await ChatClient(OptimizerModel("m", "http://127.0.0.1:9/v1", attempts=1)).ask(ASK)
 
 
 async def test_no_more_questions_at_once_than_allowed(endpoint: Endpoint) -> None:

@@ -1,4 +1,4 @@
-"""The optimiser model over HTTP: one question, one answer, from any OpenAI-compatible endpoint.
+"""A chat model that is asked beside the policy, over HTTP: one question, one answer, from any OpenAI-compatible endpoint.
 
 The invariant: the key is read from the environment for each request and appears in no error, log or record; a failure that
 may pass is tried again with growing pauses, and one that will not pass says what to change.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
-import aiohttp
-from lightning.errors import ConfigError, OptimizerError
+from lightning.errors import ConfigError, LightningError
 
-from lightning_prompts.protocol import Messages, OptimizerModel
-
+Messages = Sequence[Mapping[str, str]]
+"""A chat: `[{"role": "user", "content": "..."}]`."""
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 60.0
 """Seconds between attempts: doubled each time, or as long as the endpoint asks for (`Retry-After`)."""
@@ -25,24 +26,52 @@ WRONG: Final = frozenset({401, 403, 404})
 """Statuses that every further request would get too."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatModel:
+    """A model at an OpenAI-compatible endpoint. `base_url` ends before `/chat/completions`; `api_key_env` names the
+    environment variable that holds the key, which is read when it is needed and never kept. A question without an answer within
+    `timeout` seconds is asked up to `attempts` times; `concurrency` questions are asked at once. A `temperature` of None is not
+    sent: some endpoints refuse any. `role` and `failure` are what messages call it, and the error when it does not answer."""
+
+    model: str
+    base_url: str
+    api_key_env: str = "OPENAI_API_KEY"
+    temperature: float | None = 1.0
+    timeout: float = 120.0
+    attempts: int = 4
+    concurrency: int = 8
+
+    role: ClassVar[str]
+    failure: ClassVar[type[LightningError]]
+
+    def __post_init__(self) -> None:
+        from lightning.config import check_endpoint  # pydantic: no command but those that train needs it
+
+        check_endpoint(self.base_url, self.api_key_env, self.role)
+        if self.attempts < 1 or self.concurrency < 1 or not self.timeout > 0 or (self.temperature or 0) < 0:
+            raise ConfigError(
+                f"{self.role} needs attempts and concurrency of at least 1, a positive timeout, and no negative temperature"
+            )
+
+
 class _PassingError(Exception):
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
         self.pause = pause
 
 
-class OptimizerClient:
+class ChatClient:
     """Asks the model, at most `model.concurrency` questions at a time."""
 
-    def __init__(self, model: OptimizerModel) -> None:
+    def __init__(self, model: ChatModel) -> None:
         self._model = model
         self._slots = asyncio.Semaphore(model.concurrency)
 
     async def ask(self, messages: Messages) -> str:
         """The text of the answer, empty when the model said nothing.
 
-        Raises `OptimizerError` when no attempt succeeded or the endpoint refused this request, `ConfigError` when it refuses
-        every request: a wrong key, URL or model name.
+        Raises the model's `failure` when no attempt succeeded or the endpoint refused this request, `ConfigError` when it
+        refuses every request: a wrong key, URL or model name.
         """
         async with self._slots:
             for attempt in range(self._model.attempts):
@@ -50,14 +79,16 @@ class OptimizerClient:
                     return await self._once(messages)
                 except _PassingError as error:
                     if attempt + 1 == self._model.attempts:
-                        raise OptimizerError(
-                            f"the optimiser model {self._model.model!r} at {self._model.base_url} did not answer in "
+                        raise self._model.failure(
+                            f"{self._model.role} {self._model.model!r} at {self._model.base_url} did not answer in "
                             f"{self._model.attempts} attempts; the last: {error}"
                         ) from error
                     await asyncio.sleep(error.pause or min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE))
         raise AssertionError("attempts are at least one")
 
     async def _once(self, messages: Messages) -> str:
+        import aiohttp  # here, because an algorithm is made without it
+
         model = self._model
         key = os.environ.get(model.api_key_env, "").strip() if model.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -86,7 +117,7 @@ class OptimizerClient:
         try:
             said = str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise OptimizerError(f"{url} answered with something that is no chat completion") from error
+            raise model.failure(f"{url} answered with something that is no chat completion") from error
         return said.encode("utf-8", "replace").decode()  # half a character, which no file and no request takes
 
     def _refused(self, status: int, text: str, retry_after: str) -> Exception:
@@ -96,7 +127,7 @@ class OptimizerClient:
         model = self._model
         if status in WRONG:
             return ConfigError(
-                f"the optimiser model {model.model!r} at {model.base_url} cannot be used (status {status}: {text}): check "
+                f"{model.role} {model.model!r} at {model.base_url} cannot be used (status {status}: {text}): check "
                 f"its name, the URL, and the key in the environment variable {model.api_key_env or '(none is set)'}"
             )
-        return OptimizerError(f"the optimiser model {model.model!r} refused a request (status {status}: {text})")
+        return model.failure(f"{model.role} {model.model!r} refused a request (status {status}: {text})")

@@ -1,0 +1,238 @@
+"""A model as a judge: the rollouts of a group are scored side by side, by a rubric.
+
+The invariant: equal transcripts under equal settings get equal scores, in every process that has the file of judgements. Where
+the judge gave no usable scores for a group none are made up, and where it did not answer nothing goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+from lightning.algorithms.chat_model import ChatClient, ChatModel
+from lightning.asyncio_utils import outside_of_loops
+from lightning.batch import Group, Trajectory
+from lightning.credit import Credit, GroupAdvantage
+from lightning.errors import ConfigError, DataError, JudgeError, LightningError
+from lightning.plugins import plugins
+from lightning.types import Status
+
+from lightning_debug.judge_prompt import (
+    NonsenseError,
+    agreement,
+    ask_again,
+    order_of,
+    question,
+    read_scores,
+    rollout_items,
+    written,
+)
+from lightning_debug.judgements import NOTHING, Answer, Judgement, Judgements
+from lightning_debug.transcript import REDACTED, Transcript, transcript_of
+
+logger = logging.getLogger(__name__)
+
+SAID: Final = 200
+"""Characters of an unusable answer that are kept and told."""
+CURE: Final = "Try another model or a plainer rubric, or give it more attempts"
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeModel(ChatModel):
+    """The model that judges."""
+
+    role: ClassVar[str] = "the judge"
+    failure: ClassVar[type[LightningError]] = JudgeError
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """An LLM judge as a credit function: `LightningRL(credit=Judge("The answer is correct and short.", model="..."))`.
+
+    The `model` at `base_url` (before `/chat/completions`) is shown all rollouts of a group side by side and scores each from 0
+    to 1 relative to the others, by the `rubric`. A rollout's return is then what its agent returned plus `weight` times its
+    score; returns are compared as ever and spread over calls by the `credit` function given here. A rollout that the policy
+    failed is not shown and keeps its reward. `api_key_env` names the environment variable with the key, which is never kept.
+
+    With `samples` above 1 a group is judged so often, each time in another order, and scores are means. A `temperature` of None
+    is not sent. A request without an answer in `timeout` seconds, and an answer without usable scores, is tried up to
+    `attempts` times; a group without usable scores after that has its agents' rewards alone, with a warning. `concurrency`
+    requests are made at once. Of one rollout about `longest` characters are shown, the middle being left out.
+
+    Answers are kept in the file `cache` (by default `~/.cache/lightning/judgements.db`), and nothing is asked twice: a resumed
+    run and an audit take them from there. Raises `JudgeError` when the model does not answer, `ConfigError` when it cannot be
+    used, `DataError` when the texts of a rollout are not recorded.
+    """
+
+    rubric: str = ""
+    _: KW_ONLY
+    model: str = ""
+    base_url: str = "https://api.openai.com/v1"
+    api_key_env: str = "OPENAI_API_KEY"
+    weight: float = 1.0
+    samples: int = 1
+    temperature: float | None = None
+    timeout: float = 120.0
+    attempts: int = 4
+    concurrency: int = 8
+    longest: int = 20_000
+    credit: str | Credit = "identical"
+    cache: str | Path | None = None
+
+    rewards: ClassVar[bool] = True
+    """It adds rewards of its own."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cache, Path):
+            object.__setattr__(self, "cache", str(self.cache))  # a run's record has it as text, to be made again from
+        if bool(self.rubric.strip()) != bool(self.model):
+            raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
+        if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:
+            raise ConfigError("a judge needs a finite weight, and samples and longest of at least 1")
+        if self.model:
+            self._endpoint()
+
+    @property
+    def critic(self) -> bool:
+        """False: rollouts are compared. Raises `ConfigError` for a judge that cannot judge."""
+        if not self.model:
+            raise ConfigError(
+                'the credit "judge" has no rubric: give LightningRL(credit=lightning.Judge("What is good", model="..."))'
+            )
+        if getattr(self._spread(), "critic", False):
+            raise ConfigError("a judge compares the rollouts of a group, and a critic does not: give it another credit")
+        return False
+
+    def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+        """One array of advantages, shape (calls,), for each trajectory."""
+        assert not self.critic
+        judged = [member for member in group.trajectories if _is_judged(member)]
+        (judgement,) = self.judge([[_transcript(member) for member in judged]]) if judged else (NOTHING,)
+        if judgement.nonsense:
+            self._warn(group, judgement)
+        scores = dict(zip((member.rollout.id for member in judged), judgement.scores or (), strict=False))
+        members = tuple(
+            replace(
+                member, rollout=replace(member.rollout, reward=member.reward + self.weight * scores[member.rollout.id])
+            )
+            if member.rollout.id in scores
+            else member
+            for member in group.trajectories
+        )
+        return self._spread()(Group(group.id, members), advantage)
+
+    def prefetch(self, groups: Sequence[Group]) -> None:
+        """Judge all groups of a step at once; the answers are kept for the calls."""
+        assert not self.critic
+        found = [[_transcript(member) for member in group.trajectories if _is_judged(member)] for group in groups]
+        self.judge([transcripts for transcripts in found if transcripts])
+
+    def judge(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
+        """What the judge says of each group of rollouts, in the order of its transcripts."""
+        return outside_of_loops(lambda: asyncio.run(self._judge_all(groups)))
+
+    async def _judge_all(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
+        client, kept = ChatClient(self._endpoint()), Judgements(self.cache)
+        try:
+            return list(await asyncio.gather(*(self._judge(client, kept, group) for group in groups)))
+        except JudgeError as error:
+            raise JudgeError(
+                f"{error}. Nothing is trained without its scores. Start it, or change the judge (a request that is too long: a "
+                f"smaller longest), and resume: what it has answered is kept in {kept.file}"
+            ) from error
+
+    async def _judge(self, client: ChatClient, kept: Judgements, group: Sequence[Transcript]) -> Judgement:
+        shown: dict[str, list[dict[str, Any]]] = {}  # equal rollouts are shown once, and have one score
+        places = []
+        for seen in group:
+            items = rollout_items(seen, self.longest)
+            text = written(items)
+            shown.setdefault(text, items)
+            places.append(text)
+        task = {"input": group[0].task.input, "expected": group[0].task.expected}
+        texts = sorted(shown)
+        answers = await asyncio.gather(
+            *(self._sample(client, kept, task, shown, texts, sample) for sample in range(self.samples))
+        )
+        usable = [answer.scores for answer in answers if answer.scores is not None]
+        nonsense = tuple(answer.said for answer in answers if answer.scores is None)
+        if not usable:
+            return Judgement(None, None, nonsense)
+        means = dict(zip(texts, np.mean(np.array(usable, dtype=np.float64), axis=0).tolist(), strict=True))
+        return Judgement(tuple(means[text] for text in places), agreement(usable), nonsense)
+
+    async def _sample(
+        self,
+        client: ChatClient,
+        kept: Judgements,
+        task: Mapping[str, object],
+        shown: Mapping[str, Sequence[Mapping[str, Any]]],
+        texts: Sequence[str],
+        sample: int,
+    ) -> Answer:
+        """One answer, its scores in the order of `texts`."""
+        order = order_of(texts, sample)
+        messages = question(self.rubric, task, [shown[texts[place]] for place in order])
+        asked = [self.base_url, self.model, self.temperature, self.attempts, sample, messages]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        answer = kept.get(key) or kept.keep(key, await self._ask(client, messages, len(texts)))
+        if answer.scores is None:
+            return answer
+        scores = dict(zip(order, answer.scores, strict=True))
+        return Answer(tuple(scores[place] for place in range(len(texts))))
+
+    async def _ask(self, client: ChatClient, messages: Any, count: int) -> Answer:
+        asked, said = messages, ""
+        for _ in range(self.attempts):
+            said = await client.ask(asked)
+            try:
+                return Answer(read_scores(said, count))
+            except NonsenseError as problem:
+                asked = ask_again(messages, said, str(problem))
+        return Answer(None, said[:SAID])
+
+    def _warn(self, group: Group, judgement: Judgement) -> None:
+        left = "the other samples count" if judgement.scores else "its agents' own rewards count alone"
+        logger.warning(
+            "the judge %r gave no usable scores for group %s in %d of %d samples, so %s. It said: %r. %s",
+            self.model,
+            group.id,
+            len(judgement.nonsense),
+            self.samples,
+            left,
+            judgement.nonsense[0],
+            CURE,
+        )
+
+    def _endpoint(self) -> JudgeModel:
+        return JudgeModel(
+            self.model, self.base_url, self.api_key_env, self.temperature, self.timeout, self.attempts, self.concurrency
+        )
+
+    def _spread(self) -> Credit:
+        return plugins().credit(self.credit) if isinstance(self.credit, str) else self.credit
+
+
+def _is_judged(member: Trajectory) -> bool:
+    return member.rollout.status is not Status.FAILED
+
+
+def _transcript(member: Trajectory) -> Transcript:
+    """Raises `DataError` where the texts are not recorded."""
+    calls = sorted((*member.transitions, *member.refused, *member.lost), key=lambda call: (call.seq, call.choice))
+    seen = transcript_of(member.rollout, calls, member.tool_events)
+    if seen.missing not in ("", REDACTED):
+        raise DataError(
+            f"the judge cannot read rollout {member.rollout.id}: {seen.missing}. Texts are recorded while "
+            "gateway.record_requests is true, up to 4 MiB for each request"
+        )
+    return seen
