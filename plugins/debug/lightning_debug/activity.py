@@ -8,19 +8,22 @@ rest is divided as the planner's fit of all calls says.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from lightning.errors import DataError
 from lightning.store.protocol import Store
 from lightning.types import Json, Rollout
-from lightning_planner.calibration import calibrate
+from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
 from lightning_planner.recorded import CHUNK, Recorded, RecordedCall, RecordedRollout
 
 CALL = ("queue", "prefill", "decode")
 """States in which the policy server has something to do."""
+NO_WORSE = 1.25
+"""What a call costs is taken not to depend on the load where that leaves no more than so many times the error."""
 MAX_CALLS = "--max-num-seqs"
 
 
@@ -53,7 +56,9 @@ class Activity:
 
 async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Recorded) -> list[Activity]:
     """What these rollouts did, without those that made no call."""
-    timed = {one.calls[0].started: one for one in recorded.rollouts if one.calls}
+    timed: defaultdict[tuple[float, ...], list[RecordedRollout]] = defaultdict(list)
+    for one in recorded.rollouts:
+        timed[_when((call.started, call.ended) for call in one.calls)].append(one)
     costs = _server_costs(recorded)
     queued = admitted(recorded)
     found = []
@@ -62,12 +67,16 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
         calls = await store.transitions_of(some)
         attempts = await store.attempts_of(list(some))
         for (name, _), own, attempt in zip(some, calls, attempts, strict=True):
-            answered = [call.started_at for call in own if call.status.answered]
-            one = timed.get(min(answered)) if answered else None
-            if one is not None:
+            when = _when((call.started_at, call.ended_at) for call in own if call.status.answered)
+            if when and timed[when]:
                 events = sorted((event.at, event.name) for event in attempt.tool_events if event.at)
-                found.append(_activity(name, one, events, costs, queued))
+                found.append(_activity(name, timed[when].pop(), events, costs, queued))
     return found
+
+
+def _when(calls: Iterable[tuple[float, float]]) -> tuple[float, ...]:
+    """What tells the calls of one rollout from those of others; where it does not, they took the same time."""
+    return tuple(at for call in sorted(calls) for at in call)
 
 
 def max_calls(recorded: Recorded) -> int | None:
@@ -96,7 +105,7 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
         return {}
     running: list[float] = []
     found = {}
-    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=lambda call: call.started):
+    for call in sorted((call for one in recorded.rollouts for call in one.calls), key=_came):
         while running and running[0] <= call.started:
             heapq.heappop(running)
         begin = call.started
@@ -108,11 +117,52 @@ def admitted(recorded: Recorded) -> dict[tuple[float, float], float]:
     return found
 
 
+def _came(call: RecordedCall) -> tuple[float, float]:
+    return call.started, call.ended
+
+
 def _server_costs(recorded: Recorded) -> ServerCosts | None:
     try:
-        return calibrate(recorded).costs.server
+        return server_costs(recorded, calibrate(recorded))
     except DataError:  # no call has tokens: a call is then one state
         return None
+
+
+def server_costs(recorded: Recorded, calibration: Calibration) -> ServerCosts:
+    """What calls cost; where vLLM's batch is known to be limited, without the time that calls waited for a place.
+
+    Calls that take no longer the more of them run at once are taken to go on so: where load explains nothing, the planner's fit
+    may still blame it, and a change of the load would be wrong by that.
+    """
+    most, begins = max_calls(recorded), admitted(recorded)
+    alone = each_call(
+        recorded, lambda call: replace(call, started=begins.get((call.started, call.ended), call.started))
+    )
+    loaded = calibration if most is None else calibrate(alone)
+    calls = [call for one in alone.rollouts for call in one.calls]
+    seconds = np.array([call.ended - call.started for call in calls])
+    table = np.array([(1.0, call.response) for call in calls])
+    latency, token = np.linalg.lstsq(table, seconds, rcond=None)[0]
+    if min(latency, token) < 0.0:
+        latency, token = (0.0, seconds.sum() / table[:, 1].sum()) if latency < 0.0 else (seconds.mean(), 0.0)
+    unexplained = float(np.var(seconds - table @ (latency, token)))
+    server = loaded.costs.server
+    rounding = 1e-9 * float(seconds.mean()) ** 2
+    if unexplained <= NO_WORSE * (1.0 - loaded.fit) * float(np.var(seconds)) + rounding:
+        server = ServerCosts(token=float(token), latency=float(latency))
+    return server if most is None else replace(server, max_calls=most)
+
+
+def each_call(recorded: Recorded, change: Callable[[RecordedCall], RecordedCall]) -> Recorded:
+    """The run with each of its calls changed."""
+    groups = tuple(
+        replace(
+            group,
+            rollouts=tuple(replace(one, calls=tuple(change(call) for call in one.calls)) for one in group.rollouts),
+        )
+        for group in recorded.groups
+    )
+    return replace(recorded, groups=groups)
 
 
 def _activity(
@@ -123,7 +173,7 @@ def _activity(
     queued: Mapping[tuple[float, float], float],
 ) -> Activity:
     intervals: list[Interval] = []
-    tools: Counter[str] = Counter()
+    tools: defaultdict[str, float] = defaultdict(float)
     gaps = []
     last = max(call.ended for call in one.calls)
     between = [(call.ready, call.started, call.tools) for call in one.calls] + [(last, one.end, 0)]
@@ -179,7 +229,7 @@ def share_out(
             changes += [(interval.begin, 1, interval.state), (interval.end, -1, interval.state)]
     for begin, end in windows:
         changes += [(begin, 1, ""), (end, -1, "")]
-    shares: Counter[str] = Counter()
+    shares: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     served = waited = before = 0.0
     for at, change, state in sorted(changes):

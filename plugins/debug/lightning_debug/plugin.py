@@ -1,4 +1,4 @@
-"""`lightning replay` and `lightning reward`, as a plugin."""
+"""`lightning replay`, `lightning reward` and `lightning profile`, as a plugin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from lightning.hooks import hookimpl
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`replay` and `reward`."""
+    """`replay`, `reward` and `profile`."""
     register("replay", replay_command)
     register("reward", reward_command)
+    register("profile", profile_command)
 
 
 def replay_command() -> Callable[..., None]:
@@ -26,3 +27,10 @@ def reward_command() -> Callable[..., None]:
     from lightning_debug.reward_command import reward
 
     return reward
+
+
+def profile_command() -> Callable[..., None]:
+    """Show where a run's time and tokens went, and what would help."""
+    from lightning_debug.profile_command import profile
+
+    return profile

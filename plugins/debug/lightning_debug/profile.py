@@ -7,7 +7,7 @@ rollouts that run then, in equal shares; so a part says what the step waited for
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -77,6 +77,7 @@ class Profile:
     recorded: Recorded
     activities: tuple[Activity, ...]
     rollouts: tuple[Rollout, ...]
+    records: tuple[StepRecord, ...]
 
     @property
     def waiting(self) -> float:
@@ -104,9 +105,10 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
     took = _taken_by(records, rollouts, {time.step for time in times})
     found = await activities(store, took, recorded)
     parts, server_idle, places_idle = _parts(recorded, times, found)
-    tools: Counter[str] = Counter()
+    tools: defaultdict[str, float] = defaultdict(float)
     for activity in found:
-        tools.update(activity.tools)
+        for name, seconds in activity.tools.items():
+            tools[name] += seconds
     return Profile(
         run=run,
         steps=tuple(times),
@@ -115,11 +117,12 @@ async def read_profile(store: Store, run: str, first: int | None = None, end: in
         tokens=_tokens(took, records, times, found, _policy_fault(recorded)),
         server_idle=server_idle,
         places_idle=places_idle,
-        tools=dict(tools.most_common()),
-        notes=tuple(_notes(recorded, times, found, len(took))),
+        tools=dict(sorted(tools.items(), key=lambda one: -one[1])),
+        notes=tuple(_notes(recorded, times, found, parts, len(took))),
         recorded=recorded,
         activities=tuple(found),
         rollouts=tuple(took),
+        records=tuple(records),
     )
 
 
@@ -236,8 +239,16 @@ def _policy_fault(recorded: Recorded) -> float | None:
     return float(value) if isinstance(value, int | float) else 0.0 if value == "mask" else None
 
 
-def _notes(recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity], took: int) -> list[str]:
+def _notes(
+    recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity], parts: Mapping[str, float], took: int
+) -> list[str]:
     notes = []
+    waited = sum(time.waited[1] - time.waited[0] for time in times)
+    if sum(parts[name] for name in ROLLOUT_PARTS) < waited / 10 and not recorded.schedule.max_staleness:
+        notes.append(
+            "hardly any call lies within the waiting for rollouts: the clocks of the store and of the gateway disagree, or "
+            "these steps were resumed. Most of the waiting counts as idle"
+        )
     if recorded.schedule.max_staleness:
         notes.append(
             "rollouts continue while the engine trains (trainer.max_staleness): the parts are what the trainer waited for, and "
