@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from lightning.batch.trajectory import is_trained
 from lightning.errors import DataError
 from lightning.store.protocol import Store
+from lightning.trainer.training_data import is_trainable
 from lightning.types import Json, Rollout
 from lightning_planner.calibration import Calibration, calibrate
 from lightning_planner.costs import ServerCosts
@@ -39,8 +41,8 @@ class Interval:
 @dataclass(frozen=True, slots=True)
 class Activity:
     """A rollout that made calls. `tools` are seconds by tool; `asked` says that the model called tools; `prompt` and `response`
-    are tokens of all its calls; `gaps` is, for each call and then for what came after the last one, the share of the time
-    before it that was a tool's."""
+    are tokens of all its calls, `trainable` those answered to agents that are trained; `gaps` is, for each call and then for
+    what came after the last one, the share of the time before it that was a tool's."""
 
     rollout: str
     start: float
@@ -52,6 +54,7 @@ class Activity:
     prompt: int
     response: int
     recorded: RecordedRollout
+    trainable: int = 0
 
 
 async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Recorded) -> list[Activity]:
@@ -61,6 +64,8 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
         timed[_when((call.started, call.ended) for call in one.calls)].append(one)
     costs = _server_costs(recorded)
     queued = admitted(recorded)
+    named = recorded.config.get("train_agents")
+    agents = [str(item) for item in named] if isinstance(named, list | tuple) else []
     found = []
     for at in range(0, len(rollouts), CHUNK):
         some = [(rollout.id, rollout.attempt) for rollout in rollouts[at : at + CHUNK]]
@@ -70,7 +75,13 @@ async def activities(store: Store, rollouts: Sequence[Rollout], recorded: Record
             when = _when((call.started_at, call.ended_at) for call in own if call.status.answered)
             if when and timed[when]:
                 events = sorted((event.at, event.name) for event in attempt.tool_events if event.at)
-                found.append(_activity(name, timed[when].pop(), events, costs, queued))
+                of_trained = sum(
+                    len(call.response_ids)
+                    for call in own
+                    if is_trained(call, is_trainable(call.caller, agents, call.requested_model))
+                )
+                made = _activity(name, timed[when].pop(), events, costs, queued)
+                found.append(replace(made, trainable=of_trained))
     return found
 
 

@@ -132,7 +132,7 @@ def _processes(profile: Profile, config: Config) -> Iterable[Help]:
         (f"runner.rollouts_per_process={REUSED}",),
         seconds * (1 - each / REUSED) / profile.seconds,
         STEP,
-        "measured: the share of the waiting in which places were free and rollouts waited",
+        "measured: at most the time in which places were free and rollouts waited; less where all processors are busy",
         _worst(profile, "rollout"),
     )
 

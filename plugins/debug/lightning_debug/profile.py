@@ -43,8 +43,8 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Numbers of tokens. `prompt` is what calls sent, `cached` how many of them vLLM found in its prefix cache (None: it did
-    not say), `sampled` what it answered, `trained` what the loss counted. `untaught` are sampled tokens of groups that taught
-    nothing, by reason; `failed` those of rollouts that failed."""
+    not say), `sampled` what it answered, `trained` what a step was trained on. `untaught` are sampled tokens of groups that
+    taught nothing, by reason; `failed` those of rollouts that failed."""
 
     prompt: int = 0
     cached: int | None = None
@@ -218,7 +218,7 @@ def _tokens(
         prompt=prompt,
         cached=round(prompt * sum(known) / len(known)) if known else None,
         sampled=sum(activity.response for activity in found),
-        trained=round(sum(time.metrics.get("tokens", 0.0) for time in times)),
+        trained=sum(made[one.id].trainable for one in took if (one.id, one.attempt) in trained and one.id in made),
         untaught=dict(untaught.most_common()),
         failed=sum(made[one.id].response for one in took if one.status is Status.FAILED and one.id in made),
     )

@@ -197,7 +197,7 @@ def test_a_moment_belongs_in_equal_shares_to_those_who_work_then() -> None:
     assert profile.server_idle == pytest.approx(steps * (TOOL + CODE))
     assert profile.tools["look"] == pytest.approx(steps * TASKS * GROUP * TOOL)
     assert profile.tokens.sampled == steps * TASKS * GROUP * 20
-    assert profile.tokens.trained == steps * TASKS * GROUP * 15
+    assert profile.tokens.trained == steps * TASKS * GROUP * 20
 
 
 @given(st.lists(st.tuples(st.sampled_from(["tools", "decode"]), st.floats(0, 9), st.floats(0, 9)), max_size=8))
@@ -252,6 +252,7 @@ def test_sampling_while_training_saves_what_either_takes() -> None:
 def test_groups_that_teach_nothing_are_counted_by_reason() -> None:
     profile = profiled(teaching=1)
     assert profile.tokens.untaught == {"all_rewards_equal": (STEPS - 1) * GROUP * 20}
+    assert profile.tokens.useful == 0.5
     found = helped(profile, "groups that teach nothing")
     assert found.of == TOKEN
     assert all(rollout.split("/")[2] == "1" for rollout in found.rollouts), "those of the group that taught nothing"
