@@ -1,4 +1,4 @@
-"""`lightning replay`, `lightning reward` and the credit `judge`, as a plugin."""
+"""The commands that look into recorded runs, and the credit `judge`, as a plugin."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
     register("replay", replay_command)
     register("reward", reward_command)
     register("advise", advise_command)
+    register("profile", profile_command)
 
 
 @hookimpl
@@ -46,3 +47,10 @@ def advise_command() -> Callable[..., None]:
     from lightning_debug.advise_command import advise
 
     return advise
+
+
+def profile_command() -> Callable[..., None]:
+    """Show where a run's time and tokens went, and what would help."""
+    from lightning_debug.profile_command import profile
+
+    return profile

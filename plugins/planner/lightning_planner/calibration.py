@@ -151,6 +151,8 @@ def _is_limited(start: Floats, end: Floats) -> bool:
     With a open ones the next end is max((wait + work) / a, work) away, on the average; that is fitted to stretches of
     `STRETCH` ends each, and there is a limit if the fit is clearly worse without the work.
     """
+    if not len(start):
+        return False
     times, counts = _counts(start, end, np.ones(len(start)))
     ends = np.sort(end)[::STRETCH]
     seconds = np.diff(np.interp(ends, times, _cumulative(times, (counts > 0).astype(np.float64))))

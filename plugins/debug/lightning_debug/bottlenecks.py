@@ -1,0 +1,382 @@
+"""What would make a profiled run faster, by how much, and the `--set` lines that do it.
+
+The invariant: every prediction says what it was made from. What happens a known number of times is counted; what depends on
+who waits for whom is simulated by the planner, twice on the same recorded groups, once as recorded and once changed, and only
+the difference is used. Every setting is legal for the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning.config import Config, load_config
+from lightning.errors import ConfigError
+from lightning_planner.planner import recorded_config
+
+from lightning_debug.activity import MAX_CALLS, max_calls, policy_args
+from lightning_debug.profile import Profile
+from lightning_debug.whatif import WhatIf
+
+WORTH = 0.03
+"""What saves less is not said."""
+STEP, TOKEN = "step", "trained token"
+"""What a saving is a share of: the wall time of a step, or the wall time for each trained token, where a step learns from
+other tokens than before."""
+REUSED = 16
+"""Rollouts that a process runs, where one for each rollout costs much."""
+SMALL = 512
+"""Up to so many tokens, a micro-batch takes about as long as an empty one."""
+MICROBATCH = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """One thing that would help. `settings` are for `--set`, none where no setting helps; `saves` is the predicted share of the
+    wall time of a step, or for each trained token (`of`); `how` is how it was predicted. `steps` and `rollouts` are where it
+    shows most."""
+
+    cause: str
+    text: str
+    settings: tuple[str, ...]
+    saves: float
+    of: str
+    how: str
+    steps: tuple[int, ...]
+    rollouts: tuple[str, ...] = ()
+
+
+def find_helps(profile: Profile) -> list[Help]:
+    """What would save at least `WORTH`, the most first. Nothing simulated where the planner cannot calibrate on the run."""
+    config, what_if = recorded_config(profile.recorded), WhatIf.of(profile)
+    found = [*_counted(profile, config)]
+    if what_if is not None:
+        for rule in (_concurrency, _staleness, _queue, _tools, _agent_code, _prefixes):
+            found += rule(profile, config, what_if)
+    return sorted((one for one in found if one.saves >= WORTH), key=lambda one: -one.saves)
+
+
+def _counted(profile: Profile, config: Config) -> Iterable[Help]:
+    for rule in (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught):
+        yield from rule(profile, config)
+
+
+def is_legal(config: Config, settings: Sequence[str]) -> bool:
+    """Whether these settings exist in this release, with values that are accepted."""
+    try:
+        load_config(overrides=settings, env={}, base=config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _worst(profile: Profile, phase: str) -> tuple[int, ...]:
+    most = sorted(profile.steps, key=lambda step: -step.seconds.get(phase, 0.0))
+    return tuple(sorted(step.step for step in most[:3]))
+
+
+def _last(profile: Profile) -> int:
+    return profile.recorded.steps[-1].step
+
+
+# counted ----------------------------------------------------------------------------------------------------------------
+def _checkpoints(profile: Profile, config: Config) -> Iterable[Help]:
+    every = config.trainer.checkpoint_every
+    if every is None:
+        return
+    # The last step is always saved; a checkpoint is waited for in the step after the one that it is of.
+    waits = {step.step: step.seconds.get("checkpoint", 0.0) for step in profile.steps if step.step != _last(profile)}
+    fixed = min(waits.values(), default=0.0) if every > 1 else 0.0
+    fewer = 10 * every
+    saved = sum(max(0.0, wait - fixed) for step, wait in waits.items() if step % fewer)
+    yield Help(
+        "checkpoints",
+        f"a checkpoint after every {every} steps costs {saved / max(1, len(waits)):.2f} s of a step: write them less often",
+        (f"trainer.checkpoint_every={fewer}",),
+        saved / profile.seconds,
+        STEP,
+        "counted: the waiting for those checkpoints that would not be written",
+        _worst(profile, "checkpoint"),
+    )
+
+
+def _evaluations(profile: Profile, config: Config) -> Iterable[Help]:
+    every = config.trainer.eval_every
+    took = {step.step: step.seconds["eval"] for step in profile.steps if step.step and "eval" in step.seconds}
+    if not every or not took:
+        return
+    for fewer in (2 * every, 5 * every, 10 * every):
+        left = sum(seconds for step, seconds in took.items() if not step % fewer)
+        if left < WORTH * profile.seconds:
+            break
+    mean = sum(took.values()) / len(took)
+    yield Help(
+        "evaluations",
+        f"{len(took)} evaluations of {mean:.2f} s in {len(profile.steps)} steps: evaluate less often, or on fewer tasks",
+        (f"trainer.eval_every={fewer}",),
+        (sum(took.values()) - left) / profile.seconds,
+        STEP,
+        "counted: the evaluations that would not be made",
+        _worst(profile, "eval"),
+    )
+
+
+def _processes(profile: Profile, config: Config) -> Iterable[Help]:
+    seconds, each = profile.parts["agent_start"], config.runner.rollouts_per_process
+    if each >= REUSED or config.runner.concurrency >= len(profile.activities):
+        return
+    yield Help(
+        "process start",
+        f"steps wait {seconds / len(profile.steps):.2f} s for agents' processes to start, one for every {each} rollouts: let a "
+        "process run more, if your agent's modules keep nothing that another rollout must not see",
+        (f"runner.rollouts_per_process={REUSED}",),
+        seconds * (1 - each / REUSED) / profile.seconds,
+        STEP,
+        "measured: at most the time in which places were free and rollouts waited; less where all processors are busy",
+        _worst(profile, "rollout"),
+    )
+
+
+def _microbatches(profile: Profile, config: Config) -> Iterable[Help]:
+    budget = config.engine.tokens_per_microbatch
+    parts = sum(step.metrics.get("microbatches", 0.0) for step in profile.steps)
+    forward = sum(step.metrics.get("tokens_forward", 0.0) for step in profile.steps)
+    if budget >= MICROBATCH or not parts or forward / parts > SMALL:
+        return
+    fewer = max(float(len(profile.steps)), parts * budget / MICROBATCH)
+    yield Help(
+        "micro-batches",
+        f"training computes {forward / parts:.0f} tokens at a time, in {parts / len(profile.steps):.0f} micro-batches a step: "
+        "take larger ones, as far as memory has room",
+        (f"engine.tokens_per_microbatch={MICROBATCH}",),
+        profile.parts["training"] * max(0.0, 1 - fewer / parts) / profile.seconds,
+        STEP,
+        f"assumed: a micro-batch of up to {SMALL} tokens takes as long as a small one",
+        _worst(profile, "train"),
+    )
+
+
+def _rows(profile: Profile, config: Config) -> Iterable[Help]:
+    forward = sum(step.metrics.get("tokens_forward", 0.0) for step in profile.steps)
+    trained = [one.recorded for one in profile.activities if one.recorded.rows]
+    unique = sum(call.fresh + call.response for one in trained for call in one.calls)
+    if config.engine.step in ("auto", "tree") or not forward or unique >= forward:
+        return
+    yield Help(
+        "tokens computed again",
+        f"training computes {forward:.0f} tokens, of which {unique:.0f} differ (engine.step={config.engine.step}): compute "
+        "what rows share once",
+        ("engine.step=auto",),
+        profile.parts["training"] * (1 - unique / forward) / profile.seconds,
+        STEP,
+        "counted: training is taken to last as long as it has tokens; the model has to support a tree",
+        _worst(profile, "train"),
+    )
+
+
+def _recomputing(profile: Profile, config: Config) -> Iterable[Help]:
+    if config.engine.gradient_checkpointing:
+        yield Help(
+            "gradient checkpointing",
+            "activations are computed twice: keep them, if memory has room",
+            ("engine.gradient_checkpointing=false",),
+            profile.parts["training"] / 4 / profile.seconds,
+            STEP,
+            "assumed: the second forward pass is a quarter of the training",
+            _worst(profile, "train"),
+        )
+
+
+def _update(profile: Profile, config: Config) -> Iterable[Help]:
+    seconds, transfer = profile.parts["update"], config.policy_server.weight_transfer
+    each = seconds / len(profile.steps)
+    if transfer in ("file", "gloo"):
+        yield Help(
+            "weight update",
+            f"an update of the policy server takes {each:.2f} s through {transfer}: let lightning choose the way",
+            ("policy_server.weight_transfer=auto",),
+            seconds / 2 / profile.seconds,
+            STEP,
+            "assumed: shared memory takes half as long",
+            _worst(profile, "update"),
+        )
+        return
+    tasks = 2 * config.trainer.tasks_per_step
+    yield Help(
+        "weight update",
+        f"an update of the policy server takes {each:.2f} s whatever a step trains: train more rollouts a step, or adapters "
+        "alone (engine.lora)",
+        (f"trainer.tasks_per_step={tasks}",),
+        seconds / 2 / profile.seconds,
+        TOKEN,
+        "counted: half as many updates for the same number of trained tokens",
+        _worst(profile, "update"),
+    )
+
+
+def _untaught(profile: Profile, config: Config) -> Iterable[Help]:
+    lost, sampled = sum(profile.tokens.untaught.values()), profile.tokens.sampled
+    if not lost:
+        return
+    taught = profile.seconds - profile.parts["training"]
+    trained = {key for record in profile.records for key in record.rollouts}
+    taught_groups = {one.group for one in profile.rollouts if (one.id, one.attempt) in trained}
+    reasons = ", ".join(f"{reason} {tokens}" for reason, tokens in profile.tokens.untaught.items())
+    learnable = ("trainer.order=learnable",)
+    legal = is_legal(config, learnable)
+    yield Help(
+        "groups that teach nothing",
+        f"{lost / sampled:.0%} of the sampled tokens are of groups that taught nothing ({reasons}): "
+        + ("sample the tasks that teach" if legal else "give the algorithm dynamic_sampling=true")
+        + ", or tasks that the policy solves sometimes",
+        learnable if legal else (),
+        lost / sampled * taught / profile.seconds,
+        TOKEN,
+        "counted: at most, if every group taught",
+        tuple(sorted({one.step for one in profile.rollouts if one.group not in taught_groups})[:3]),
+        tuple(one.id for one in profile.rollouts if one.group not in taught_groups)[:3],
+    )
+
+
+# simulated --------------------------------------------------------------------------------------------------------------
+SIMULATED = "simulated on the recorded groups"
+
+
+def _cheapest(values: Sequence[int], saves: Callable[[int], float]) -> tuple[int, float]:
+    """The smallest value that saves nearly as much as any."""
+    found = [(value, saves(value)) for value in values]
+    best = max((saved for _, saved in found), default=0.0)
+    return next(((value, saved) for value, saved in found if saved >= 0.9 * best), (0, 0.0))
+
+
+def _concurrency(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    now = config.runner.concurrency
+    most = what_if.rollouts_per_step * (1 + config.trainer.max_staleness)
+    values = sorted({value for value in (2 * now, 4 * now, 8 * now, most) if now < value <= most})
+    if not values:
+        return
+    more, saved = _cheapest(values, lambda value: what_if.saves(concurrency=value))
+    yield Help(
+        "too few agents at once",
+        f"{now} agents run at once, of {what_if.rollouts_per_step} rollouts a step: run more",
+        (f"runner.concurrency={more}",),
+        saved,
+        STEP,
+        SIMULATED + "; a policy server and machines under more load than was recorded are extrapolated",
+        _worst(profile, "rollout"),
+    )
+
+
+def _staleness(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    if config.trainer.max_staleness:
+        return
+    bound, saved = _cheapest((1, 2), lambda value: what_if.saves(max_staleness=value))
+    waiting = sorted(profile.activities, key=lambda one: one.start - one.end)
+    idle = profile.seconds - profile.waiting
+    yield Help(
+        "sampling and training in turns",
+        f"agents wait {idle / len(profile.steps):.2f} s of a step for the trainer, and {profile.places_idle:.0%} of the places "
+        "are empty while it waits for them: go on sampling while it trains. It then learns from older tokens",
+        (f"trainer.max_staleness={bound}",),
+        saved,
+        STEP,
+        SIMULATED,
+        _worst(profile, "rollout"),
+        tuple(one.rollout for one in waiting[:3]),
+    )
+
+
+def _queue(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    now = max_calls(profile.recorded)
+    if now is None or not profile.parts["queue"]:
+        return
+    most = max(config.runner.concurrency, now + 1)
+    yield Help(
+        "queue in vLLM",
+        f"vLLM runs {now} calls at once, and {config.runner.concurrency} agents call it: let it run more",
+        (_with_args([*_without(policy_args(profile.recorded)), MAX_CALLS, str(most)]),),
+        what_if.saves(max_calls=most),
+        STEP,
+        SIMULATED + "; calls in larger batches than were recorded are extrapolated",
+        _worst(profile, "rollout"),
+    )
+
+
+def _without(args: Sequence[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in args:
+        if skip:
+            skip = False
+        elif argument == MAX_CALLS:
+            skip = True
+        elif not argument.startswith(f"{MAX_CALLS}="):
+            kept.append(argument)
+    return kept
+
+
+def _with_args(args: Sequence[str]) -> str:
+    quoted = ", ".join('"' + argument.replace("\\", "\\\\").replace('"', '\\"') + '"' for argument in args)
+    return f"policy_server.args=[{quoted}]"
+
+
+def _tools(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    slowest = sorted(profile.activities, key=lambda one: -sum(one.tools.values()))
+    name, seconds = next(iter(profile.tools.items()), ("", 0.0))
+    which = f", the most of it in {name} ({seconds / len(profile.activities):.2f} s a rollout)" if name else ""
+    yield Help(
+        "slow tools",
+        f"steps wait {profile.parts['tools'] / len(profile.steps):.2f} s for tools{which}: make them faster, ask them less "
+        "often, or cache what they answer. No setting does that",
+        (),
+        what_if.saves(tools=0.0),
+        STEP,
+        SIMULATED + ": at most, if tools took no time",
+        _worst(profile, "rollout"),
+        tuple(one.rollout for one in slowest[:3]),
+    )
+
+
+def _agent_code(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    def own(one_of: int) -> float:
+        one = profile.activities[one_of]
+        return sum(interval.end - interval.begin for interval in one.intervals if interval.state == "agent_code")
+
+    slowest = sorted(range(len(profile.activities)), key=lambda at: -own(at))
+    yield Help(
+        "slow agent code",
+        f"steps wait {profile.parts['agent_code'] / len(profile.steps):.2f} s for the agent's own code, outside of calls and "
+        "tools: profile it (py-spy); what it does once for every rollout may be done once for a module "
+        "(runner.rollouts_per_process)",
+        (),
+        what_if.saves(code=0.0),
+        STEP,
+        SIMULATED + ": at most, if the agent's code took no time",
+        _worst(profile, "rollout"),
+        tuple(profile.activities[at].rollout for at in slowest[:3]),
+    )
+
+
+def _prefixes(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
+    off = "--no-enable-prefix-caching"
+    args = policy_args(profile.recorded)
+    if profile.tokens.cached is None or not profile.tokens.prompt:
+        return
+    found = profile.tokens.cached / profile.tokens.prompt
+    calls = [call for one in profile.activities for call in one.recorded.calls]
+    possible = 1 - sum(call.fresh for call in calls) / sum(call.prompt for call in calls)
+    if possible - found < 0.2:
+        return
+    yield Help(
+        "prompts computed again",
+        f"vLLM finds {found:.0%} of the prompts' tokens in its prefix cache, and {possible:.0%} were there before: "
+        + (
+            "switch it on"
+            if off in args
+            else "give it more room (policy_server.kv_cache_bytes, gpu_memory_utilization)"
+        ),
+        (_with_args([argument for argument in args if argument != off]),) if off in args else (),
+        what_if.saves(known=found),
+        STEP,
+        SIMULATED,
+        _worst(profile, "rollout"),
+    )

@@ -1,0 +1,266 @@
+"""Where a run's wall time and tokens went, read from its store.
+
+The invariant: the parts of the time add up to the wall time of the profiled steps, whatever was recorded of them; what
+nothing recorded explains is the part `idle`. While a step waits for rollouts, each moment is divided among the states of the
+rollouts that run then, in equal shares; so a part says what the step waited for, not what an agent did in sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning.errors import ConfigError, DataError
+from lightning.store.protocol import MetricPoint, Store
+from lightning.trainer.plan import TRAIN
+from lightning.trainer.training_data import all_rollouts
+from lightning.types import Fault, Rollout, Status, StepRecord
+from lightning_planner.planner import recorded_config
+from lightning_planner.recorded import Recorded, read_run
+
+from lightning_debug.activity import Activity, Interval, activities, share_out
+
+ROLLOUT_PARTS = ("queue", "prefill", "decode", "tools", "agent_code", "agent_start")
+"""What a step waits for while its rollouts run."""
+PHASES = {"train": "training", "update": "update", "checkpoint": "checkpoint", "eval": "evaluation", "start": "start"}
+"""The other parts, by the phase under which the trainer has measured each."""
+PARTS = (*ROLLOUT_PARTS, *PHASES.values(), "idle")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step: its wall seconds, from the end of the step before to its own, those of each phase that the trainer measured,
+    and when it waited for rollouts (Unix seconds)."""
+
+    step: int
+    wall: float
+    seconds: Mapping[str, float]
+    waited: tuple[float, float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Numbers of tokens. `prompt` is what calls sent, `cached` how many of them vLLM found in its prefix cache (None: it did
+    not say), `sampled` what it answered, `trained` what a step was trained on. `untaught` are sampled tokens of groups that
+    taught nothing, by reason; `failed` those of rollouts that failed."""
+
+    prompt: int = 0
+    cached: int | None = None
+    sampled: int = 0
+    trained: int = 0
+    untaught: Mapping[str, int] = field(default_factory=dict)
+    failed: int = 0
+
+    @property
+    def useful(self) -> float:
+        """The share of the sampled tokens that was trained."""
+        return self.trained / self.sampled if self.sampled else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A run's profiled steps. `parts` are seconds by name and add up to `seconds`. `server_idle` are the seconds of waiting for
+    rollouts in which no call was under way, and `places_idle` the share of `runner.concurrency` that ran no rollout then.
+    `tools` are seconds in all rollouts together, by tool's name. `notes` are what cannot be said, and why."""
+
+    run: str
+    steps: tuple[StepTimes, ...]
+    seconds: float
+    parts: Mapping[str, float]
+    tokens: Tokens
+    server_idle: float
+    places_idle: float
+    tools: Mapping[str, float]
+    notes: tuple[str, ...]
+    recorded: Recorded
+    activities: tuple[Activity, ...]
+    rollouts: tuple[Rollout, ...]
+    records: tuple[StepRecord, ...]
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of waiting for rollouts."""
+        return sum(step.waited[1] - step.waited[0] for step in self.steps)
+
+
+async def read_profile(store: Store, run: str, first: int | None = None, end: int | None = None) -> Profile:
+    """Profile the steps from `first` to before `end`; None for `first` is the second step if there is one, since processes
+    start in the first.
+
+    Raises `DataError` for a run without committed steps, without its calls or without recorded times, and `ConfigError` for
+    steps that it does not have.
+    """
+    recorded = await read_run(store, run)
+    records = await store.steps(run)
+    points = {point.step: point for point in await store.metrics(run)}
+    stored = await store.get_run(run)
+    start = len(records) > 1 if first is None else first
+    chosen = [record for record in records if start <= record.step and (end is None or record.step < end)]
+    if not chosen:
+        raise ConfigError(f"the run {run!r} has the steps 0 to {records[-1].step}: none of them is in --steps")
+    times = _times(chosen, points, 0.0 if stored is None else stored.created_at)
+    rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
+    took = _taken_by(records, rollouts, {time.step for time in times})
+    found = await activities(store, took, recorded)
+    parts, server_idle, places_idle = _parts(recorded, times, found)
+    tools: defaultdict[str, float] = defaultdict(float)
+    for activity in found:
+        for name, seconds in activity.tools.items():
+            tools[name] += seconds
+    return Profile(
+        run=run,
+        steps=tuple(times),
+        seconds=sum(time.wall for time in times),
+        parts=parts,
+        tokens=_tokens(took, records, times, found, _policy_fault(recorded)),
+        server_idle=server_idle,
+        places_idle=places_idle,
+        tools=dict(sorted(tools.items(), key=lambda one: -one[1])),
+        notes=tuple(_notes(recorded, times, found, parts, len(took))),
+        recorded=recorded,
+        activities=tuple(found),
+        rollouts=tuple(took),
+        records=tuple(records),
+    )
+
+
+def _times(records: Sequence[StepRecord], points: Mapping[int, MetricPoint], created: float) -> list[StepTimes]:
+    """The times of steps. Raises `DataError` where none has any."""
+    times = []
+    for record in records:
+        point = points.get(record.step)
+        if point is None or "seconds/rollout" not in point.values:
+            continue  # it ended between its commit and its metrics, or an old release wrote none
+        seconds = {name.partition("/")[2]: value for name, value in point.values.items() if name.startswith("seconds/")}
+        before = points.get(record.step - 1)
+        began = created if before is None else before.at
+        measured = sum(seconds.values())
+        wall = max(measured, point.at - began) if began else measured
+        ended = point.at - sum(seconds.get(name, 0.0) for name in ("train", "checkpoint", "update"))
+        waited = (ended - seconds["rollout"], ended)
+        times.append(StepTimes(record.step, wall, seconds, waited, point.values))
+    if not times:
+        raise DataError(
+            "the steps have no recorded times, so nothing can be said of where they went: an earlier release made "
+            "this run, or it was stopped before the end of its first step"
+        )
+    return times
+
+
+def _taken_by(records: Sequence[StepRecord], rollouts: Iterable[Rollout], steps: set[int]) -> list[Rollout]:
+    """The rollouts that these steps looked at."""
+    by_group = {group: record.step for record in records for group in record.groups}
+    return [rollout for rollout in rollouts if by_group.get(rollout.group, rollout.step) in steps]
+
+
+def _parts(
+    recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity]
+) -> tuple[dict[str, float], float, float]:
+    parts = dict.fromkeys(PARTS, 0.0)
+    intervals = [interval for activity in found for interval in activity.intervals]
+    if not recorded.schedule.max_staleness:
+        intervals += _starting(recorded, times, found)
+    windows = [time.waited for time in times]
+    shares, server_idle = share_out(intervals, windows)
+    for state, seconds in shares.items():
+        parts[state] += seconds
+    for time in times:
+        for phase, part in PHASES.items():
+            parts[part] += time.seconds.get(phase, 0.0)
+    parts["idle"] += sum(time.wall for time in times) - sum(parts.values())
+    if parts["idle"] < 0.0:  # clocks that disagree by less than a rounding
+        parts["idle"] = 0.0
+    waited = sum(end - begin for begin, end in windows)
+    ran = sum(
+        max(0.0, min(end, activity.end) - max(begin, activity.start)) for activity in found for begin, end in windows
+    )
+    places = recorded.schedule.concurrency * waited
+    return parts, server_idle, max(0.0, 1.0 - ran / places) if places else 0.0
+
+
+def _starting(recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity]) -> list[Interval]:
+    """When places of steps in turns were free although rollouts waited: their processes were starting."""
+    intervals = []
+    for time in times:
+        begin, end = time.waited
+        own = [one for one in found if begin - 1.0 <= one.start <= end]
+        starts, ends = sorted(one.start for one in own), sorted(one.end for one in own)
+        freed = [begin] * recorded.schedule.concurrency + ends
+        for free, start in zip(freed, starts, strict=False):
+            if start > free:
+                intervals.append(Interval("agent_start", free, start))
+    return intervals
+
+
+def _tokens(
+    took: Sequence[Rollout],
+    records: Sequence[StepRecord],
+    times: Sequence[StepTimes],
+    found: Sequence[Activity],
+    fault: float | None,
+) -> Tokens:
+    made = {activity.rollout: activity for activity in found}
+    trained = {key for record in records for key in record.rollouts}
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in took:
+        groups.setdefault(rollout.group, []).append(rollout)
+    untaught: Counter[str] = Counter()
+    for members in groups.values():
+        if not any((rollout.id, rollout.attempt) in trained for rollout in members):
+            sampled = sum(made[rollout.id].response for rollout in members if rollout.id in made)
+            untaught[why_untaught(members, fault)] += sampled
+    shares = [(time.step, time.metrics.get("prefix_hit_share")) for time in times]
+    prompt = sum(activity.prompt for activity in found)
+    known = [share for _, share in shares if share is not None]
+    return Tokens(
+        prompt=prompt,
+        cached=round(prompt * sum(known) / len(known)) if known else None,
+        sampled=sum(activity.response for activity in found),
+        trained=sum(made[one.id].trainable for one in took if (one.id, one.attempt) in trained and one.id in made),
+        untaught=dict(untaught.most_common()),
+        failed=sum(made[one.id].response for one in took if one.status is Status.FAILED and one.id in made),
+    )
+
+
+def why_untaught(members: Sequence[Rollout], fault: float | None) -> str:
+    """Why a group taught nothing, by the names of the metrics `skipped/...`; `other` where rewards do not tell. `fault` is the
+    reward of a rollout that failed by the policy's own fault, None where it has none."""
+    given = [fault if rollout.fault is Fault.POLICY else rollout.reward for rollout in members]
+    rewards = {reward for reward in given if reward is not None}
+    if not rewards:
+        return "too_few_succeeded"
+    return "all_rewards_equal" if len(rewards) == 1 else "other"
+
+
+def _policy_fault(recorded: Recorded) -> float | None:
+    value = recorded_config(recorded).trainer.policy_fault
+    return float(value) if isinstance(value, int | float) else 0.0 if value == "mask" else None
+
+
+def _notes(
+    recorded: Recorded, times: Sequence[StepTimes], found: Sequence[Activity], parts: Mapping[str, float], took: int
+) -> list[str]:
+    notes = []
+    waited = sum(time.waited[1] - time.waited[0] for time in times)
+    if sum(parts[name] for name in ROLLOUT_PARTS) < waited / 10 and not recorded.schedule.max_staleness:
+        notes.append(
+            "hardly any call lies within the waiting for rollouts: the clocks of the store and of the gateway disagree, or "
+            "these steps were resumed. Most of the waiting counts as idle"
+        )
+    if recorded.schedule.max_staleness:
+        notes.append(
+            "rollouts continue while the engine trains (trainer.max_staleness): the parts are what the trainer waited for, and "
+            "agents worked beside its training as well"
+        )
+    without = took - len(found)
+    if without:
+        notes.append(
+            f"{without} of {took} rollouts have no answered call in the store: how long they ran is in no part of the waiting"
+        )
+    if not any(activity.tools for activity in found) and any(activity.asked for activity in found):
+        notes.append("no tool reported when it ended: all that followed a tool call counts as the tool's time")
+    if not all("prefix_hit_share" in time.metrics for time in times):
+        notes.append("vLLM did not say how many tokens of prompts it found in its prefix cache")
+    return notes
