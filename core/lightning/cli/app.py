@@ -64,7 +64,7 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         ),
     }
 )
-FROM_PLUGINS = MappingProxyType({"plan": "planner", "replay": "debug", "reward": "debug"})
+FROM_PLUGINS = MappingProxyType({"plan": "planner", "replay": "debug", "reward": "debug", "eval": "debug"})
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 
 

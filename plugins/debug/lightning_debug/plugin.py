@@ -1,4 +1,4 @@
-"""`lightning replay` and `lightning reward`, as a plugin."""
+"""`lightning replay`, `reward`, `eval` and `ab`, as a plugin."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from lightning.hooks import hookimpl
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`replay` and `reward`."""
+    """`replay`, `reward` and `eval`."""
     register("replay", replay_command)
     register("reward", reward_command)
+    register("eval", eval_command)
 
 
 def replay_command() -> Callable[..., None]:
@@ -26,3 +27,10 @@ def reward_command() -> Callable[..., None]:
     from lightning_debug.reward_command import reward
 
     return reward
+
+
+def eval_command() -> Callable[..., None]:
+    """Measure how good a model is at tasks: avg@k and pass@k."""
+    from lightning_debug.eval_command import evaluate
+
+    return evaluate
