@@ -64,7 +64,9 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         ),
     }
 )
-FROM_PLUGINS = MappingProxyType({"plan": "planner", "replay": "debug", "reward": "debug", "eval": "debug"})
+FROM_PLUGINS = MappingProxyType(
+    {"plan": "planner", "replay": "debug", "reward": "debug", "eval": "debug", "ab": "debug"}
+)
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 
 

@@ -56,12 +56,14 @@ MOST_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is evaluated as one run: a model, with settings, and a prompt (component and text) where that is given."""
+    """What is evaluated as one run: a model, with settings, and a prompt (component and text) where that is given. `label` is
+    what people call it."""
 
     run: str
     model: EvaluatedModel
     config: Config
     prompt: tuple[str, str] | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

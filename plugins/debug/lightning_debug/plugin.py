@@ -9,10 +9,11 @@ from lightning.hooks import hookimpl
 
 @hookimpl
 def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]], None]) -> None:
-    """`replay`, `reward` and `eval`."""
+    """`replay`, `reward`, `eval` and `ab`."""
     register("replay", replay_command)
     register("reward", reward_command)
     register("eval", eval_command)
+    register("ab", ab_command)
 
 
 def replay_command() -> Callable[..., None]:
@@ -34,3 +35,10 @@ def eval_command() -> Callable[..., None]:
     from lightning_debug.eval_command import evaluate
 
     return evaluate
+
+
+def ab_command() -> Callable[..., None]:
+    """Compare two prompts, models or temperatures until one is better beyond doubt."""
+    from lightning_debug.ab_command import ab
+
+    return ab
