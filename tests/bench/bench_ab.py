@@ -39,6 +39,8 @@ RATES = {"Guess: ": 0.5, "Think, then say: ": 0.8}
 SMALLEST = 0.15
 """The difference that a test would be planned for: the smallest that is worth to know. The true one is twice as large."""
 POWERS = (0.8, 0.9, 0.95, 0.99)
+SEQUENCES = 2000
+"""Simulated, to know the power of the sequential test."""
 
 writer = lightning.component("writer", prompt="{question}")
 
@@ -125,17 +127,16 @@ async def once(seed: int, pairs: int, folder: Path) -> tuple[int, str]:
     return found.rollouts, found.better
 
 
-def false_alarms(sequences: int, pairs: int) -> float:
-    """How often it alarms within so many pairs without a difference, looked at after every four."""
-    rng, alarms = np.random.default_rng(0), 0
+def decided(sequences: int, pairs: int, base: float, other: float) -> float:
+    """How often the test decides within so many pairs for two success rates, looked at after every four."""
+    rng, found = np.random.default_rng(0), 0
     with patch("lightning_debug.statistics.CANDIDATES", 3):
         for _ in range(sequences):
             test = SequentialTest(-1.0, 1.0)
             while test.count < pairs and not test.decided:
-                one, other = rng.random((2, 4)) < 0.65
-                test.add((one.astype(float) - other).tolist())
-            alarms += test.decided != 0
-    return alarms / sequences
+                test.add(((rng.random(4) < other).astype(float) - (rng.random(4) < base)).tolist())
+            found += test.decided != 0
+    return found / sequences
 
 
 def main() -> None:
@@ -153,8 +154,10 @@ def main() -> None:
             rollouts, better = asyncio.run(once(seed, planned, Path(folder)))
         used.append(rollouts)
         won.append(better)
-    mean, alarms = statistics.mean(used), false_alarms(400, planned)
-    sizes = {f"{power:.0%}": 2 * fixed_size(high - low, power, low) for power in POWERS}
+    mean, alarms = statistics.mean(used), decided(400, planned, (low + high) / 2, (low + high) / 2)
+    # Of the power only so much is sure: with none missed of n, it is at least 1 - 3/n with a confidence of 95 %.
+    power = min(decided(SEQUENCES, planned, low, high), 1 - 3 / SEQUENCES)
+    sizes = {f"{power:.4g}": 2 * fixed_size(high - low, power, low) for power in (*POWERS, power)}
     table = {
         "rates": [low, high],
         "repetitions": given.repetitions,
@@ -163,7 +166,8 @@ def main() -> None:
         "planned": 2 * planned,
         "ratio_to_planned": mean / (2 * planned),
         "fixed_size_for_the_true_difference": sizes,
-        "ratio_by_power": {power: mean / size for power, size in sizes.items()},
+        "ratio_by_power": {name: mean / size for name, size in sizes.items()},
+        "power": power,
         "false_alarms": alarms,
     }
     say = sys.stdout.write
@@ -173,8 +177,9 @@ def main() -> None:
     say(
         f"{mean / (2 * planned):.2f} of the {2 * planned} of a test planned for a difference of {SMALLEST} (power 90 %)\n"
     )
-    for power, size in sizes.items():
-        say(f"{mean / size:.2f} of the {size} of a test planned for the true difference with a power of {power}\n")
+    for name, size in sizes.items():
+        say(f"{mean / size:.2f} of the {size} of a test planned for the true difference with a power of {name}\n")
+    say(f"of {SEQUENCES} simulated sequences it decides so many: {power:.4g} (at least, the last of those powers)\n")
     say(f"false alarms without a difference: {alarms:.1%} of 400 simulated sequences of {planned} pairs\n")
     if given.json:
         given.json.write_text(json.dumps(table, indent=2) + "\n")

@@ -31,7 +31,7 @@ def test_an_interval_is_within_the_bounds_has_a_width_and_holds_the_mean(rewards
 
 
 @pytest.mark.parametrize(("mean", "concentration"), [(0.1, 3.0), (0.5, 1e6), (0.5, 1.0), (0.9, 3.0)])
-@pytest.mark.parametrize(("tasks", "n", "graded"), [(12, 1, False), (30, 4, False), (30, 4, True), (80, 8, False)])
+@pytest.mark.parametrize(("tasks", "n", "graded"), [(12, 1, False), (30, 4, False), (30, 4, True)])
 def test_intervals_cover_where_rollouts_of_a_task_are_alike(
     mean: float, concentration: float, tasks: int, n: int, graded: bool
 ) -> None:
@@ -88,7 +88,7 @@ def test_false_alarms_are_at_most_five_in_a_hundred_under_a_look_at_every_batch(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statistics, "CANDIDATES", 3)
-    rng, alarms, count = np.random.default_rng(11), 0, 150
+    rng, alarms, count = np.random.default_rng(11), 0, 120
 
     def rewards(size: int) -> np.ndarray:
         if kind == "graded":
@@ -99,7 +99,7 @@ def test_false_alarms_are_at_most_five_in_a_hundred_under_a_look_at_every_batch(
 
     for _ in range(count):
         test = SequentialTest(-1.0, 1.0)
-        while test.count < 100 and not test.decided:
+        while test.count < 80 and not test.decided:
             test.add((rewards(4) - rewards(4)).tolist())
         alarms += test.decided != 0
     assert alarms / count <= 0.05
