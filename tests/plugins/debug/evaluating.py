@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -53,10 +54,17 @@ class ScriptedVLLM:
     def __init__(self) -> None:
         self.models: list[Path] = []
         self.bodies: list[Mapping[str, Any]] = []
+        self.servers: list[_Server] = []
+        self.restarts = 0
         self.answer: Callable[[Mapping[str, Any], Path], Reply | str] = lambda body, model: "yes"
 
     def make(self, model: Path, *_: Any, **__: Any) -> _Server:
-        return _Server(self, model)
+        self.servers.append(_Server(self, model))
+        return self.servers[-1]
+
+    def die(self) -> None:
+        """The server that was made last dies; it is started again at another address."""
+        self.servers[-1].died.set()
 
 
 class _Server:
@@ -66,6 +74,7 @@ class _Server:
     def __init__(self, scripted: ScriptedVLLM, model: Path) -> None:
         self._scripted, self._model = scripted, model
         self.fake = FakeVLLM(script=self._script)
+        self.died = asyncio.Event()
 
     def _script(self, body: Mapping[str, Any]) -> Reply:
         self._scripted.bodies.append(body)
@@ -90,9 +99,14 @@ class _Server:
         return Usage()
 
     async def wait_died(self) -> None:
-        import asyncio
+        await self.died.wait()
 
-        await asyncio.Event().wait()
+    async def restart(self, weights: Path | None, version: int) -> None:
+        self.died.clear()
+        self._scripted.restarts += 1
+        await self.fake.close()
+        self.fake = FakeVLLM(script=self._script)
+        await self.fake.start()
 
     async def close(self) -> None:
         await self.fake.close()

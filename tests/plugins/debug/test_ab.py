@@ -139,6 +139,21 @@ def test_temperatures_are_compared_on_one_vllm(vllm: ScriptedVLLM, capsys: Any) 
     assert len(vllm.models) == 1
 
 
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_vllm_that_dies_and_comes_back_elsewhere_serves_both_on(vllm: ScriptedVLLM, capsys: Any, at: int) -> None:
+    """It dies while A runs, or while B does, whose gateway does not look after it."""
+
+    def answer(body: Mapping[str, Any], model: Path) -> str:
+        if len(vllm.bodies) == at:
+            vllm.die()
+        return by_prompt(body, model)
+
+    vllm.answer = answer
+    code, found = compared(capsys, *PROMPTS, "--batch", "4", "--set", "runner.concurrency=1")
+    assert (code, vllm.restarts, len(vllm.models)) == (0, 1, 1)
+    assert found["comparison"]["lost_pairs"] <= 1
+
+
 def test_a_prompt_that_breaks_the_agent_loses_and_what_the_infrastructure_lost_is_no_difference(
     vllm: ScriptedVLLM, capsys: Any
 ) -> None:
