@@ -6,6 +6,7 @@ goes on where it was, and two runs of the same tasks give the same seeds to the 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from lightning.asyncio_utils import cancel
 from lightning.config import Config
 from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
@@ -52,6 +54,8 @@ FIXED: Final = (
 )
 """What an evaluation that goes on may not change: its rollouts would be of two kinds."""
 MOST_REASONS: Final = 5
+LOOK_SECONDS: Final = 0.5
+"""How often it is looked whether vLLM has been restarted at another address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,11 @@ class Evaluator:
         if any(rollout.id not in ended for rollout in wanted):
             stack = await self._stack(variant)
             self.reporter.phase(variant.run, len(wanted))
-            await stack.execute(wanted, self.reporter.rollout)
+            following = asyncio.create_task(self._follow(variant.run))
+            try:
+                await stack.execute(wanted, self.reporter.rollout)
+            finally:
+                await cancel(following)
             known = await recorded()
         by_id = {rollout.id: rollout for rollout in known}
         return [by_id[rollout.id] for rollout in wanted]
@@ -200,12 +208,21 @@ class Evaluator:
         if variant.run not in self._stacks:
             stack = await self._opened(variant)
             self._stacks[variant.run] = stack, stack.upstreams()[0]
-        stack, before = self._stacks[variant.run]
+        self._moved(variant.run)
+        return self._stacks[variant.run][0]
+
+    async def _follow(self, run: str) -> None:
+        while True:
+            self._moved(run)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _moved(self, run: str) -> None:
+        """vLLM may have been restarted elsewhere: tell the gateway of a variant that only shares it."""
+        stack, before = self._stacks[run]
         (now,) = stack.upstreams()
-        if now != before and stack is not self._supervised:  # vLLM was restarted while the other variant ran
+        if now != before and stack is not self._supervised:
             stack.gateway.replace_upstream(before, now)
-        self._stacks[variant.run] = stack, now
-        return stack
+        self._stacks[run] = stack, now
 
     @property
     def _supervised(self) -> Stack | None:
