@@ -64,7 +64,9 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
         ),
     }
 )
-FROM_PLUGINS = MappingProxyType({"plan": "planner", "replay": "debug", "reward": "debug", "advise": "debug", "profile": "debug"})
+FROM_PLUGINS = MappingProxyType(
+    {"plan": "planner"} | dict.fromkeys(("replay", "reward", "advise", "profile", "eval", "ab"), "debug")
+)
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 
 

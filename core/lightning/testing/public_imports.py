@@ -116,6 +116,12 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.trainer.context",
             "lightning.trainer.replay",
         ),
+        "an evaluation": (
+            "lightning.trainer.agents",
+            "lightning.trainer.model",
+            "lightning.trainer.prompts",
+            "lightning.trainer.runs",
+        ),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
             "lightning.trainer.pacing",

@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from lightning.config import RunnerConfig
+from lightning.config import Config, RunnerConfig
 from lightning.plugins import plugins
 from lightning.runner.lease_loop import Source, work
 from lightning.runner.protocol import Runner
 from lightning.store.protocol import Store
+from lightning.store.url import parse
 from lightning.trainer.training_data import all_rollouts
 from lightning.types import LLM, Lease, Rollout, Status
 
@@ -30,6 +32,19 @@ ROOM_SECONDS = 0.25
 """How often to see whether clients have taken what waits, while more groups may begin."""
 SILENCE_SECONDS = 30.0
 """How long rollouts wait for a client until that is said, and then again and again."""
+
+
+def hidden_from_agents(config: Config, out: Path, url: str) -> Config:
+    """The settings, where agents in a sandbox see neither the run's folder nor that of its SQLite store."""
+    runner = config.runner
+    if runner.sandbox == "none":
+        return config
+    secret = [out.resolve()]
+    where = parse(url)
+    if where.scheme == "sqlite":
+        secret.append(Path(where.path).resolve().parent)
+    hidden = tuple(dict.fromkeys((*runner.sandbox_hidden, *map(str, secret))))
+    return config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
 
 
 class Agents:

@@ -32,6 +32,7 @@ from lightning.store.resource_ref import DATABASE, run_id_of
 from lightning.store.url import parse, redacted, sqlite_url
 from lightning.tracking.alerts import read_alerts
 from lightning.tracking.trackers import Trackers
+from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.algorithm import AlgorithmSchedule, resolve_schedule
 from lightning.trainer.beginning import Beginning
 from lightning.trainer.checkpoints import Checkpoints, check_disk, keep_weights
@@ -276,22 +277,10 @@ class Trainer:
         def nobody(task: object, llm: object) -> float:
             raise DataError("there is no agent in this process")
 
-        runner = self._make_runner(agent or nobody, self._for_runner())
+        runner = self._make_runner(agent or nobody, hidden_from_agents(self.config, self.out, self._url()))
         if agent is None and runner.concurrency:
             raise ConfigError("there is no agent: give one, or runner='remote' and start `lightning runner` elsewhere")
         return runner
-
-    def _for_runner(self) -> Config:
-        """The settings, where agents in a sandbox see neither this run's folder nor that of its SQLite store."""
-        runner = self.config.runner
-        if runner.sandbox == "none":
-            return self.config
-        secret = [self.out.resolve()]
-        where = parse(self._url())
-        if where.scheme == "sqlite":
-            secret.append(Path(where.path).resolve().parent)
-        hidden = tuple(dict.fromkeys((*runner.sandbox_hidden, *map(str, secret))))
-        return self.config.model_copy(update={"runner": runner.model_copy(update={"sandbox_hidden": hidden})})
 
     def _open_engine(self, engine: Engine, *, critic: bool) -> str:
         """Open it, and return the digest of the model's folder, which is read while the policy server starts."""

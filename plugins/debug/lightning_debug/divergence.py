@@ -76,6 +76,14 @@ def diverged(
     return Divergence(caller, path, nearest, place, *_around(_text(before), _text(now)), cause)
 
 
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Where two requests differ first, in the order in which a model reads them, and what stands there in each; None where they
+    are equal."""
+    for place, before, now in _differences(one, other, ""):
+        return place, *_around(_text(before), _text(now))
+    return None
+
+
 def _alike(sent: Counter[tuple[str, bytes]], other: Any) -> float:
     """How much two requests share, from 0 to 1, of their values at the same places."""
     known = Counter(_leaves(other))

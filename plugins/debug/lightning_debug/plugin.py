@@ -1,4 +1,4 @@
-"""The commands that look into recorded runs, and the credit `judge`, as a plugin."""
+"""The commands that look into recorded runs or measure a policy, and the credit `judge`, as a plugin."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
     register("reward", reward_command)
     register("advise", advise_command)
     register("profile", profile_command)
+    register("eval", eval_command)
+    register("ab", ab_command)
 
 
 @hookimpl
@@ -54,3 +56,17 @@ def profile_command() -> Callable[..., None]:
     from lightning_debug.profile_command import profile
 
     return profile
+
+
+def eval_command() -> Callable[..., None]:
+    """Measure how good a model is at tasks: avg@k and pass@k."""
+    from lightning_debug.eval_command import evaluate
+
+    return evaluate
+
+
+def ab_command() -> Callable[..., None]:
+    """Compare two prompts, models or temperatures until one is better beyond doubt."""
+    from lightning_debug.ab_command import ab
+
+    return ab

@@ -1,0 +1,363 @@
+"""An agent on tasks against given models, without training: what `lightning eval` and `lightning ab` run.
+
+The invariant: each model's rollouts are a run of their own in a store, with ids that follow from the tasks; so a stopped one
+goes on where it was, and two runs of the same tasks give the same seeds to the same places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from lightning.asyncio_utils import cancel
+from lightning.config import Config
+from lightning.errors import ConfigError, RunnerError
+from lightning.plugins import plugins
+from lightning.runner.protocol import Agent, Runner
+from lightning.server.projects import of_project
+from lightning.store.epochs import mark_over
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import DATABASE
+from lightning.store.url import sqlite_url
+from lightning.trainer.agents import hidden_from_agents
+from lightning.trainer.model import with_dtypes
+from lightning.trainer.plan import VAL, generation, train_rollouts
+from lightning.trainer.prompts import resolve_prompts
+from lightning.trainer.reasons import grouped
+from lightning.trainer.runs import claim_folder, differences
+from lightning.trainer.stack import Stack, open_gateway, open_stack
+from lightning.trainer.summary import Reporter
+from lightning.trainer.training_data import all_rollouts
+from lightning.types import Fault, Json, Resource, Rollout, Run, Status, Task
+
+from lightning_debug.policies import EvaluatedModel
+from lightning_debug.statistics import Estimate, avg_at_k, ks_of, pass_at_k
+
+FIXED: Final = (
+    "agent",
+    "evaluates",
+    "gateway.override_sampling",
+    "prompt",
+    "runner.prompts",
+    "samples",
+    "seed",
+    "tasks",
+    "trainer.eval_temperature",
+)
+"""What an evaluation that goes on may not change: its rollouts would be of two kinds."""
+MOST_REASONS: Final = 5
+LOOK_SECONDS: Final = 0.5
+"""How often it is looked whether vLLM has been restarted at another address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is evaluated as one run: a model, with settings, and a prompt (component and text) where that is given. `label` is
+    what people call it."""
+
+    run: str
+    model: EvaluatedModel
+    config: Config
+    prompt: tuple[str, str] | None = None
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is the same for all variants. `agent_name` is how the agent was named, `n` the rollouts of each task."""
+
+    agent: Agent
+    agent_name: str
+    tasks: Sequence[Task]
+    n: int
+    runner: str
+    folder: Path
+    resume: bool = False
+
+
+class Evaluator:
+    """Runs variants in the folder's store; use it with `async with`. One model is served at a time, from its first rollout on.
+
+    Raises `ConfigError` for a folder that holds something else, for other settings than what it resumes had, and for a runner
+    that runs no agents here.
+    """
+
+    def __init__(self, setup: Setup, variants: Sequence[Variant], reporter: Reporter) -> None:
+        self.setup, self.variants, self.reporter = setup, variants, reporter
+        self._resources, self._serving = AsyncExitStack(), AsyncExitStack()
+        self._stacks: dict[str, tuple[Stack, Any]] = {}  # with where its gateway thinks that vLLM is
+        self._runs: dict[str, Run] = {}
+        self._store: Store | None = None
+        self._served: Path | None = None
+        if variants[0].config.policy_server.attach:
+            raise ConfigError(
+                "policy_server.attach: an evaluation starts a vLLM of its own with the weights that are named; leave it out"
+            )
+
+    @property
+    def store(self) -> Store:
+        """The open store, as the runs' project sees it."""
+        if self._store is None:
+            raise RuntimeError("an Evaluator is used with `async with`")
+        return of_project(self._store, self.variants[0].config.trainer.project)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._resources.enter_context(claim_folder(self.setup.folder))
+            self._store = plugins().store(self._url)
+            await self._store.open()
+            self._resources.push_async_callback(self._store.close)
+            known = {run.id: run for run in await self._store.list_runs()}
+            for variant in self.variants:
+                self._runs[variant.run] = self._run_of(variant, known)
+        except BaseException:
+            await self._resources.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._serving.aclose()
+        finally:
+            await self._resources.aclose()
+
+    @property
+    def _url(self) -> str:
+        return sqlite_url((self.setup.folder / DATABASE).resolve())
+
+    def _run_of(self, variant: Variant, known: Mapping[str, Run]) -> Run:
+        described = self._described(variant)
+        if variant.run not in known:
+            if known and not {each.run for each in self.variants} & known.keys():
+                raise ConfigError(f"{self.setup.folder} holds the run {', '.join(known)}: give another --out")
+            return Run(variant.run, variant.run, described, time.time(), variant.config.trainer.project)
+        if not self.setup.resume:
+            raise ConfigError(
+                f"{self.setup.folder} holds this evaluation already: give --resume to go on with it, or another --out"
+            )
+        changed = differences(known[variant.run].config, described)
+        if other := [name for name in changed if any(name == each or name.startswith(f"{each}.") for each in FIXED)]:
+            raise ConfigError(
+                f"{variant.run} was begun with another {', '.join(other)}: resume it with the same, or give another --out"
+            )
+        return known[variant.run]
+
+    def _described(self, variant: Variant) -> dict[str, Json]:
+        return {
+            "model": str(variant.model.folder),
+            "evaluates": variant.model.name,
+            "agent": self.setup.agent_name,
+            "samples": self.setup.n,
+            "seed": variant.config.trainer.seed,
+            "prompt": list(variant.prompt) if variant.prompt else None,
+            "config": variant.config.model_dump(mode="json"),
+            "tasks": {"train": [], "val": [task.id for task in self.setup.tasks]},
+        }
+
+    async def run(self, variant: Variant, first: int, count: int) -> list[Rollout]:
+        """The ended rollouts of `count` tasks from position `first` on, task by task; those that have not ended yet are run."""
+        tasks = self.setup.tasks[first : first + count]
+        store, attempts = self.store, variant.config.runner.max_attempts
+
+        async def recorded() -> list[Rollout]:
+            every = await all_rollouts(store, variant.run, split=VAL, step=0)
+            return [each for each in every if first <= int(each.group.rpartition("/")[2]) < first + count]
+
+        def planned(number: int) -> list[Rollout]:
+            made = train_rollouts(variant.run, 0, tasks, self.setup.n, attempts, generation=number, first=first)
+            return [replace(rollout, split=VAL) for rollout in made]
+
+        known = await recorded()
+        wanted = planned(generation(known, planned(0)))
+        ended = {rollout.id for rollout in known if rollout.status.ended}
+        if any(rollout.id not in ended for rollout in wanted):
+            stack = await self._stack(variant)
+            self.reporter.phase(variant.run, len(wanted))
+            following = asyncio.create_task(self._follow(variant.run))
+            try:
+                await stack.execute(wanted, self.reporter.rollout)
+            finally:
+                await cancel(following)
+            known = await recorded()
+        by_id = {rollout.id: rollout for rollout in known}
+        return [by_id[rollout.id] for rollout in wanted]
+
+    async def close_runs(self) -> None:
+        """Say that the runs have come to their end."""
+        for run in self._runs:
+            if await self.store.get_run(run) is not None:
+                await mark_over(self.store, run, True)
+
+    async def _stack(self, variant: Variant) -> Stack:
+        """What serves the variant, opened if need be; a server of another model is stopped first."""
+        if self._served not in (None, variant.model.folder):
+            self._stacks.clear()
+            await self._serving.aclose()
+            self._serving = AsyncExitStack()
+        self._served = variant.model.folder
+        if variant.run not in self._stacks:
+            stack = await self._opened(variant)
+            self._stacks[variant.run] = stack, stack.upstreams()[0]
+        self._moved(variant.run)
+        return self._stacks[variant.run][0]
+
+    async def _follow(self, run: str) -> None:
+        while True:
+            self._moved(run)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _moved(self, run: str) -> None:
+        """vLLM may have been restarted elsewhere: tell the gateway of a variant that only shares it."""
+        stack, before = self._stacks[run]
+        (now,) = stack.upstreams()
+        if now != before and stack is not self._supervised:
+            stack.gateway.replace_upstream(before, now)
+        self._stacks[run] = stack, now
+
+    @property
+    def _supervised(self) -> Stack | None:
+        """The stack that looks after vLLM, whose gateway follows a restart by itself."""
+        return next((stack for stack, _ in self._stacks.values()), None)
+
+    async def _opened(self, variant: Variant) -> Stack:
+        store, config = self._store, with_dtypes(variant.config, variant.model.folder, "torch")
+        if store is None:
+            raise RuntimeError("an Evaluator is used with `async with`")
+        run = await store.put_run(self._runs[variant.run])
+        await mark_over(store, run.id, False)
+        prompts = await resolve_prompts(self.store, run.id, config.runner.prompts, project=run.project)
+        if variant.prompt:
+            component, text = variant.prompt
+            prompts.bind(component, await self.store.put_resource(Resource(component, text)))
+        await prompts.keep(self.store, run.id)
+        folder = self.setup.folder
+        if first := self._supervised:
+            gateway = await open_gateway(self._serving, store, first.policy, config, run.id)
+            stack = Stack(
+                run, config, folder, self.store, first.policy, gateway, first.runner, first.weights_folder, prompts
+            )
+        else:
+            self.reporter.phase(f"starting the policy server with {variant.model.name}")
+            stack = await open_stack(
+                self._serving,
+                run=run,
+                config=config,
+                folder=folder,
+                model=variant.model.folder,
+                store=store,
+                runner=self._runner(config),
+                prompts=prompts,
+                restores=False,
+            )
+        await stack.tell_how_to_call()
+        return stack
+
+    def _runner(self, config: Config) -> Runner:
+        settings = hidden_from_agents(config, self.setup.folder, self._url)
+        runner = plugins().runner(self.setup.runner)(self.setup.agent, settings)
+        if runner.concurrency == 0:
+            raise ConfigError(
+                f"runner {self.setup.runner!r} runs no agents here, and an evaluation needs that: use process or inline"
+            )
+        return runner
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure of an evaluation: over the rollouts that have a reward, and with those that failed as 0."""
+
+    name: str
+    scored: Estimate | None
+    with_failures: Estimate | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """What an evaluation has shown. `faults` counts the rollouts without a reward by whose fault that was, `reasons` by why."""
+
+    run: str
+    model: str
+    tasks: int
+    n: int
+    rollouts: int
+    scored: int
+    success: float
+    measures: tuple[Measure, ...]
+    faults: Mapping[str, int]
+    reasons: tuple[tuple[int, str], ...]
+    warnings: tuple[str, ...] = field(default=())
+
+
+def failures(rollouts: Sequence[Rollout]) -> tuple[tuple[int, str], ...]:
+    """Why rollouts failed, and how many for each reason."""
+    return tuple(
+        (count, str(why)) for count, why in grouped(each.error for each in rollouts if each.status is Status.FAILED)
+    )
+
+
+def check_any_scored(run: str, rollouts: Sequence[Rollout]) -> None:
+    """Raise `RunnerError` where no rollout says anything of the policy: all have failed, and not all by its fault."""
+    if any(each.reward is not None or each.fault is Fault.POLICY for each in rollouts):
+        return
+    said = "; ".join(f"{count} x {why}" for count, why in failures(rollouts)[:MOST_REASONS])
+    raise RunnerError(f"{run}: all {len(rollouts)} rollouts failed, so that there is nothing to measure: {said}")
+
+
+def report_of(
+    variant: Variant, rollouts: Sequence[Rollout], n: int, success: float, bounds: tuple[float, float]
+) -> EvalReport:
+    """Sum up an evaluation. A rollout succeeds with a reward of at least `success`. Raises `RunnerError` where none can be."""
+    check_any_scored(variant.run, rollouts)
+    groups: dict[str, list[float | None]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout.reward)
+    scored = [[reward for reward in task if reward is not None] for task in groups.values()]
+    counted = [[0.0 if reward is None else reward for reward in task] for task in groups.values()]
+
+    def passed(tasks: Sequence[Sequence[float | None]]) -> list[tuple[int, int]]:
+        return [(sum(each is not None and each >= success for each in task), len(task)) for task in tasks]
+
+    measures = [Measure(f"avg@{n}", avg_at_k(scored, bounds), avg_at_k(counted, bounds))]
+    alone, together = passed(scored), passed(list(groups.values()))
+    measures += [Measure(f"pass@{k}", pass_at_k(alone, k), pass_at_k(together, k)) for k in ks_of(n)]
+    given = [reward for task in scored for reward in task]
+    faults = Counter(str(rollout.fault or "unknown") for rollout in rollouts if rollout.reward is None)
+    return EvalReport(
+        variant.run,
+        variant.model.name,
+        len(groups),
+        n,
+        len(rollouts),
+        len(given),
+        success,
+        tuple(measures),
+        dict(sorted(faults.items())),
+        failures(rollouts),
+        tuple(_warnings(variant.config, given, n, success, bounds)),
+    )
+
+
+def _warnings(config: Config, given: Sequence[float], n: int, success: float, bounds: tuple[float, float]) -> list[str]:
+    found = []
+    if given and (min(given) < bounds[0] or max(given) > bounds[1]):
+        found.append(
+            f"rewards lie from {min(given):g} to {max(given):g}, outside the bounds {bounds[0]:g} to {bounds[1]:g}, so that "
+            f"avg@{n} has no interval: say what rewards can be (--bounds LOW,HIGH; with --resume nothing runs again)"
+        )
+    if given and max(given) < success and not math.isclose(max(given), 0.0):
+        found.append(
+            f"no reward reaches {success:g}, the highest is {max(given):g}: say from which on a rollout succeeds (--success)"
+        )
+    if n > 1 and config.trainer.eval_temperature == 0.0:
+        found.append("at temperature 0 the rollouts of a task are mostly alike, so that pass@k says little")
+    return found

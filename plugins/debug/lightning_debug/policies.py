@@ -1,0 +1,128 @@
+"""What `lightning eval` and `lightning ab` may be pointed at: a model, a run's step, a version of a run's weights.
+
+The invariant: the weights are those that were named, or an error says what there is instead: a step is taken from its
+checkpoint or made again from the store, and a resource's files are compared with its digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.cli.locate import with_store
+from lightning.cli.runs import answers
+from lightning.config import Config
+from lightning.errors import AuditError, ConfigError, StoreError
+from lightning.plugins import plugins
+from lightning.store.epochs import is_over, read_epochs
+from lightning.store.protocol import Store
+from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference, run_id_of, store_in
+from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, weights_content
+from lightning.trainer.model import resolve_model
+from lightning.trainer.replay import Rewinder
+from lightning.types import Resource, ResourceKind, Run
+
+from lightning_debug.retrain import MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """The folder of a model, and what it is called: what was asked for, with its step or version where that was left out."""
+
+    name: str
+    folder: Path
+
+
+def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
+    """The model that `what` names: a folder or a hub's name, RUN or RUN@STEP, or [PLACE#]policy/weights@ALIAS.
+
+    Weights that have to be made again are written below `into`, once. `runs` is where names are looked for.
+    Raises `ConfigError` or `StoreError`, naming what there is, for what is not there.
+    """
+    if "#" in what:
+        reference = parse_reference(what)
+        return _of_resource(existing_store(reference.place), reference)
+    name, at, which = what.rpartition("@")
+    run = name if at else what
+    tried = [Path(run), runs / run]
+    if folder := next((each for each in tried if store_in(each)), None):
+        if at and not which.isdecimal():
+            raise ConfigError(
+                f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
+            )
+        url, step = store_in(folder), int(which) if at else None
+        return asyncio.run(with_store(url, lambda store: _of_run(store, folder, step, into, config)))
+    if not at and what != WEIGHTS_NAME:
+        return EvaluatedModel(what, resolve_model(what))
+    asked = answers(str(runs), lambda _, store: store.list_resources(run)) if runs.exists() else ()
+    having = [url for url, found in asked if found]
+    if not having:
+        raise ConfigError(
+            f"{what!r} cannot be evaluated: there is no run at {tried[0]} or {tried[1]}, and no store in {runs} has a resource "
+            f"{run!r} (`lightning runs` and `lightning resources ls` list what there is)"
+        )
+    if len(having) > 1:
+        raise ConfigError(f"{len(having)} runs in {runs} have {run!r}: write PLACE#{what}, as {runs}/NAME#{what}")
+    return _of_resource(having[0], parse_reference(what))
+
+
+def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
+    resource = asyncio.run(with_store(url, lambda store: find(store, reference)))
+    name = f"{resource.name}@{resource.version}"
+    if resource.kind is not ResourceKind.WEIGHTS:
+        raise ConfigError(f"{name} is a {resource.kind.value}, not weights: only a model can be evaluated")
+    return EvaluatedModel(name, _checked(name, resource))
+
+
+def _checked(name: str, resource: Resource) -> Path:
+    """The folder of weights whose files are those that the version was made of."""
+    content = resource.content
+    folder = Path(str(content.get("path"))) if isinstance(content, Mapping) else Path()
+    try:
+        now = weights_content(folder)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read ({error}): bring {folder} back, or name another version") from error
+    if not isinstance(content, Mapping) or now["files"] != content.get("files"):
+        raise ConfigError(f"the files in {folder} are not those of {name} any more: something has overwritten them")
+    return resolve_model(folder)
+
+
+async def _of_run(store: Store, folder: Path, step: int | None, into: Path, config: Config) -> EvaluatedModel:
+    run = await store.get_run(run_id_of(folder))
+    if run is None:
+        raise ConfigError(f"the store of {folder} does not know its run: was the folder's run.json changed?")
+    records = await store.steps(run.id)
+    if step is not None and step > len(records):
+        raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
+    at = len(records) if step is None else step
+    name = f"{run.id}@{at}"
+    final = folder / "model"
+    if at == len(records) and at and (final / "config.json").is_file() and await is_over(store, run.id):
+        return EvaluatedModel(name, final.resolve())
+    base, checkpoints = _base(run, folder), Checkpoints(folder / "checkpoints", keep=1)
+    if not at and checkpoints.newest(0) is None:
+        return EvaluatedModel(name, base)
+    made, between = into / name, into / f"{name}.between"
+    if (made / "config.json").is_file():  # written whole or not at all
+        return EvaluatedModel(name, made.resolve())
+    epochs, make_engine = await read_epochs(store, run), plugins().engine(str(run.config.get("engine", "torch")))
+    rewinder = Rewinder(store, records, epochs, checkpoints, make_engine, base, config, between=between)
+    try:
+        await rewinder.bring_to(at, lambda engine: engine.export(made))
+    except (AuditError, StoreError, ConfigError, OSError) as error:
+        there = ", ".join(f"{run.id}@{saved}" for saved in checkpoints.steps()) or "none"
+        raise ConfigError(f"{name} cannot be made again ({error}). Checkpoints: {there}") from error
+    finally:
+        shutil.rmtree(between, ignore_errors=True)
+    return EvaluatedModel(name, made.resolve())
+
+
+def _base(run: Run, folder: Path) -> Path:
+    """The model that a run began with."""
+    base = folder / MODEL if (folder / MODEL).is_dir() else Path(str(run.config.get("model", "")))
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"the model that the run {run.id} began with is not at {base} any more: bring it back there")
+    return base.resolve()

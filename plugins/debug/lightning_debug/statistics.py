@@ -1,0 +1,193 @@
+"""What rewards say of a policy: avg@k and pass@k with intervals, and a test of a difference that may be looked at any time.
+
+The invariant: the unit is the task, since rollouts of one task are not independent, and the same rewards in the same order give
+the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats: TypeAlias = NDArray[np.float64]
+LEVEL: Final = 0.95
+"""The coverage of intervals."""
+BETS: Final = np.array([0.1, 0.25, 0.5, 0.85])
+"""Shares of the most that can be staked. A bet is best at about the mean over the variance, which nobody knows before."""
+CANDIDATES: Final = 401
+"""Means that are tested to find an interval: it is this fine, and rounded outwards."""
+TOGETHER: Final = 64
+"""Differences that are worked through at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over `tasks` tasks with its interval of `LEVEL`. `interval` is None where rewards lie outside the bounds."""
+
+    value: float
+    interval: tuple[float, float] | None
+    tasks: int
+
+
+def avg_at_k(rewards: Sequence[Sequence[float]], bounds: tuple[float, float] = (0.0, 1.0)) -> Estimate | None:
+    """The mean over tasks of the mean reward of each task's rollouts; None without a reward. A task without one is left out."""
+    known = [task for task in rewards if task]
+    if not known:
+        return None
+    low, high = bounds
+    means = np.array([math.fsum(task) / len(task) for task in known])
+    value = math.fsum(means) / len(means)
+    if min(map(min, known)) < low or max(map(max, known)) > high:
+        return Estimate(value, None, len(known))
+    found = interval((means - low) / (high - low), sum(map(len, known)))
+    return Estimate(value, (low + found[0] * (high - low), low + found[1] * (high - low)), len(known))
+
+
+def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> Estimate | None:
+    """The chance that at least one of k rollouts of a task succeeds, mean over tasks; None where no task has k rollouts.
+
+    `successes` has for each task how many of its rollouts succeeded, and how many there were. The estimate is without bias
+    (Chen et al. 2021): 1 - C(n - c, k) / C(n, k). A task with fewer than k rollouts is left out.
+    """
+    if k < 1:
+        raise ValueError(f"pass@k needs k >= 1, not {k}")
+    enough = [(right, count) for right, count in successes if count >= k]
+    if not enough:
+        return None
+    values = np.array([1.0 - math.comb(count - right, k) / math.comb(count, k) for right, count in enough])
+    found = interval(values, sum(count // k for _, count in enough))
+    return Estimate(float(values.mean()), found, len(enough))
+
+
+def ks_of(n: int) -> list[int]:
+    """For which k pass@k is told of n rollouts: powers of two, and n."""
+    return sorted({1 << power for power in range(n.bit_length())} | {n})
+
+
+def interval(values: Floats, draws: int) -> tuple[float, float]:
+    """The interval of a mean of `values`, each from 0 to 1 and one for each task, that took `draws` rollouts (or more).
+
+    Wilson's interval, with as many draws as are worth what these were, by the variance between tasks, and with Student's
+    quantile, since that variance is an estimate. It keeps within 0 and 1 and has a width also where all values are the same:
+    tasks are then the draws, as far as anybody knows.
+    """
+    tasks = len(values)
+    if tasks == 1:
+        return 0.0, 1.0
+    mean, squared = float(values.mean()), float(values.var(ddof=1)) / tasks
+    worth = float(tasks)
+    if squared > 0.0:
+        worth = min(max(mean * (1.0 - mean) / squared, 1.0), float(max(draws, tasks)))
+    z = _student(0.5 + LEVEL / 2, tasks - 1) ** 2 / worth
+    middle = (mean + z / 2) / (1 + z)
+    half = math.sqrt(z * mean * (1 - mean) + z * z / 4) / (1 + z)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _student(p: float, freedom: int) -> float:
+    """A quantile of Student's distribution: exact for one and two degrees of freedom, else by the Cornish-Fisher
+    expansion, which is less than 1 % off."""
+    if freedom == 1:
+        return math.tan(math.pi * (p - 0.5))
+    if freedom == 2:
+        return (2 * p - 1) / math.sqrt(2 * p * (1 - p))
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + math.fsum(term / math.pow(freedom, power) for power, term in enumerate(terms, 1))
+
+
+@dataclass
+class SequentialTest:
+    """A test of the mean of bounded differences, which holds at whatever time it is looked at and stopped.
+
+    `low` and `high` bound each difference. A gambler bets against each candidate for the mean, by several fixed shares of what
+    may be staked in both directions at once; if the candidate is the mean, the capital grows twentyfold at any time in at most
+    one of twenty sequences (Ville's inequality), however often it is looked at. What has not been refuted is the interval
+    (Waudby-Smith and Ramdas 2024). It assumes that each difference, whatever came before, has the same mean: give tasks in a
+    random order, each once.
+    """
+
+    low: float
+    high: float
+    level: float = LEVEL
+    _candidates: Floats = field(init=False, repr=False)
+    _capital: Floats = field(init=False, repr=False)
+    _most: Floats = field(init=False, repr=False)
+    _count: int = field(init=False, default=0)
+    _sum: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        if not self.low < 0.0 < self.high:
+            raise ValueError(f"differences from {self.low} to {self.high} have no zero between")
+        grid = np.linspace(self.low, self.high, CANDIDATES)[1:-1]
+        self._candidates = np.append(grid, 0.0)  # whether there is a difference is asked exactly
+        self._capital = np.zeros((2, len(BETS), len(self._candidates)))
+        self._most = np.full(len(self._candidates), -np.inf)
+
+    @property
+    def count(self) -> int:
+        """How many differences it has seen."""
+        return self._count
+
+    @property
+    def mean(self) -> float:
+        """The mean of what it has seen; 0 before."""
+        return self._sum / self._count if self._count else 0.0
+
+    def add(self, differences: Sequence[float]) -> None:
+        """See further differences, in their order. Raises `ValueError` for one outside the bounds."""
+        for first in range(0, len(differences), TOGETHER):
+            self._add(np.array(differences[first : first + TOGETHER], dtype=np.float64))
+
+    def _add(self, differences: Floats) -> None:
+        outside = differences[~((self.low <= differences) & (differences <= self.high))]
+        if len(outside):
+            raise ValueError(f"a difference of {outside[0]} is outside {self.low} to {self.high}")
+        # At most all is staked: what a gambler loses is at most the distance to the bound on that side.
+        gain = differences[:, None] - self._candidates
+        odds = np.stack([gain / (self._candidates - self.low), -gain / (self.high - self._candidates)], axis=1)
+        logs = np.log1p(BETS[None, None, :, None] * odds[:, :, None, :])
+        capital = self._capital + np.cumsum(logs, axis=0)
+        self._capital = capital[-1]
+        mixed = _log_mean(capital.reshape(len(differences), -1, len(self._candidates)))
+        self._most = np.maximum(self._most, mixed.max(axis=0))
+        self._count, self._sum = self._count + len(differences), self._sum + float(differences.sum())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Means that have not been refuted at any time so far, as one interval; it never grows."""
+        left = self._candidates[self._most < -math.log(1.0 - self.level)]
+        step = (self.high - self.low) / (CANDIDATES - 1)
+        if not len(left):  # they came in an order that is not random, or their mean changed
+            return self.mean, self.mean
+        low, high = max(self.low, float(left.min()) - step), min(self.high, float(left.max()) + step)
+        return (max(low, 0.0), high) if self.decided > 0 else (low, min(high, 0.0)) if self.decided < 0 else (low, high)
+
+    @property
+    def p_value(self) -> float:
+        """A sequence without a difference has one of at most p, at whatever time, with a chance of at most p."""
+        return min(1.0, math.exp(-float(self._most[-1])))
+
+    @property
+    def decided(self) -> int:
+        """1: the mean is above 0, -1: below, 0: it has not been told apart from 0."""
+        if self.p_value > 1.0 - self.level:
+            return 0
+        return 1 if self.mean > 0.0 else -1
+
+
+def _log_mean(logs: Floats) -> Floats:
+    """The logarithm of the mean over the middle axis of what these are the logarithms of."""
+    most = logs.max(axis=1)
+    found: Floats = most + np.log(np.exp(logs - most[:, None]).mean(axis=1))
+    return found
