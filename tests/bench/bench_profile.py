@@ -122,24 +122,24 @@ def with_tool(seconds: Callable[[Task], float]) -> Agent:
 
 
 def quick() -> Agent:
-    """Its tool takes a quarter of a second, more or less."""
+    """Its tool takes a second, more or less."""
     rng = random.Random(5)
-    return with_tool(lambda task: rng.uniform(0.2, 0.3))
+    return with_tool(lambda task: rng.uniform(0.9, 1.1))
 
 
 def slow() -> Agent:
-    """Its tool takes two seconds."""
+    """Its tool takes four seconds."""
     rng = random.Random(5)
-    return with_tool(lambda task: rng.uniform(1.9, 2.1))
+    return with_tool(lambda task: rng.uniform(3.9, 4.1))
 
 
 def one_slow_sibling() -> Agent:
-    """One rollout of each group waits ten times as long for its tool as the others."""
+    """One rollout of each group waits seven times as long for its tool as the others."""
     seen: Counter[str] = Counter()
 
     def seconds(task: Task) -> float:
         seen[task.id] += 1
-        return 2.7 if seen[task.id] % GROUP == 1 else 0.25
+        return 4.0 if seen[task.id] % GROUP == 1 else 0.6
 
     return with_tool(seconds)
 
@@ -171,23 +171,23 @@ def indexed(task: Task, llm: LLM) -> float:
 
 PLANTED = {
     "few places": Planted(
-        "32 rollouts of a step, which only wait, have 4 places",
+        "32 rollouts of a step, which only wait, have 8 places",
         quick,
         r"concurren|places|slots|queue|rollouts at (once|a time)",
-        {"trainer.tasks_per_step": 8, "runner.concurrency": 4},
+        {"trainer.tasks_per_step": 8, "runner.concurrency": 8},
         ("runner.concurrency=32",),
     ),
     "frequent evaluation": Planted(
-        "64 held-out tasks are run after every step",
+        "32 held-out tasks are run after every step",
         quick,
         r"eval|held.?out",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 16, "trainer.eval_every": 1},
         ("trainer.eval_every=4",),
         steps=9,
-        held_out=64,
+        held_out=32,
     ),
     "stragglers": Planted(
-        "one rollout of each group takes five times as long as the others, and all wait for it",
+        "one rollout of each group takes far longer than the others, and all wait for it",
         one_slow_sibling,
         r"straggl|slowest|staleness|longest|last rollout|\btail\b|slow rollouts",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 64},
@@ -203,7 +203,7 @@ PLANTED = {
         runner="process",
     ),
     "slow tools": Planted(
-        "a tool takes two seconds of each rollout, which has a place of its own",
+        "a tool takes four seconds of each rollout, which has a place of its own",
         slow,
         r"\btools?\b",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 32},
@@ -252,7 +252,7 @@ class Scripted:
 def make(folder: Path, planted: Planted, settings: tuple[str, ...], *, cured: bool) -> None:
     """One run, with further settings, in this process; the seconds of its steps go to its folder."""
     vllm_replies.VOCABULARY = VOCABULARY
-    stack.make_policy_server = lambda *_, **__: Scripted()  # type: ignore[attr-defined]
+    stack.make_policy_server = lambda *_, **__: Scripted()  # type: ignore[attr-defined, assignment]
     model = make_tiny_model(folder / "tiny", vocab=VOCABULARY)
     common = {"trainer.max_logprob_gap": 1e9, "trainer.eval_every": 0, "trainer.steps": planted.steps}
     given = {key: parse_value(text, "--set") for key, _, text in (each.partition("=") for each in settings)}
@@ -292,7 +292,10 @@ def asked(run: Path) -> list[dict[str, Any]] | str:
     try:
         helps = json.loads(done.stdout)["helps"]
     except (ValueError, KeyError):
-        return (done.stderr or done.stdout).strip()[-300:]
+        told = done.stderr + done.stdout
+        if "No such command" in told:
+            return "this lightning has no command `profile`"
+        return " ".join(told.split())[-300:]
     return list(helps)
 
 
@@ -327,7 +330,7 @@ def line(found: Found) -> str:
     lines = [
         f"{found.name}: {planted.what}",
         f"  a step {found.sick:.2f} s, with {cure} {found.cured:.2f} s: gain {found.gain:.0%}",
-        f"  profile: {'named' if found.named else 'NOT named'} first: {found.said}",
+        f"  profile: {found.said}" + (" (named)" if found.named else " (NOT named)"),
     ]
     if found.predicted is not None:
         lines.append(f"  predicted {found.predicted:.0%}, set {' '.join(found.proposed) or 'nothing'}")
