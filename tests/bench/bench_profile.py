@@ -1,7 +1,7 @@
 """What `lightning profile` says of runs whose bottleneck was planted, beside what the cure then gains.
 
 Each bottleneck is a run by the real `Trainer`, with gateway, store and the torch engine on a tiny model; the policy server is
-scripted. What costs time sleeps instead of computing. The same run is made again with the cure that a practitioner would
+scripted. What costs time sleeps instead of computing. The same run is made beside it with the cure that a practitioner would
 apply; the gain is the share of a step's wall time that this saves, from the first step's commit to the last one's, with
 the evaluations between. Then `lightning profile` is asked about the first run alone: is the bottleneck named first, and how
 far off is the gain that it predicts from that of the very settings that it proposes (a third run, where they are not the cure)?
@@ -21,6 +21,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -275,14 +276,36 @@ def make(folder: Path, planted: Planted, settings: tuple[str, ...], *, cured: bo
     (folder / DONE).write_text(json.dumps((last - first) / (len(found) - 1)))
 
 
-def measured(runs: Path, name: str, settings: tuple[str, ...] = (), *, cured: bool = False) -> tuple[Path, float]:
-    """The run's folder and the seconds of its steps; the run is made, in a process of its own, if it is not there."""
-    which = hashlib.sha256(repr((name, settings, cured)).encode()).hexdigest()[:8]
-    folder = runs / f"{name.replace(' ', '-')}-{which}"
-    if not (folder / DONE).is_file():
-        command = [sys.executable, __file__, "--make", name, "--runs", str(folder), *(["--cured"] if cured else [])]
-        subprocess.run([*command, *(word for each in settings for word in ("--set", each))], check=True)
-    return folder / RUN, float(json.loads((folder / DONE).read_text()))
+@dataclass(frozen=True)
+class Pair:
+    """The sick run's folder, and seconds of a step, of that run and of the one that was made beside it."""
+
+    run: Path
+    sick: float
+    other: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the sick run's wall time that the other saves."""
+        return 1 - self.other / self.sick
+
+
+def pair(runs: Path, name: str, settings: tuple[str, ...]) -> Pair:
+    """The sick run, and beside it, at the same time, one with these settings (none: with the cured agent): a machine that does
+    other things as well slows both. Each is a process of its own; what is there is not made again."""
+    which = hashlib.sha256(repr((name, settings)).encode()).hexdigest()[:8]
+    folders = [runs / f"{name.replace(' ', '-')}-{which}-{kind}" for kind in ("sick", "other")]
+    if not all((folder / DONE).is_file() for folder in folders):
+        further = [word for each in settings for word in ("--set", each)] or ["--cured"]
+        made = []
+        for folder, words in zip(folders, ([], further), strict=True):
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [sys.executable, __file__, "--make", name, "--runs", str(folder), *words]
+            made.append(subprocess.Popen(command))
+        if failed := [code for code in [process.wait() for process in made] if code]:
+            raise RuntimeError(f"a run of {name!r} failed with {failed}: see above")
+    sick, other = (float(json.loads((folder / DONE).read_text())) for folder in folders)
+    return Pair(folders[0] / RUN, sick, other)
 
 
 def asked(run: Path) -> list[dict[str, Any]] | str:
@@ -302,25 +325,22 @@ def asked(run: Path) -> list[dict[str, Any]] | str:
 def judged(runs: Path, name: str) -> Found:
     """One bottleneck: measured sick and cured, then profiled."""
     planted = PLANTED[name]
-    run, sick = measured(runs, name)
-    _, cured = measured(runs, name, planted.cure, cured=True)
-    gain = 1 - cured / sick
-    helps = asked(run)
+    first = pair(runs, name, planted.cure)
+    so_far = Found(name, first.sick, first.other, first.gain)
+    helps = asked(first.run)
     if isinstance(helps, str):
-        return Found(name, sick, cured, gain, said=f"no answer: {helps}")
+        return replace(so_far, said=f"no answer: {helps}")
     if not helps:
-        return Found(name, sick, cured, gain, said="nothing helps")
-    first = helps[0]
-    proposed = tuple(first.get("set") or ())
-    said = " ".join((str(first["cause"]), str(first["text"]), *proposed))
-    named, predicted = bool(re.search(planted.named, said, re.IGNORECASE)), float(first["saves"])
-    if not proposed:  # what no setting cures has no run to be compared with, but for the agent that was cured
-        return Found(name, sick, cured, gain, said, named, (), predicted)
-    same = set(proposed) == set(planted.cure)
-    after = cured if same else measured(runs, name, proposed)[1]
-    real = 1 - after / sick
-    error = abs(predicted - real) / abs(real) if real else None
-    return Found(name, sick, cured, gain, said, named, proposed, predicted, real, error)
+        return replace(so_far, said="nothing helps")
+    best = helps[0]
+    proposed = tuple(best.get("set") or ())
+    said = " ".join((str(best["cause"]), str(best["text"]), *proposed))
+    named, predicted = bool(re.search(planted.named, said, re.IGNORECASE)), float(best["saves"])
+    so_far = replace(so_far, said=said, named=named, proposed=proposed, predicted=predicted)
+    if not proposed:  # what no setting cures cannot be tried
+        return so_far
+    real = first.gain if set(proposed) == set(planted.cure) else pair(runs, name, proposed).gain
+    return replace(so_far, measured=real, error=abs(predicted - real) / abs(real) if real else None)
 
 
 def line(found: Found) -> str:
