@@ -1,7 +1,7 @@
 """What `lightning profile` says of runs whose bottleneck was planted, beside what the cure then gains.
 
 Each bottleneck is a run by the real `Trainer`, with gateway, store and the torch engine on a tiny model; the policy server is
-scripted. What costs time sleeps instead of computing. The same run is made again with the cure that a practitioner would
+scripted. What costs time sleeps instead of computing. The same run is made beside it with the cure that a practitioner would
 apply; the gain is the share of a step's wall time that this saves, from the first step's commit to the last one's, with
 the evaluations between. Then `lightning profile` is asked about the first run alone: is the bottleneck named first, and how
 far off is the gain that it predicts from that of the very settings that it proposes (a third run, where they are not the cure)?
@@ -21,6 +21,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -122,24 +123,24 @@ def with_tool(seconds: Callable[[Task], float]) -> Agent:
 
 
 def quick() -> Agent:
-    """Its tool takes a quarter of a second, more or less."""
+    """Its tool takes a second, more or less."""
     rng = random.Random(5)
-    return with_tool(lambda task: rng.uniform(0.2, 0.3))
+    return with_tool(lambda task: rng.uniform(0.9, 1.1))
 
 
 def slow() -> Agent:
-    """Its tool takes two seconds."""
+    """Its tool takes four seconds."""
     rng = random.Random(5)
-    return with_tool(lambda task: rng.uniform(1.9, 2.1))
+    return with_tool(lambda task: rng.uniform(3.9, 4.1))
 
 
 def one_slow_sibling() -> Agent:
-    """One rollout of each group waits ten times as long for its tool as the others."""
+    """One rollout of each group waits seven times as long for its tool as the others."""
     seen: Counter[str] = Counter()
 
     def seconds(task: Task) -> float:
         seen[task.id] += 1
-        return 2.7 if seen[task.id] % GROUP == 1 else 0.25
+        return 4.0 if seen[task.id] % GROUP == 1 else 0.6
 
     return with_tool(seconds)
 
@@ -171,23 +172,23 @@ def indexed(task: Task, llm: LLM) -> float:
 
 PLANTED = {
     "few places": Planted(
-        "32 rollouts of a step, which only wait, have 4 places",
+        "32 rollouts of a step, which only wait, have 8 places",
         quick,
         r"concurren|places|slots|queue|rollouts at (once|a time)",
-        {"trainer.tasks_per_step": 8, "runner.concurrency": 4},
+        {"trainer.tasks_per_step": 8, "runner.concurrency": 8},
         ("runner.concurrency=32",),
     ),
     "frequent evaluation": Planted(
-        "64 held-out tasks are run after every step",
+        "32 held-out tasks are run after every step",
         quick,
         r"eval|held.?out",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 16, "trainer.eval_every": 1},
         ("trainer.eval_every=4",),
         steps=9,
-        held_out=64,
+        held_out=32,
     ),
     "stragglers": Planted(
-        "one rollout of each group takes five times as long as the others, and all wait for it",
+        "one rollout of each group takes far longer than the others, and all wait for it",
         one_slow_sibling,
         r"straggl|slowest|staleness|longest|last rollout|\btail\b|slow rollouts",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 64},
@@ -203,7 +204,7 @@ PLANTED = {
         runner="process",
     ),
     "slow tools": Planted(
-        "a tool takes two seconds of each rollout, which has a place of its own",
+        "a tool takes four seconds of each rollout, which has a place of its own",
         slow,
         r"\btools?\b",
         {"trainer.tasks_per_step": 4, "runner.concurrency": 32},
@@ -252,7 +253,7 @@ class Scripted:
 def make(folder: Path, planted: Planted, settings: tuple[str, ...], *, cured: bool) -> None:
     """One run, with further settings, in this process; the seconds of its steps go to its folder."""
     vllm_replies.VOCABULARY = VOCABULARY
-    stack.make_policy_server = lambda *_, **__: Scripted()  # type: ignore[attr-defined]
+    stack.make_policy_server = lambda *_, **__: Scripted()  # type: ignore[attr-defined, assignment]
     model = make_tiny_model(folder / "tiny", vocab=VOCABULARY)
     common = {"trainer.max_logprob_gap": 1e9, "trainer.eval_every": 0, "trainer.steps": planted.steps}
     given = {key: parse_value(text, "--set") for key, _, text in (each.partition("=") for each in settings)}
@@ -275,14 +276,36 @@ def make(folder: Path, planted: Planted, settings: tuple[str, ...], *, cured: bo
     (folder / DONE).write_text(json.dumps((last - first) / (len(found) - 1)))
 
 
-def measured(runs: Path, name: str, settings: tuple[str, ...] = (), *, cured: bool = False) -> tuple[Path, float]:
-    """The run's folder and the seconds of its steps; the run is made, in a process of its own, if it is not there."""
-    which = hashlib.sha256(repr((name, settings, cured)).encode()).hexdigest()[:8]
-    folder = runs / f"{name.replace(' ', '-')}-{which}"
-    if not (folder / DONE).is_file():
-        command = [sys.executable, __file__, "--make", name, "--runs", str(folder), *(["--cured"] if cured else [])]
-        subprocess.run([*command, *(word for each in settings for word in ("--set", each))], check=True)
-    return folder / RUN, float(json.loads((folder / DONE).read_text()))
+@dataclass(frozen=True)
+class Pair:
+    """The sick run's folder, and seconds of a step, of that run and of the one that was made beside it."""
+
+    run: Path
+    sick: float
+    other: float
+
+    @property
+    def gain(self) -> float:
+        """The share of the sick run's wall time that the other saves."""
+        return 1 - self.other / self.sick
+
+
+def pair(runs: Path, name: str, settings: tuple[str, ...]) -> Pair:
+    """The sick run, and beside it, at the same time, one with these settings (none: with the cured agent): a machine that does
+    other things as well slows both. Each is a process of its own; what is there is not made again."""
+    which = hashlib.sha256(repr((name, settings)).encode()).hexdigest()[:8]
+    folders = [runs / f"{name.replace(' ', '-')}-{which}-{kind}" for kind in ("sick", "other")]
+    if not all((folder / DONE).is_file() for folder in folders):
+        further = [word for each in settings for word in ("--set", each)] or ["--cured"]
+        made = []
+        for folder, words in zip(folders, ([], further), strict=True):
+            shutil.rmtree(folder, ignore_errors=True)
+            command = [sys.executable, __file__, "--make", name, "--runs", str(folder), *words]
+            made.append(subprocess.Popen(command))
+        if failed := [code for code in [process.wait() for process in made] if code]:
+            raise RuntimeError(f"a run of {name!r} failed with {failed}: see above")
+    sick, other = (float(json.loads((folder / DONE).read_text())) for folder in folders)
+    return Pair(folders[0] / RUN, sick, other)
 
 
 def asked(run: Path) -> list[dict[str, Any]] | str:
@@ -292,32 +315,32 @@ def asked(run: Path) -> list[dict[str, Any]] | str:
     try:
         helps = json.loads(done.stdout)["helps"]
     except (ValueError, KeyError):
-        return (done.stderr or done.stdout).strip()[-300:]
+        told = done.stderr + done.stdout
+        if "No such command" in told:
+            return "this lightning has no command `profile`"
+        return " ".join(told.split())[-300:]
     return list(helps)
 
 
 def judged(runs: Path, name: str) -> Found:
     """One bottleneck: measured sick and cured, then profiled."""
     planted = PLANTED[name]
-    run, sick = measured(runs, name)
-    _, cured = measured(runs, name, planted.cure, cured=True)
-    gain = 1 - cured / sick
-    helps = asked(run)
+    first = pair(runs, name, planted.cure)
+    so_far = Found(name, first.sick, first.other, first.gain)
+    helps = asked(first.run)
     if isinstance(helps, str):
-        return Found(name, sick, cured, gain, said=f"no answer: {helps}")
+        return replace(so_far, said=f"no answer: {helps}")
     if not helps:
-        return Found(name, sick, cured, gain, said="nothing helps")
-    first = helps[0]
-    proposed = tuple(first.get("set") or ())
-    said = " ".join((str(first["cause"]), str(first["text"]), *proposed))
-    named, predicted = bool(re.search(planted.named, said, re.IGNORECASE)), float(first["saves"])
-    if not proposed:  # what no setting cures has no run to be compared with, but for the agent that was cured
-        return Found(name, sick, cured, gain, said, named, (), predicted)
-    same = set(proposed) == set(planted.cure)
-    after = cured if same else measured(runs, name, proposed)[1]
-    real = 1 - after / sick
-    error = abs(predicted - real) / abs(real) if real else None
-    return Found(name, sick, cured, gain, said, named, proposed, predicted, real, error)
+        return replace(so_far, said="nothing helps")
+    best = helps[0]
+    proposed = tuple(best.get("set") or ())
+    said = " ".join((str(best["cause"]), str(best["text"]), *proposed))
+    named, predicted = bool(re.search(planted.named, said, re.IGNORECASE)), float(best["saves"])
+    so_far = replace(so_far, said=said, named=named, proposed=proposed, predicted=predicted)
+    if not proposed:  # what no setting cures cannot be tried
+        return so_far
+    real = first.gain if set(proposed) == set(planted.cure) else pair(runs, name, proposed).gain
+    return replace(so_far, measured=real, error=abs(predicted - real) / abs(real) if real else None)
 
 
 def line(found: Found) -> str:
@@ -327,7 +350,7 @@ def line(found: Found) -> str:
     lines = [
         f"{found.name}: {planted.what}",
         f"  a step {found.sick:.2f} s, with {cure} {found.cured:.2f} s: gain {found.gain:.0%}",
-        f"  profile: {'named' if found.named else 'NOT named'} first: {found.said}",
+        f"  profile: {found.said}" + (" (named)" if found.named else " (NOT named)"),
     ]
     if found.predicted is not None:
         lines.append(f"  predicted {found.predicted:.0%}, set {' '.join(found.proposed) or 'nothing'}")
