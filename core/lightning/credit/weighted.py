@@ -6,7 +6,7 @@ group that is solved half of the time has the weight 1, and one whose returns di
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, get_args
@@ -78,6 +78,17 @@ class Weighted:
     def value_targets(self) -> Callable[..., object] | None:
         """What its critic should learn; None for a credit without one."""
         found: Callable[..., object] | None = getattr(self._credit(), "value_targets", None)
+        return found
+
+    @property
+    def rewards(self) -> bool:
+        """Whether the other credit adds rewards of its own. The weight knows those of the agents alone."""
+        return bool(getattr(self._credit(), "rewards", False))
+
+    @property
+    def prefetch(self) -> Callable[[Sequence[Group]], None] | None:
+        """Tells the other credit a step's groups; None for one that need not know them."""
+        found: Callable[[Sequence[Group]], None] | None = getattr(self._credit(), "prefetch", None)
         return found
 
     def _credit(self) -> Credit:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.algorithms.lightning_rl import LightningRL
 from lightning.algorithms.spec import make_algorithm, parse_algorithms
 from lightning.batch.trajectory import Group
-from lightning.credit import Critic, Decayed, Weighted, identical, rloo
+from lightning.credit import Critic, Decayed, GroupAdvantage, Weighted, identical, rloo
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
 from lightning.testing.trajectories import make_trajectory
@@ -117,3 +118,17 @@ def test_a_batch_has_the_weighted_advantages() -> None:
         assert len(weighted.samples) == len(plain.samples)
         for mine, its in zip(weighted.samples, plain.samples, strict=True):
             np.testing.assert_allclose(mine.advantages, weight * its.advantages, rtol=1e-6)
+
+
+def test_what_the_other_credit_says_of_itself_is_passed_on() -> None:
+    class Judging:
+        rewards = True
+
+        def prefetch(self, groups: object) -> None: ...
+
+        def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
+            return identical(group, advantage)
+
+    judging = Judging()
+    assert (Weighted(judging).rewards, Weighted(judging).prefetch) == (True, judging.prefetch)
+    assert (Weighted().rewards, Weighted().prefetch, Weighted().critic) == (False, None, False)
