@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from lightning.batch.trajectory import is_trained
+from lightning.batch import is_trained
 from lightning.errors import DataError
 from lightning.store.protocol import Store
 from lightning.trainer.training_data import is_trainable
