@@ -124,7 +124,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
+            "lightning.trainer.diagnosis",
             "lightning.trainer.pacing",
+            "lightning.trainer.rules",
             "lightning.trainer.weight_sync",
         ),
     }
