@@ -135,8 +135,7 @@ async def compare(
             low, high = test.interval
             reporter.say(f"after {done} tasks: B - A = {test.mean:+.3f}, from {low:+.3f} to {high:+.3f}")
         await evaluator.close_runs()
-        worst = sorted((each for each in paired if each.difference < 0), key=lambda each: each.difference)[:limit]
-        told = [(each, await divergent_call(evaluator.store, each.rollout_a, each.rollout_b)) for each in worst]
+        regressions = await _regressions(evaluator.store, paired, limit)
     means = [sum(getattr(each, name) for each in paired) / max(len(paired), 1) for name in ("a", "b")]
     return Comparison(
         a=a.label,
@@ -153,8 +152,15 @@ async def compare(
         failed={name: _faults(every[each.run]) for name, each in (("A", a), ("B", b))},
         lost_pairs=lost,
         bounds=bounds,
-        regressions=tuple(told),
+        regressions=regressions,
     )
+
+
+async def _regressions(
+    store: Store, paired: Sequence[PairedTask], limit: int
+) -> tuple[tuple[PairedTask, DivergentCall | None], ...]:
+    worse = sorted((each for each in paired if each.difference < 0), key=lambda each: each.difference)
+    return tuple([(each, await divergent_call(store, each.rollout_a, each.rollout_b)) for each in worse[:limit]])
 
 
 def _batch(setup: Setup, a: Variant, b: Variant, total: int) -> int:
