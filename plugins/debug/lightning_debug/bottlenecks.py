@@ -23,6 +23,8 @@ WORTH = 0.03
 STEP, TOKEN = "step", "trained token"
 """What a saving is a share of: the wall time of a step, or the wall time for each trained token, where a step learns from
 other tokens than before."""
+FASTER = 0.5
+"""What slow tools and slow code are asked for as: a part of their time that a user may reach, beside settings that are exact."""
 REUSED = 16
 """Rollouts that a process runs, where one for each rollout costs much."""
 SMALL = 512
@@ -328,9 +330,9 @@ def _tools(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[Help]:
         f"steps wait {profile.parts['tools'] / len(profile.steps):.2f} s for tools{which}: make them faster, ask them less "
         "often, or cache what they answer. No setting does that",
         (),
-        what_if.saves(tools=0.0),
+        what_if.saves(tools=FASTER),
         STEP,
-        SIMULATED + ": at most, if tools took no time",
+        SIMULATED + ", with tools that take half as long",
         _worst(profile, "rollout"),
         tuple(one.rollout for one in slowest[:3]),
     )
@@ -348,9 +350,9 @@ def _agent_code(profile: Profile, config: Config, what_if: WhatIf) -> Iterable[H
         "tools: profile it (py-spy); what it does once for every rollout may be done once for a module "
         "(runner.rollouts_per_process)",
         (),
-        what_if.saves(code=0.0),
+        what_if.saves(code=FASTER),
         STEP,
-        SIMULATED + ": at most, if the agent's code took no time",
+        SIMULATED + ", with code that takes half as long",
         _worst(profile, "rollout"),
         tuple(profile.activities[at].rollout for at in slowest[:3]),
     )

@@ -222,8 +222,8 @@ SLOTS = {"policy_server.args": ["--max-num-seqs", "1"]}
     ("cause", "made", "cured"),
     [
         ("too few agents at once", {"places": 1}, {"places": 4}),
-        ("slow tools", {}, {"tool": 0.0}),
-        ("slow agent code", {"code": 5.0}, {"code": 0.0}),
+        ("slow tools", {}, {"tool": TOOL / 2}),
+        ("slow agent code", {"code": 5.0}, {"code": 2.5}),
         ("process start", {"start": 6.0}, {"start": 6.0 / 16}),
         ("queue in vLLM", {"slots": 1, "settings": SLOTS, "tool": 0.0, "code": 0.0}, {"tool": 0.0, "code": 0.0}),
         (
