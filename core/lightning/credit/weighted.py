@@ -6,7 +6,7 @@ group that is solved half of the time has the weight 1, and one whose returns di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, get_args
@@ -37,7 +37,9 @@ class Weighted:
       (arXiv 2502.12272 chooses tasks by it). Beside a low level that divides by the deviation of the group, as `grpo` does,
       it takes back what that adds to nearly solved and nearly hopeless groups.
 
-    A weight that depends on the group's own returns biases the gradient: a group that was lucky counts otherwise.
+    A weight that depends on the group's own returns biases the gradient: a group that was lucky counts otherwise. A credit that
+    adds rewards of its own is refused, since the weight would not know them: `Judge(..., credit=Weighted(...))` weights by
+    the judged returns.
     """
 
     credit: str | Credit = "identical"
@@ -48,6 +50,8 @@ class Weighted:
     def __post_init__(self) -> None:
         if not (isinstance(self.credit, str) or callable(self.credit)) or isinstance(self.credit, type):
             raise ConfigError(f"credit={self.credit!r}: give a registered name, or a function of a group")
+        if not isinstance(self.credit, str):
+            _without_rewards(self.credit)
         if self.by not in get_args(WeightBy):
             raise ConfigError(f"by={self.by!r} is no weight: use one of {', '.join(get_args(WeightBy))}")
         if not (isfinite(self.worst) and isfinite(self.best) and self.worst < self.best):
@@ -80,20 +84,20 @@ class Weighted:
         found: Callable[..., object] | None = getattr(self._credit(), "value_targets", None)
         return found
 
-    @property
-    def rewards(self) -> bool:
-        """Whether the other credit adds rewards of its own. The weight knows those of the agents alone."""
-        return bool(getattr(self._credit(), "rewards", False))
-
-    @property
-    def prefetch(self) -> Callable[[Sequence[Group]], None] | None:
-        """Tells the other credit a step's groups; None for one that need not know them."""
-        found: Callable[[Sequence[Group]], None] | None = getattr(self._credit(), "prefetch", None)
-        return found
-
     def _credit(self) -> Credit:
         if not isinstance(self.credit, str):
             return self.credit
         from lightning.plugins import plugins
 
-        return plugins().credit(self.credit)
+        return _without_rewards(plugins().credit(self.credit))
+
+
+def _without_rewards(credit: Credit) -> Credit:
+    """The credit. Raises `ConfigError` for one that adds rewards, such as a judge: a weight would look at those of the agents."""
+    if getattr(credit, "rewards", False):
+        name = type(credit).__name__
+        raise ConfigError(
+            f"Weighted cannot wrap {name}, which adds rewards that a weight would not know: put the weight inside it, "
+            f"{name}(..., credit=Weighted(...))"
+        )
+    return credit

@@ -37,7 +37,8 @@ def read_alerts(targets: Sequence[str]) -> list[tuple[str, Send]]:
         if target.startswith(WEBHOOK):
             found.append((target, _webhook(target.removeprefix(WEBHOOK))))
         elif target.startswith(COMMAND):
-            found.append((target, _command(target.removeprefix(COMMAND))))
+            command = target.removeprefix(COMMAND)
+            found.append((f"{COMMAND}{command.split(maxsplit=1)[0] if command.strip() else ''}", _command(command)))
         else:
             raise ConfigError(
                 "trainer.alerts has something that is neither webhook:NAME (the environment variable with the URL) nor "
@@ -60,7 +61,10 @@ def _webhook(variable: str) -> Send:
 
     async def send(body: bytes) -> None:
         headers = {"content-type": "application/json"}
-        async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
+        async with (
+            aiohttp.ClientSession(trust_env=True) as session,
+            session.post(url, data=body, headers=headers) as answer,
+        ):
             if not answer.ok:
                 raise RuntimeError(f"it answered {answer.status}")
 
@@ -68,6 +72,11 @@ def _webhook(variable: str) -> Send:
 
 
 def _command(text: str) -> Send:
+    if "://" in text:
+        raise ConfigError(
+            "command: of trainer.alerts has an address in it, which may be a secret, and settings are kept with the run: use "
+            "webhook:NAME, or read the address inside of a script"
+        )
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -77,16 +86,15 @@ def _command(text: str) -> Send:
 
     async def send(body: bytes) -> None:
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
         )
         try:
-            _, said = await process.communicate(body)
+            await process.communicate(body)
         except asyncio.CancelledError:
             process.kill()
             raise
         if process.returncode:
-            why = said.decode(errors="replace").strip()[-200:]
-            raise RuntimeError(f"it ended with {process.returncode}" + (f": {why}" if why else ""))
+            raise RuntimeError(f"it ended with {process.returncode}")
 
     return send
 

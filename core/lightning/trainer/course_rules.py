@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,6 @@ from lightning.trainer.summary import NAMED
 from lightning.trainer.trends import (
     LEAST,
     WINDOW,
-    binary_error,
     change_of,
     failed_share,
     is_now,
@@ -38,7 +38,9 @@ from lightning.trainer.trends import (
 SURE: Final = 4.0
 """Standard errors from which on a difference between two windows is one, for rules that look after every step."""
 SURE_ONCE: Final = 2.5
-"""The same for rules that look now and then."""
+"""The same for a rule that looks at the spread of several windows."""
+SURE_PAIRS: Final = 3.5
+"""Standard errors of one evaluation by which the mean of two is less than that of the two best."""
 FLAT_AFTER: Final = 20
 """Steps after which a reward that has not moved is said to be flat."""
 SMALL: Final = 0.15
@@ -233,21 +235,21 @@ def held_out_falls(evidence: Evidence) -> Iterator[Diagnosis]:
     """The held-out reward falls while that of the training tasks does not."""
     course = evidence.course
     results = [result for result in course.evaluations if result.rollouts and result.step <= len(course.steps)]
-    if len(results) < 3:
+    if len(results) < 4:
         return
-    best, last = max(results[:-1], key=lambda result: result.reward_with_failures), results[-1]
-    scale = max(1.0, *(abs(result.reward_with_failures) for result in results))
-    needed = SURE_ONCE * math.sqrt(2) * scale * binary_error(best.reward_with_failures / scale, best.rollouts)
-    falls = [best.reward_with_failures - result.reward_with_failures for result in results if result.step > best.step]
-    if len(falls) < 2 or falls[-1] < needed or falls[-2] < needed / 2:
+    pairs = [(mean_of([one.score, other.score]), one, other) for one, other in pairwise(results)]
+    top, one, other = max(pairs[:-2], key=lambda pair: pair[0])
+    now_earned, _, last = pairs[-1]
+    if top - now_earned < SURE_PAIRS * max(one.error, other.error, last.error):
         return
+    best = max(one, other, key=lambda result: result.score)
     train = values_of(course, "reward_with_failures", "reward")
     then, now = mean_around(train, best.step), mean_of(train[-WINDOW:])
-    if now < then - 0.02 * max(abs(then), 1.0):
+    if course.order == "shuffled" and now < then - 0.02 * max(abs(then), 1.0):
         return  # both fall: that is a collapse
     yield Diagnosis(
         "held-out falls",
-        f"held-out tasks earned {best.reward_with_failures:.3f} after {best.step} steps and {last.reward_with_failures:.3f} "
+        f"held-out tasks earned {best.score:.3f} after {best.step} steps and {last.score:.3f} "
         f"after {last.step}, while the training tasks went from {then:.3f} to {now:.3f}: the policy learns its tasks by "
         "heart, or what the reward of them pays. Give more tasks, end earlier (trainer.patience) and keep the best "
         "(trainer.keep = 'best')",
@@ -260,7 +262,7 @@ def collapsed(evidence: Evidence) -> Iterator[Diagnosis]:
     """The reward was much better once."""
     course = evidence.course
     rewards = values_of(course, "reward_with_failures", "reward")
-    if len(rewards) < LEAST:
+    if len(rewards) < LEAST or course.order != "shuffled":
         return
     means = np.convolve(rewards, np.full(WINDOW, 1 / WINDOW), "valid")
     place = int(np.argmax(means[:-WINDOW])) if len(means) > WINDOW else 0
@@ -320,8 +322,9 @@ def equal_groups(evidence: Evidence) -> Iterator[Diagnosis]:
         "equal groups",
         f"{mean_of(shares):.0%} of the groups teach nothing, since all of their rewards are equal (zero variance)"
         + (": the tasks are solved. Give harder ones" if solved else "")
-        + ". Choose tasks that the policy solves now and then: --set trainer.order=learnable; or raise group_size, or give "
-        "partial credit",
+        + ". Choose tasks that the policy solves now and then"
+        + ("" if course.order == "learnable" else " (--set trainer.order=learnable)")
+        + ", raise group_size, or give partial credit",
         serious=not solved,
         minor=solved,
         steps=last_steps(course),
@@ -332,7 +335,7 @@ def flat(evidence: Evidence) -> Iterator[Diagnosis]:
     """The reward has not moved."""
     course = evidence.course
     rewards = values_of(course, "reward_with_failures", "reward")
-    if len(rewards) < FLAT_AFTER or is_solved(course):
+    if len(rewards) < FLAT_AFTER or is_solved(course) or course.order != "shuffled":
         return
     quarter, noise = max(WINDOW, len(rewards) // 4), noise_of(rewards)
     means = [mean_of(rewards[first : first + quarter]) for first in range(0, len(rewards) - quarter + 1, quarter)]

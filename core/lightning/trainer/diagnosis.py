@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lightning.batch.trajectory import Trajectory
 from lightning.engines.logprob_gap import FLOAT32, GapBound
 from lightning.trainer.summary import Evaluation
 from lightning.types import Json, Status, ToolEvent, Transition
+
+if TYPE_CHECKING:
+    from lightning.config.sections import TaskOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,13 @@ class Attempted:
 @dataclass(frozen=True, slots=True)
 class Course:
     """The metrics of a run's steps, from the first one on, and its held-out evaluations so far. `gap` is the bound on what
-    trainer and sampler may differ by."""
+    trainer and sampler may differ by. Where the `order` of the tasks is not `shuffled`, the training reward follows the choice
+    of tasks, too."""
 
     steps: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[Evaluation] = ()
     gap: GapBound = FLOAT32
+    order: TaskOrder = "shuffled"
 
     @property
     def last(self) -> Mapping[str, float]:

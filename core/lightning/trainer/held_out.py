@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from lightning.config import Config
 from lightning.errors import ConfigError
+from lightning.store.epochs import Epoch
 from lightning.trainer.summary import Evaluation
+from lightning.types import Json
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +46,18 @@ def check_held_out(config: Config, val: object) -> None:
 
 
 class HeldOut:
-    """The evaluations so far, in order. `folder` is the run's. A rollout that failed counts as 0."""
+    """The evaluations so far, in order, that can be compared (`Evaluation.score`). `folder` is the run's; `since` is the step
+    at which held-out tasks or their sampling changed last (`compared_since`)."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / BEST
+    def __init__(self, folder: Path, since: int = 0) -> None:
+        self._folder, self.since = folder / BEST, since
         self._results: dict[int, Evaluation] = {}
 
-    def add(self, results: Iterable[Evaluation]) -> None:
-        """More of them; that of a step takes the place of an earlier one of the same step."""
-        self._results |= {result.step: result for result in results}
+    def add(self, results: Iterable[Evaluation], *, fresh: bool = False) -> None:
+        """More of them; that of a step takes the place of an earlier one of the same step. What was evaluated before a change
+        is left out, also with the step at which it came, unless it is `fresh`."""
+        least = self.since if fresh or not self.since else self.since + 1
+        self._results |= {result.step: result for result in results if result.step >= least}
 
     @property
     def results(self) -> tuple[Evaluation, ...]:
@@ -61,7 +67,7 @@ class HeldOut:
     @property
     def best(self) -> Evaluation | None:
         """The best one; None without any."""
-        return max(self.results, key=_reward, default=None)
+        return max(self.results, key=_score, default=None)
 
     def is_over(self, patience: int) -> bool:
         """Whether the last `patience` evaluations were no better than one before them; never with 0."""
@@ -73,20 +79,20 @@ class HeldOut:
         """The evaluation whose model is on disk."""
         names = (_STEP.fullmatch(entry.name) for entry in self._folder.glob("step-*"))
         steps = [int(name.group(1)) for name in names if name]
-        return max((self._results[step] for step in steps if step in self._results), key=_reward, default=None)
+        return max((self._results[step] for step in steps if step in self._results), key=_score, default=None)
 
     def keep(self, result: Evaluation, export: Callable[[Path], object]) -> None:
         """Write the engine's model, which `result` is of, if it is better than the one on disk. Raises `EngineError`."""
         kept = self.kept
-        if kept is not None and (kept.step == result.step or _reward(result) <= _reward(kept)):
+        if kept is not None and (kept.step == result.step or _score(result) <= _score(kept)):
             return
-        if (best := self.best) is not None and _reward(best) > _reward(result):
+        if (best := self.best) is not None and _score(best) > _score(result):
             logger.warning(
                 "held-out tasks were solved better after %d steps (%.3f) than now (%.3f), and the model of then was not kept: "
                 "trainer.keep was not 'best' yet. To have it: a new run with --from %s@%d",
                 best.step,
-                _reward(best),
-                _reward(result),
+                _score(best),
+                _score(result),
                 self._folder.parent,
                 best.step,
             )
@@ -105,5 +111,21 @@ class HeldOut:
         return kept
 
 
-def _reward(result: Evaluation) -> float:
-    return result.reward_with_failures
+def _score(result: Evaluation) -> float:
+    return result.score
+
+
+def compared_since(epochs: Sequence[Epoch]) -> int:
+    """The first step whose evaluation is made as the newest ones are: on the same held-out tasks, sampled alike. A resume may
+    change both."""
+    first = 0
+    for before, after in pairwise(epochs):
+        if _measure(before) != _measure(after):
+            first = after.first
+    return first
+
+
+def _measure(epoch: Epoch) -> tuple[Json, ...]:
+    tasks = epoch.config.get("tasks")
+    held_out = tasks.get("val") if isinstance(tasks, Mapping) else None
+    return held_out, epoch.setting("trainer", "eval_temperature"), epoch.setting("gateway", "override_sampling")

@@ -25,7 +25,8 @@ from lightning.trainer.algorithm import AlgorithmSchedule
 from lightning.trainer.async_collection import Pipeline
 from lightning.trainer.checkpoints import Checkpoints, CheckpointWriter
 from lightning.trainer.context import numeric_context
-from lightning.trainer.held_out import HeldOut
+from lightning.trainer.diagnosis import Diagnosis
+from lightning.trainer.held_out import HeldOut, compared_since
 from lightning.trainer.metrics import Remarks, UsageMeter, sampled_tokens, staleness, step_metrics
 from lightning.trainer.plan import VAL, val_rollouts
 from lightning.trainer.replay import take_again
@@ -61,11 +62,15 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.epochs = self.epochs or [Epoch(0, 0, self.stack.run.config)]
-        every = self.stack.config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
+        config = self.stack.config
+        every = config.trainer.checkpoint_every or (1 if isinstance(self.engine, RevivesWorkers) else None)
         self.publisher = Publisher(self.stack, self.engine)
         self.writer = CheckpointWriter(self.checkpoints, self.engine.save, every)
-        self.remarks, self.usage = Remarks(bound_of(self.stack.config)), UsageMeter(self.stack.policy)
-        self.held_out, self.alerts = HeldOut(self.stack.folder), Alerts(self.stack.config.trainer.alerts)
+        self.remarks, self.usage = Remarks(bound_of(config), config.trainer.order), UsageMeter(self.stack.policy)
+        self.held_out, self.alerts = (
+            HeldOut(self.stack.folder, compared_since(self.epochs)),
+            Alerts(config.trainer.alerts),
+        )
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -145,8 +150,7 @@ class Loop:
             logger.warning("step %d: trainer and sampler differ by %s", step, gap)
         failures = [rollout.error for rollout in sampled.rollouts if rollout.status is Status.FAILED]
         found = await asyncio.to_thread(self.remarks.step, step, groups, batch, metrics, self.train_agents, failures)
-        for alarm in (each for each in found if each.serious):
-            self.alerts.send({"run": self.stack.run.id, "step": step, **alarm.to_json()})
+        self.alert(step, found)
         taught = bool(result.metrics.get("stepped", 1.0))
         with self.timed("checkpoint"):
             context = await self.context(step, result)
@@ -161,6 +165,11 @@ class Loop:
         await self.stack.store.log_metrics(self.stack.run.id, step, metrics)
         self.trackers.log(step, metrics)
         return metrics
+
+    def alert(self, step: int, found: Sequence[Diagnosis]) -> None:
+        """Tell who wants to know of what is serious."""
+        for alarm in (each for each in found if each.serious):
+            self.alerts.send({"run": self.stack.run.id, "step": step, **alarm.to_json()})
 
     async def context(self, step: int, result: StepResult) -> dict[str, Json]:
         """How the step was computed, for its record."""
@@ -230,7 +239,7 @@ class Loop:
         run = self.stack.run.id
         attempts, step = self.stack.config.runner.max_attempts, self.done
         known = await all_rollouts(self.stack.store, run, split=VAL, step=step)
-        again = known and all(rollout.status.ended for rollout in known)
+        ended = {rollout.id for rollout in known if rollout.status.ended}
         with self.timed("eval"):
             rollouts = await self.sampler.execute(
                 lambda number: val_rollouts(run, step, self.val, attempts, generation=number),
@@ -242,14 +251,15 @@ class Loop:
         if result.reward is not None:
             values["eval/reward"] = result.reward
         values["eval/reward_with_failures"] = result.reward_with_failures
-        if not again:
+        fresh = any(rollout.id not in ended for rollout in rollouts)
+        if fresh:
             values["seconds/eval"] = self._seconds["eval"]
         await self.stack.store.log_metrics(run, self.done, values)
         self.trackers.log(self.done, values)
         self.reporter.evaluated(result)
-        self.held_out.add([result])
-        self.remarks.evaluated(self.held_out.results)
-        if self.stack.config.trainer.keep == "best":
+        self.held_out.add([result], fresh=fresh)
+        self.alert(step, self.remarks.evaluated(self.held_out.results))
+        if self.stack.config.trainer.keep == "best" and result in self.held_out.results:
             await asyncio.to_thread(self.held_out.keep, result, self.engine.export)
         return result
 
@@ -259,9 +269,14 @@ class Loop:
         The checkpoint of step 0 is what another run had from which this one was forked.
         """
         records = await self.stack.store.steps(self.stack.run.id)
-        self.held_out.add(await evaluations(self.stack.store, self.stack.run.id))
-        self.remarks.evaluated(self.held_out.results)
-        self.remarks.restored(record.metrics for record in records)
+        known = await evaluations(self.stack.store, self.stack.run.id)
+        self.held_out.add(known)
+        if len(self.held_out.results) < len(known):
+            self.reporter.say(
+                f"held-out tasks, or how they are sampled, changed at step {self.held_out.since}: evaluations before it are "
+                "not compared with later ones"
+            )
+        self.remarks.restored((record.metrics for record in records), self.held_out.results)
         committed = records[-1].step + 1 if records else 0
         if not records:
             self._refuse_foreign_checkpoints()

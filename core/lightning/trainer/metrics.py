@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
 from lightning.trainer.rules import diagnose, nothing_trained
 from lightning.trainer.summary import NAMED, POLICY_FAULT, Evaluation, mean_parts
 from lightning.types import TOO_LONG, Caller, CallStatus, Fault, Rollout, Status, Transition
+
+if TYPE_CHECKING:
+    from lightning.config.sections import TaskOrder
 
 logger = logging.getLogger(__name__)
 
@@ -203,23 +207,36 @@ CURE_OF_MEDIA = (
 
 
 class Remarks:
-    """Looks at each step of a run and logs what is worth a word. `gap` bounds what trainer and sampler may differ by."""
+    """Looks at each step of a run and logs what is worth a word. `gap` bounds what trainer and sampler may differ by, `order`
+    is that of the tasks."""
 
-    def __init__(self, gap: GapBound = FLOAT32) -> None:
-        self._gap = gap
+    def __init__(self, gap: GapBound = FLOAT32, order: TaskOrder = "shuffled") -> None:
+        self._gap, self._order = gap, order
         self._course: list[Mapping[str, float]] = []
         self._evaluations: Sequence[Evaluation] = ()
         self._reasons: set[str] = set()
         self._said: set[str] = set()
         self._steps = self._idle = 0
 
-    def restored(self, course: Iterable[Mapping[str, float]]) -> None:
-        """The metrics of the steps that were taken before this process."""
-        self._course = list(course)
+    def restored(self, course: Iterable[Mapping[str, float]], evaluations: Sequence[Evaluation]) -> None:
+        """The metrics of the steps that were taken before this process, and the evaluations: what they say was said then."""
+        self._course, self._evaluations = list(course), evaluations
+        self._said |= {found.cause for found in diagnose(course=self._now)}
 
-    def evaluated(self, evaluations: Sequence[Evaluation]) -> None:
-        """All held-out evaluations so far."""
+    def evaluated(self, evaluations: Sequence[Evaluation]) -> list[Diagnosis]:
+        """All held-out evaluations so far that can be compared. Returns what the rules found and had not found before."""
         self._evaluations = evaluations
+        return self._say(f"after {len(self._course)} steps", diagnose(course=self._now))
+
+    @property
+    def _now(self) -> Course:
+        return Course(self._course, self._evaluations, self._gap, self._order)
+
+    def _say(self, when: str, found: Iterable[Diagnosis]) -> list[Diagnosis]:
+        new = [diagnosis for diagnosis in found if not diagnosis.minor and self._first(diagnosis.cause)]
+        for diagnosis in new:
+            logger.warning("%s: %s", when, diagnosis.text)
+        return new
 
     def step(
         self,
@@ -249,13 +266,8 @@ class Remarks:
         if metrics.get("too_long") and self._first("too_long"):
             logger.warning("step %d: %s", step + 1, are_too_long(int(metrics["too_long"])))
         self._course.append(metrics)
-        course = Course(self._course, self._evaluations, self._gap)
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
-        found = [each for each in diagnose(attempts, train_agents, failures, course) if not each.minor]
-        new = [diagnosis for diagnosis in found if self._first(diagnosis.cause)]
-        for diagnosis in new:
-            logger.warning("step %d: %s", step + 1, diagnosis.text)
-        return new
+        return self._say(f"step {step + 1}", diagnose(attempts, train_agents, failures, self._now))
 
     def _first(self, what: str) -> bool:
         first = what not in self._said

@@ -60,7 +60,8 @@ class Sampler(ABC):
         self.stack, self.schedule, self.tasks, self.agents = stack, schedule, tasks, agents
         self.reporter, self.finished = reporter, finished
         self.config = stack.config.trainer
-        self.choice = TaskChoice(tasks, self.config.seed) if self.config.order == "learnable" else None
+        learnable = self.config.order == "learnable"
+        self.choice = TaskChoice(tasks, self.config.seed, self.config.policy_fault) if learnable else None
 
     async def __aenter__(self) -> Self:
         if self.choice is not None:

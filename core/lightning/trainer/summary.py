@@ -5,6 +5,7 @@ The invariant: a summary is read from the store alone, so that it can be told of
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -163,6 +164,7 @@ class Evaluation:
 
     `reward` is the mean over scored rollouts (the success rate where rewards are 0 or 1), None when none was scored; `failed`
     rollouts have no reward and are not in it. `rewards` are the means of the named parts, over the rollouts that have them.
+    `deviation` and `lowest` are those of the scored rollouts' rewards.
     """
 
     step: int
@@ -170,6 +172,23 @@ class Evaluation:
     rollouts: int
     failed: int
     rewards: dict[str, float] = field(default_factory=dict)
+    deviation: float = 0.0
+    lowest: float = 0.0
+
+    @property
+    def score(self) -> float:
+        """The mean by which evaluations are compared: rollouts that failed count as 0, or as the lowest reward where that is
+        less."""
+        return self.reward_with_failures + min(0.0, self.lowest) * self.failed / max(self.rollouts, 1)
+
+    @property
+    def error(self) -> float:
+        """The standard error of `score`. Rewards that are all equal say little of how equal they are: a tenth of the mean is
+        taken as their deviation at least."""
+        share, given = self.failed / max(self.rollouts, 1), self.reward or 0.0
+        apart = share * (1.0 - share) * (given - min(0.0, self.lowest)) ** 2
+        deviation = math.sqrt((1.0 - share) * self.deviation**2 + apart)
+        return max(deviation, 0.1 * abs(self.score)) / math.sqrt(max(self.rollouts, 1))
 
     @property
     def reward_with_failures(self) -> float:
@@ -315,8 +334,13 @@ class _Tally:
 
     def evaluation(self, step: int) -> Evaluation:
         """The result."""
-        reward = sum(self.rewards) / len(self.rewards) if self.rewards else None
-        return Evaluation(step, reward, self.rollouts, self.failed, self.means())
+        if not self.rewards:
+            return Evaluation(step, None, self.rollouts, self.failed, self.means())
+        reward = sum(self.rewards) / len(self.rewards)
+        deviation = math.sqrt(sum((value - reward) ** 2 for value in self.rewards) / len(self.rewards))
+        return Evaluation(
+            step, reward, self.rollouts, self.failed, self.means(), deviation=deviation, lowest=min(self.rewards)
+        )
 
 
 @dataclass(slots=True)

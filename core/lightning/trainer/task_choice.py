@@ -25,6 +25,7 @@ from lightning.store.epochs import is_over
 from lightning.store.pages import each_rollout, each_step
 from lightning.store.protocol import Store
 from lightning.trainer.plan import TRAIN
+from lightning.trainer.training_data import PolicyFault
 from lightning.types import Fault, Json, Rollout, Run, Status, Task
 
 HALF_LIFE = 10.0
@@ -41,6 +42,8 @@ PAST_RUNS, PAST_ROLLOUTS = 16, 8.0
 STATE = "task_choice/past"
 """The key of a run's state that keeps what past runs said of its tasks."""
 READ_AT_ONCE = 1000
+RANGE_STEPS, OUTLIERS = 20, 0.01
+"""The last steps whose rewards say in which range they lie, and the share at either end that does not."""
 LARGEST, ROUNDING = 1e150, 1e-7
 """Of a reward beyond the first no square could be computed; of a range below this part of the rewards no variance."""
 
@@ -52,14 +55,15 @@ Earned = list[tuple[int, float | None]]
 class TaskChoice:
     """What is known of each task. Call `recall` first, then `learn` with each step that is committed, in order."""
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        self._tasks, self._seed = tasks, seed
+    def __init__(self, tasks: Sequence[Task], seed: int, policy_fault: PolicyFault = 0.0) -> None:
+        self._tasks, self._seed, self._policy_fault = tasks, seed, policy_fault
         self._places = {_key(task): place for place, task in enumerate(tasks)}
         self._steps = 0
         self._at = np.full(len(tasks), -1.0)
         # Of each task the rollouts that earned something, their rewards' sum and sum of squares, and those that failed.
         self._sums = np.zeros((len(tasks), 4))
-        self._low, self._high = np.inf, -np.inf
+        self._past_range: tuple[float, float] | None = None
+        self._recent: dict[int, list[Floats]] = {}  # of the last steps all rewards, for their range
 
     async def recall(self, store: Store, run: Run) -> None:
         """Read what past runs said, at the first start, and what this run's committed steps saw."""
@@ -110,17 +114,18 @@ class TaskChoice:
     def _beliefs(self) -> tuple[Floats, Floats]:
         """Both parameters of each task's Beta distribution, shape (tasks,).
 
-        Rewards may be any numbers. A task counts like a coin with as much variance, in the range of all rewards seen: then
-        rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
+        Rewards may be any numbers. A task counts like a coin with as much variance, in the range of the last steps' rewards:
+        then rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
         """
         rewarded, sums, squares, failed = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
-        width = self._high - self._low
-        differ = width > ROUNDING * max(abs(self._low), abs(self._high))
+        low, high = self._range() or (0.0, 0.0)
+        width = high - low
+        differ = width > ROUNDING * max(abs(low), abs(high))
         count = np.where(rewarded > 0, rewarded, 1.0)
         mean = sums / count
         variance = (squares / count - mean**2) / width**2 if differ else np.zeros_like(mean)
         less = (1.0 - np.sqrt(1.0 - 4.0 * np.clip(variance, 0.0, 0.25))) / 2.0
-        good = mean > (self._low + width / 2 if differ else 0.0)
+        good = mean > (low + width / 2 if differ else 0.0)
         successes = np.where(good, 1.0 - less, less) * rewarded
         misses = rewarded - successes + failed
         total = successes.sum() + misses.sum()
@@ -143,10 +148,23 @@ class TaskChoice:
             self._sums[place] = self._sums[place] * fading + new
             self._at[place] = step
             if len(rewards):
-                self._low, self._high = min(self._low, float(rewards[0])), max(self._high, float(rewards[-1]))
+                self._recent.setdefault(step, []).append(rewards)
+        for old in [known for known in self._recent if known <= step - RANGE_STEPS]:
+            del self._recent[old]
+
+    def _range(self) -> tuple[float, float] | None:
+        """Between which rewards lie, but for the odd outlier; None before any is known."""
+        if not self._recent:
+            return self._past_range
+        rewards = np.concatenate([part for parts in self._recent.values() for part in parts])
+        low, high = np.quantile(rewards, [OUTLIERS, 1.0 - OUTLIERS])
+        if low == high:  # nearly all are alike, and what is not is no outlier
+            low, high = rewards.min(), rewards.max()
+        return float(low), float(high)
 
     async def _earned(self, store: Store, rollouts: Sequence[Rollout]) -> Earned:
-        """What each rollout earned for its task; place -1 where it says nothing: another list's task, or the infrastructure."""
+        """What each rollout earned for its task; place -1 where it says nothing of it: another list's task, or a failure that
+        training leaves out of its group."""
         scored = [one for one in rollouts if one.status is Status.SUCCEEDED and _key(one.task) in self._places]
         attempts = await store.attempts_of([(one.id, one.attempt) for one in scored])
         inside = {
@@ -155,7 +173,8 @@ class TaskChoice:
         }
         found: Earned = []
         for one in rollouts:
-            says = one.id in inside or (one.status is Status.FAILED and one.fault is not Fault.INFRASTRUCTURE)
+            taught = one.fault is Fault.POLICY and self._policy_fault != "exclude"
+            says = one.id in inside or (one.status is Status.FAILED and taught)
             value = (one.reward or 0.0) + inside[one.id] if one.id in inside else None
             found.append((self._places.get(_key(one.task), -1) if says else -1, value))
         return found
@@ -166,7 +185,7 @@ class TaskChoice:
         for other in await store.list_runs(run.project, brief=True):
             if len(over) < PAST_RUNS and other.id != run.id and await is_over(store, other.id):
                 over.append(other.id)
-        known = TaskChoice(self._tasks, self._seed)
+        known = TaskChoice(self._tasks, self._seed, self._policy_fault)
         for name in over:
             async for rollouts in _together(each_rollout(store, name, split=TRAIN)):
                 known._add(-1, await known._earned(store, rollouts))
@@ -175,7 +194,8 @@ class TaskChoice:
         tasks: dict[str, Json] = {
             key: (known._sums[place] * share[place]).tolist() for key, place in self._places.items() if counts[place]
         }
-        ranged: Json = [known._low, known._high] if known._low <= known._high else None
+        between = known._range()
+        ranged: Json = list(between) if between else None
         return {"runs": list(over), "tasks": tasks, "range": ranged}
 
     def _begin_with(self, kept: Mapping[str, Json]) -> None:
@@ -185,7 +205,8 @@ class TaskChoice:
             if key in self._places:
                 self._sums[self._places[key]] = np.asarray(sums, dtype=np.float64)
         if isinstance(ranged, Sequence):
-            self._low, self._high = (float(str(bound)) for bound in ranged)
+            low, high = (float(str(bound)) for bound in ranged)
+            self._past_range = low, high
 
 
 def _key(task: Task) -> str:

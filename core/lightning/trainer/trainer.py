@@ -169,7 +169,9 @@ class Trainer:
             raise DataError("the list of training tasks is empty: give fit() at least one task in `train`")
         if isinstance(self.algorithm, SearchAlgorithm):
             self.algorithm.check(val)
-        check_held_out(self.config, val)
+            _say_unused(self.config)
+        else:
+            check_held_out(self.config, val)
         runner = self._runner_of(agent)
         began = time.monotonic()
         async with AsyncExitStack() as resources:
@@ -379,6 +381,14 @@ async def _check_model(engine: Engine, model: Path, reporter: Reporter) -> None:
 def _say_how_to_join(stack: Stack, reporter: Reporter) -> None:
     if stack.agents.elsewhere and stack.agents.how_to_join:
         reporter.say(f"agents run in clients; start one where they are to run: {stack.agents.how_to_join}")
+
+
+def _say_unused(config: Config) -> None:
+    """A search for prompts trains no weights and has its own order of tasks."""
+    plain, asked = Config().trainer, config.trainer
+    names = [name for name in ("keep", "patience", "order", "alerts") if getattr(asked, name) != getattr(plain, name)]
+    if names:
+        logger.warning("a search for prompts does not use trainer.%s: leave it away", ", trainer.".join(names))
 
 
 def _check_lifetimes(config: Config) -> None:

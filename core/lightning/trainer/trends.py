@@ -67,12 +67,6 @@ def mean_of(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def binary_error(mean: float, count: int) -> float:
-    """The standard error of the mean of so many rewards, as if they were 0 or 1."""
-    inside = min(max(mean, 0.0), 1.0)
-    return math.sqrt(max(inside * (1 - inside), 0.01) / count)
-
-
 def failed_share(metrics: Mapping[str, float]) -> float:
     """The share of a step's rollouts that failed."""
     return metrics.get("failed", 0.0) / max(metrics.get("rollouts", 0.0), 1.0)
@@ -107,4 +101,6 @@ def is_solved(course: Course) -> bool:
     if len(rewards) < WINDOW or len(deviations) != len(rewards):
         return False
     most = max(reward + deviation for reward, deviation in zip(rewards, deviations, strict=True))
-    return mean_of(rewards[-WINDOW:]) >= 0.8 * most > 0
+    least = min(reward - deviation for reward, deviation in zip(rewards, deviations, strict=True))
+    now = mean_of(rewards[-WINDOW:])
+    return now >= most - 0.2 * (most - least) if most > least else now > 0

@@ -120,15 +120,16 @@ def test_a_batch_has_the_weighted_advantages() -> None:
             np.testing.assert_allclose(mine.advantages, weight * its.advantages, rtol=1e-6)
 
 
-def test_what_the_other_credit_says_of_itself_is_passed_on() -> None:
+def test_a_credit_that_adds_rewards_is_refused_by_object_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class Judging:
         rewards = True
-
-        def prefetch(self, groups: object) -> None: ...
 
         def __call__(self, group: Group, advantage: GroupAdvantage) -> list[npt.NDArray[np.float64]]:
             return identical(group, advantage)
 
-    judging = Judging()
-    assert (Weighted(judging).rewards, Weighted(judging).prefetch) == (True, judging.prefetch)
-    assert (Weighted().rewards, Weighted().prefetch, Weighted().critic) == (False, None, False)
+    cure = r"Weighted cannot wrap Judging.*Judging\(\.\.\., credit=Weighted\(\.\.\.\)\)"
+    with pytest.raises(ConfigError, match=cure):
+        Weighted(Judging(), by="variance")
+    monkeypatch.setattr(type(plugins()), "credit", lambda self, name: Judging())
+    with pytest.raises(ConfigError, match=cure):
+        _ = LightningRL(credit=Weighted("judging")).critic

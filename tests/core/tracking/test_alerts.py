@@ -68,6 +68,7 @@ async def test_what_fails_is_logged_once_and_without_the_address(
         ("https://hooks.example/T0/secret", "neither webhook:NAME"),
         ("webhook:https://hooks.example/T0/secret", "name of the variable that holds the URL"),
         ("webhook:LIGHTNING_NOT_SET", "LIGHTNING_NOT_SET, of trainer.alerts, holds no URL"),
+        ("command:curl -d @- https://hooks.example/T0/secret", "has an address in it"),
         ("command:no-such-program now", "no program 'no-such-program'"),
         ("command:'open", "cannot be read as a command"),
     ],

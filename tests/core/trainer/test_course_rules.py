@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from lightning.config.sections import TaskOrder
 from lightning.trainer.diagnosis import Course, Diagnosis
 from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
@@ -49,7 +51,9 @@ def alarms(made: Course) -> list[Diagnosis]:
     found: dict[str, Diagnosis] = {}
     for step in range(1, len(made.steps) + 1):
         for each in diagnose(
-            course=Course(made.steps[:step], [one for one in made.evaluations if one.step <= step], made.gap)
+            course=Course(
+                made.steps[:step], [one for one in made.evaluations if one.step <= step], made.gap, made.order
+            )
         ):
             found.setdefault(each.cause, each)
     return [each for each in found.values() if not each.minor]
@@ -66,7 +70,8 @@ def test_a_run_that_learns_raises_no_alarm_however_often_it_is_looked_at(seed: i
 
 
 EVALUATIONS = [
-    Evaluation(step, reward, 200, 0) for step, reward in ((0, 0.3), (10, 0.6), (20, 0.5), (30, 0.35), (40, 0.3))
+    Evaluation(step, reward, 200, 0, deviation=0.48)
+    for step, reward in ((0, 0.3), (10, 0.6), (20, 0.5), (30, 0.35), (40, 0.3))
 ]
 RISING = {"reward": ramp(0.3, 0.8, noise=0.02), "reward_with_failures": ramp(0.3, 0.8, noise=0.02)}
 SICK = {
@@ -133,3 +138,34 @@ def test_tokens_that_are_older_than_the_weights_are_no_gap() -> None:
 def test_both_rewards_falling_is_a_collapse_and_no_overfitting() -> None:
     falls = {name: ramp(0.7, 0.2, noise=0.02) for name in ("reward", "reward_with_failures")}
     assert "held-out falls" not in [each.cause for each in alarms(course(evaluations=EVALUATIONS, **falls))]
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 0.01])
+def test_the_noise_of_held_out_tasks_is_no_finding_whatever_rewards_are_worth(scale: float) -> None:
+    found = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        rewards = rng.binomial(100, 0.6, 11) / 100
+        results = [
+            Evaluation(4 * step, float(scale * reward), 100, 0, deviation=scale * float(np.sqrt(reward * (1 - reward))))
+            for step, reward in enumerate(rewards)
+        ]
+        made = course(seed, evaluations=results)
+        found += any(each.cause == "held-out falls" for each in diagnose(course=made))
+    assert found <= 2
+
+
+@pytest.mark.parametrize("order", ["learnable", "given"])
+def test_a_choice_of_tasks_that_moves_the_reward_is_no_collapse(order: TaskOrder) -> None:
+    falls = {name: ramp(0.7, 0.3, noise=0.02) for name in ("reward", "reward_with_failures")}
+    made = course(**falls)
+    assert "collapsed" in [each.cause for each in alarms(made)]
+    assert alarms(replace(made, order=order)) == []
+
+
+def test_failures_never_make_an_evaluation_better() -> None:
+    fine, failing = Evaluation(1, -0.4, 100, 0, deviation=0.3, lowest=-1.0), Evaluation(2, -0.5, 100, 60, lowest=-1.0)
+    assert failing.reward_with_failures > fine.reward_with_failures
+    assert failing.score == pytest.approx(-0.8)
+    assert fine.score == pytest.approx(-0.4)
+    assert failing.error == pytest.approx(np.sqrt(0.24 * 0.25) / 10)

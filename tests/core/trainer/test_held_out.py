@@ -139,3 +139,14 @@ def test_a_run_ends_exactly_when_the_best_is_old_enough(rewards: list[float], pa
         assert held_out.best == evaluation(first, rewards[first])
         assert held_out.is_over(patience) == (step - first >= patience)
         assert not held_out.is_over(0)
+
+
+async def test_evaluations_of_other_tasks_are_not_compared(bench: Any, tmp_path: Path, answering: Any) -> None:
+    async with bench(tmp_path / "r", graded([0.8, 0.9, 0.9], answering), trainer__steps=2) as made:
+        await made.loop.run({})
+    settings = {"trainer__steps": 4, "trainer__keep": "best", "trainer__eval_temperature": 0.5, "trainer__patience": 2}
+    async with bench(tmp_path / "r", graded([0.2, 0.3], answering), **settings) as again:
+        again.engine.export = ledger(again.engine)
+        kept = await again.loop.run({})
+        assert [result.step for result in again.loop.held_out.results] == [3, 4]
+        assert (kept.step, again.loop.done) == (4, 4)
