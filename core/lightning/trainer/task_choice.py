@@ -17,6 +17,7 @@ import hashlib
 import json
 import random
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +49,17 @@ LARGEST, ROUNDING = 1e150, 1e-7
 """Of a reward beyond the first no square could be computed; of a range below this part of the rewards no variance."""
 
 Floats = npt.NDArray[np.float64]
-Earned = list[tuple[int, float | None]]
-"""Of some rollouts the place of the task, and the return; None for one that failed."""
+
+
+class Lost(Enum):
+    """How a rollout failed: by the policy, which training counts, or otherwise, so that it is left out of its group."""
+
+    BY_POLICY = "by the policy"
+    OTHERWISE = "otherwise"
+
+
+Earned = list[tuple[int, float | Lost]]
+"""Of some rollouts the place of the task, and the return, or how it failed."""
 
 
 class TaskChoice:
@@ -60,8 +70,9 @@ class TaskChoice:
         self._places = {_key(task): place for place, task in enumerate(tasks)}
         self._steps = 0
         self._at = np.full(len(tasks), -1.0)
-        # Of each task the rollouts that earned something, their rewards' sum and sum of squares, and those that failed.
-        self._sums = np.zeros((len(tasks), 4))
+        # Of each task the rollouts that earned something, their rewards' sum and sum of squares, those that the policy failed,
+        # and those that failed otherwise and are left out of their group.
+        self._sums = np.zeros((len(tasks), 5))
         self._past_range: tuple[float, float] | None = None
         self._recent: dict[int, list[Floats]] = {}  # of the last steps all rewards, for their range
 
@@ -100,7 +111,7 @@ class TaskChoice:
         """
         rng = np.random.default_rng(random.Random(f"{self._seed}/learnable/{place}").getrandbits(128))  # noqa: S311
         rates = rng.beta(*self._beliefs(), size=(DRAWS, len(self._tasks)))
-        size = max(2, group_size)
+        size = max(2, group_size) * (1.0 - self._left_out())
         mixed = np.mean(1.0 - rates**size - (1.0 - rates) ** size, axis=0)
         order = np.lexsort((rng.random(len(mixed)), -mixed))
         ranked = [self._tasks[place] for place in order]
@@ -111,13 +122,19 @@ class TaskChoice:
         ranked = self.ranked(f"step {step}", group_size)
         return [ranked[place % len(ranked)] for place in range(first, first + count)]
 
+    def _left_out(self) -> Floats:
+        """The share of each task's rollouts that fail by the agent's code and are not compared, shape (tasks,)."""
+        counts = self._sums * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)[:, None]
+        share: Floats = counts[:, 4] / (counts[:, 0] + counts[:, 3] + counts[:, 4] + PRIOR)
+        return share
+
     def _beliefs(self) -> tuple[Floats, Floats]:
         """Both parameters of each task's Beta distribution, shape (tasks,).
 
         Rewards may be any numbers. A task counts like a coin with as much variance, in the range of the last steps' rewards:
         then rewards that are always 0.5 teach nothing, and of those that are 0 or 1 the coin's rate is the mean.
         """
-        rewarded, sums, squares, failed = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
+        rewarded, sums, squares, failed, _ = self._sums.T * 0.5 ** ((self._steps - 1 - self._at) / HALF_LIFE)
         low, high = self._range() or (0.0, 0.0)
         width = high - low
         differ = width > ROUNDING * max(abs(low), abs(high))
@@ -134,17 +151,15 @@ class TaskChoice:
 
     def _add(self, step: int, earned: Earned) -> None:
         """Sums do not depend on the order in which rollouts come: a resume reads them in another."""
-        found: dict[int, list[float]] = {}
+        found: dict[int, list[float | Lost]] = {}
         for place, value in earned:
             if place >= 0:
-                own = found.setdefault(place, [])
-                own.append(np.nan if value is None else value)
+                found.setdefault(place, []).append(value)
         for place, values in found.items():
-            rewards = np.sort(values)
-            failed = float(np.isnan(rewards).sum())
-            rewards = np.clip(rewards[np.isfinite(rewards)], -LARGEST, LARGEST)
+            rewards = np.clip(np.sort([one for one in values if isinstance(one, float)]), -LARGEST, LARGEST)
+            failed, lost = values.count(Lost.BY_POLICY), values.count(Lost.OTHERWISE)
             fading = 0.5 ** ((step - self._at[place]) / HALF_LIFE)
-            new = [len(rewards), rewards.sum(), (rewards**2).sum(), failed]
+            new = [len(rewards), rewards.sum(), (rewards**2).sum(), failed, lost]
             self._sums[place] = self._sums[place] * fading + new
             self._at[place] = step
             if len(rewards):
@@ -163,8 +178,8 @@ class TaskChoice:
         return float(low), float(high)
 
     async def _earned(self, store: Store, rollouts: Sequence[Rollout]) -> Earned:
-        """What each rollout earned for its task; place -1 where it says nothing of it: another list's task, or a failure that
-        training leaves out of its group."""
+        """What each rollout earned for its task; place -1 where it says nothing of it: another list's task, or one that the
+        infrastructure lost."""
         scored = [one for one in rollouts if one.status is Status.SUCCEEDED and _key(one.task) in self._places]
         attempts = await store.attempts_of([(one.id, one.attempt) for one in scored])
         inside = {
@@ -173,10 +188,14 @@ class TaskChoice:
         }
         found: Earned = []
         for one in rollouts:
-            taught = one.fault is Fault.POLICY and self._policy_fault != "exclude"
-            says = one.id in inside or (one.status is Status.FAILED and taught)
-            value = (one.reward or 0.0) + inside[one.id] if one.id in inside else None
-            found.append((self._places.get(_key(one.task), -1) if says else -1, value))
+            place = self._places.get(_key(one.task), -1)
+            if one.id in inside:
+                found.append((place, (one.reward or 0.0) + inside[one.id]))
+            elif one.status is Status.FAILED and one.fault is not Fault.INFRASTRUCTURE:
+                counts = one.fault is Fault.POLICY and self._policy_fault != "exclude"
+                found.append((place, Lost.BY_POLICY if counts else Lost.OTHERWISE))
+            else:
+                found.append((-1, Lost.OTHERWISE))
         return found
 
     async def _past(self, store: Store, run: Run) -> Json:
@@ -189,7 +208,7 @@ class TaskChoice:
         for name in over:
             async for rollouts in _together(each_rollout(store, name, split=TRAIN)):
                 known._add(-1, await known._earned(store, rollouts))
-        counts = known._sums[:, 0] + known._sums[:, 3]
+        counts = known._sums[:, [0, 3, 4]].sum(axis=1)
         share = np.minimum(1.0, PAST_ROLLOUTS / np.maximum(counts, 1.0))
         tasks: dict[str, Json] = {
             key: (known._sums[place] * share[place]).tolist() for key, place in self._places.items() if counts[place]

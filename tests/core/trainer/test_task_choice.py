@@ -113,6 +113,27 @@ async def test_the_infrastructure_says_nothing_of_a_task() -> None:
     assert choice.ranked("here", 8) == (await after([[]])).ranked("here", 8)
 
 
+@pytest.mark.parametrize("always", [True, False])
+async def test_a_task_whose_agent_crashes_is_no_mixed_one(always: bool) -> None:
+    """What crashes is left out of its group: of one that is solved otherwise nothing is left to compare."""
+    choice, store = TaskChoice(TASKS, 0), Recorded()
+    for step in range(4):
+        earned: list[tuple[int, float | None]] = [(0, 1.0), (1, 0.0), (3, 0.0), (4, 1.0), (5, 0.0)] * 8
+        earned += [(2, None if always or number % 2 else 1.0) for number in range(8)]
+        crashed = [replace(one, fault=Fault.AGENT) if one.fault else one for one in ended(step, earned)]
+        await choice.learn(store, step, crashed)  # type: ignore[arg-type]
+    assert (await first_places(choice))[MIXED.id] < 100
+
+
+async def test_one_outlier_does_not_make_all_other_rewards_alike() -> None:
+    history: list[list[tuple[int, float | None]]] = [[(0, -100.0)]]
+    rest: list[tuple[int, float | None]] = [(0, 1.0), (1, 0.0), (3, 0.0), (4, 1.0), (5, 0.0)]
+    history += [rest * 8 + [(2, float(number % 2)) for number in range(8)]] * 3
+    places = await first_places(await after(history))
+    assert places[MIXED.id] > 100
+    assert places[MIXED.id] + places[SOLVED.id] > 280, "the outlier was one of the solved task's"
+
+
 async def test_open_tasks_come_last() -> None:
     ranked = (await after([])).ranked("group 3", 4, without={"0", "1", "2"})
     assert {task.id for task in ranked[:3]} == {"3", "4", "5"}
