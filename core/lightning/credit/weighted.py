@@ -93,7 +93,7 @@ class Weighted:
 
 
 def _without_rewards(credit: Credit) -> Credit:
-    """The credit. Raises `ConfigError` for one that adds rewards, such as a judge: a weight would look at those of the agents."""
+    """The credit. Raises `ConfigError` for one that adds rewards, such as a judge: a weight knows those of the agents alone."""
     if getattr(credit, "rewards", False):
         name = type(credit).__name__
         raise ConfigError(
