@@ -2,7 +2,7 @@
 
 The invariant: what agents and models wrote is in JSON strings of the second message alone, with every `<` escaped, so that it
 can neither end its string nor hold a control token of a chat template like `<|im_end|>`. The question is a pure function of
-rubric and transcripts.
+rubric and transcripts, whatever ids their messages and tool calls have.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final
 
 from lightning.algorithms.chat_model import Messages
 
-from lightning_debug.transcript import Transcript, TranscriptCall
+from lightning_debug.transcript import Transcript, TranscriptCall, is_call, said_in
 
 LONGEST_TEXT: Final = 4000
 """Characters of one text; the middle of what is longer is left out."""
@@ -40,18 +41,74 @@ class NonsenseError(Exception):
 
 def rollout_items(seen: Transcript, longest: int) -> list[dict[str, Any]]:
     """What was said and done in a rollout, in order: messages of requests, answers, tools. What one call repeats of an earlier
-    one stands there once. Long texts, and the middle of what has more than `longest` characters, are left out visibly."""
+    one stands there once. Long texts, and the middle of what has more than `longest` characters, are left out visibly. Ids are
+    numbers in the order in which they appear, since they are made up anew in each rollout."""
     items: list[dict[str, Any]] = []
     histories: list[list[object]] = []
+    numbers: dict[str, str] = {}
     for call in seen.calls:
-        asked = _messages(call)
-        answer = {"role": "assistant", "content": call.text}
-        known = max((_common(asked, before) for before in histories), default=0)
-        items += [_clipped(item) for item in asked[known:]]
-        items.append({"answer of": call.caller, "text": _clipped(call.text)})
-        histories.append([*asked, answer])
+        asked = [_numbered(message, numbers) for message in _messages(call)]
+        made = [{"name": made.name, "arguments": made.arguments} for made in call.tool_calls]
+        turns = _turns(asked)
+        known = max((_common([key for key, _ in turns], before) for before in histories), default=0)
+        items += [_clipped(item) for _, turn in turns[known:] for item in turn]
+        shown = {"answer of": call.caller, "text": _clipped(call.text)}
+        items.append({**shown, "tool calls": _clipped(made)} if made else shown)
+        answer = {"role": "assistant", "content": call.text, "tool_calls": made}
+        histories.append([key for key, _ in _turns([*asked, answer])])
     items += [{"tool": event.name, "status": event.status} for event in seen.tool_events]
     return _fitting(items, longest)
+
+
+IDS: Final = ("id", "call_id", "tool_call_id", "tool_use_id")
+"""Where messages and tool calls of the four APIs have ids."""
+
+
+def _numbered(item: Any, numbers: dict[str, str]) -> Any:
+    """A message whose ids, and those of its tool calls, are numbers in order of appearance. What is inside of arguments and
+    outputs stays."""
+    if not isinstance(item, Mapping):
+        return item
+    found = dict(item)
+    for name in IDS:
+        if isinstance(given := item.get(name), str):
+            found[name] = numbers.setdefault(given, f"id {len(numbers) + 1}")
+    for name in ("tool_calls", "content"):
+        if isinstance(parts := item.get(name), (list, tuple)):
+            found[name] = [_numbered(part, numbers) for part in parts]
+    return found
+
+
+def _turns(messages: Sequence[Any]) -> list[tuple[object, list[Any]]]:
+    """The messages, those of the model that follow one another together, each with what it is compared by."""
+    turns: list[tuple[object, list[Any]]] = []
+    for by_model, found in groupby(messages, _is_answer):
+        together = list(found)
+        if by_model:
+            said = [said_in(message) for message in together]
+            text, calls = "".join(text for text, _ in said), [made for _, calls in said for made in calls]
+            turns.append(((text, calls, [more for message in together if (more := _besides(message))]), together))
+        else:
+            turns += [(message, [message]) for message in together]
+    return turns
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and (message.get("role") == "assistant" or is_call(message))
+
+
+def _besides(message: Mapping[str, Any]) -> list[object]:
+    """What a model's message has besides its text and its tool calls."""
+    if is_call(message):
+        return []
+    usual = {"role", "type", "status", "content", "tool_calls", *IDS}
+    parts = message.get("content")
+    others = [part for part in parts if not _is_usual(part)] if isinstance(parts, list) else []
+    return [*others, *([name, value] for name, value in message.items() if value and name not in usual)]
+
+
+def _is_usual(part: Any) -> bool:
+    return isinstance(part, Mapping) and (part.get("type") in ("text", "output_text") or is_call(part))
 
 
 def _fitting(items: list[dict[str, Any]], longest: int) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ LEAST: Final = 1e-6
 @dataclass(frozen=True, slots=True)
 class Regraded:
     """One rollout, graded again. `before` is the recorded reward, `parts` are the new one's named parts, `answer` is the end of
-    the last answer, and `besides` what a reward should not follow."""
+    the last answer, tool calls included, and `besides` what a reward should not follow."""
 
     rollout: str
     step: int
@@ -105,9 +105,9 @@ class RewardTrial:
 
     @property
     def same(self) -> bool:
-        """Whether training would have been the same: every group in the same order, no other advantage as far as that is known,
-        and no rollout that could not be graded."""
-        return not (self.reordered or self.failed or self.changed_calls)
+        """Whether training would have been the same: every group in the same order, no other advantage, and no rollout that
+        could not be graded. False where advantages could not be derived, since nobody knows then."""
+        return not (self.reordered or self.failed or self.changed_calls or self.why)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ class _Trial:
                 continue
             rollout, (now, parts) = transcript.rollout, given
             besides = {name: of(transcript) for name, of in BESIDES.items()}
-            before, answer = rewards[rollout.id], transcript.answer[-200:]
+            before, answer = rewards[rollout.id], transcript.ending[-200:]
             self.rollouts.append(
                 Regraded(rollout.id, record.step, rollout.task.input, answer, before, now, parts, besides)
             )
@@ -347,7 +347,7 @@ def _advantages(algorithm: Algorithm, groups: Sequence[Group]) -> dict[tuple[str
 BESIDES: Final[Mapping[str, Callable[[Transcript], float]]] = {
     "the length of the answers (tokens)": lambda seen: float(seen.tokens),
     "the number of calls": lambda seen: float(len(seen.calls)),
-    "the length of the last answer (characters)": lambda seen: float(len(seen.answer)),
+    "the length of the last answer (characters)": lambda seen: float(len(seen.ending)),
     "answers that were cut off": lambda seen: float(sum(call.finish_reason == "length" for call in seen.calls)),
     "tools that failed": lambda seen: float(sum(event.status == "error" for event in seen.tool_events)),
 }

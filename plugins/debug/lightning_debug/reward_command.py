@@ -1,7 +1,7 @@
 """`lightning reward try`: a changed grader on the rollouts that a run was trained on.
 
 The invariant: it only reads the store. Exit code 0: training would have been the same; 1: a group is ordered otherwise, an
-advantage is another, or a rollout could not be graded.
+advantage is another, or it cannot be said, since a rollout could not be graded or advantages could not be derived.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def show(trial: RewardTrial, limit: int) -> None:
         trained, other, signs = trial.advantages
         say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
     else:
-        say(f"which advantages would differ cannot be said: {escape(trial.why)}")
+        unknown = "which advantages would differ, and so whether training would have been the same, cannot be said"
+        say(f"[yellow]{unknown}: {escape(trial.why)}")
     if trial.unusable is not None:
         alike = (
             "not measured (it takes samples=2 and two rollouts)"

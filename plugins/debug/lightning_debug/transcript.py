@@ -1,10 +1,11 @@
-"""What a grader is given of a recorded rollout: the texts of its calls, and its tools.
+"""What a grader is given of a recorded rollout: the texts and tool calls of its answers, and the tools that ran.
 
 The invariant: it is read from the record alone. Where a text is not recorded as it was, `missing` says why.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,20 +19,34 @@ REDACTED: Final = "a credential was left out of its texts"
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that an answer calls, without the call's id. `arguments` are by name; what is no JSON object is there as sent."""
+
+    name: str
+    arguments: Any
+
+    def __str__(self) -> str:
+        given = self.arguments
+        return f"{self.name}({given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)})"
+
+
+@dataclass(frozen=True, slots=True)
 class TranscriptCall:
-    """One answered model call: the path of its `caller`, the `request` as the agent sent it (JSON), and the answer's `text`."""
+    """One answered model call: the path of its `caller`, the `request` as the agent sent it (JSON), and the answer's `text` and
+    `tool_calls`."""
 
     caller: str
     request: Mapping[str, Any]
     text: str
     tokens: int
     finish_reason: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """One recorded rollout. `answer` is the text of its last call; `missing` says why texts are not recorded whole, empty where
-    they are."""
+    """One recorded rollout. `answer` is the text of its last call, without tool calls; `missing` says why texts are not
+    recorded whole, empty where they are."""
 
     rollout: Rollout
     calls: tuple[TranscriptCall, ...]
@@ -47,6 +62,13 @@ class Transcript:
     def answer(self) -> str:
         """The text of the last call; empty without one."""
         return self.calls[-1].text if self.calls else ""
+
+    @property
+    def ending(self) -> str:
+        """The last answer with its tool calls, as a text."""
+        return " ".join(
+            filter(None, [self.answer, *(str(made) for call in self.calls[-1:] for made in call.tool_calls)])
+        )
 
     @property
     def tokens(self) -> int:
@@ -67,9 +89,9 @@ def transcript_of(rollout: Rollout, transitions: Sequence[Transition], tool_even
         if exchange is not None and isinstance(exchange.request, dict):
             request = exchange.request
         missing = missing or why_not_whole(exchange)
-        said = "" if exchange is None else text_of(exchange.reply)
-        tokens = len(transition.response_ids)
-        calls.append(TranscriptCall(transition.caller.name, request, said, tokens, transition.finish_reason))
+        reply = None if exchange is None else exchange.reply
+        tokens, reason, made = len(transition.response_ids), transition.finish_reason, tool_calls_of(reply)
+        calls.append(TranscriptCall(transition.caller.name, request, text_of(reply), tokens, reason, made))
     return Transcript(rollout, tuple(calls), tuple(tool_events), missing)
 
 
@@ -84,12 +106,47 @@ def why_not_whole(exchange: Exchange | None) -> str:
 
 def text_of(reply: Any) -> str:
     """The text of an answer of any of the four APIs."""
+    return "".join(said_in(item)[0] for item in _answered(reply))
+
+
+def tool_calls_of(reply: Any) -> tuple[ToolCall, ...]:
+    """The tool calls of an answer of any of the four APIs, in order."""
+    return tuple(made for item in _answered(reply) for made in said_in(item)[1])
+
+
+def _answered(reply: Any) -> list[Any]:
+    """The messages of an answer."""
     if not isinstance(reply, dict):
-        return ""
+        return []
     if choices := reply.get("choices"):
-        first = choices[0]
-        return str((first.get("message") or {}).get("content") or first.get("text") or "")
-    parts = list(reply.get("content") or ())
-    for item in reply.get("output") or ():
-        parts += item.get("content") or () if item.get("type") == "message" else ()
-    return "".join(str(part.get("text", "")) for part in parts if part.get("type") in ("text", "output_text"))
+        return [choices[0].get("message") or {"content": choices[0].get("text")}]
+    return list(reply.get("output") or [reply])
+
+
+def is_call(item: Mapping[str, Any]) -> bool:
+    """Whether an item of the responses API, or a part of a message of the messages API, is the call of a tool."""
+    kind = str(item.get("type"))
+    return bool(item.get("name")) and kind.endswith(("_call", "tool_use"))
+
+
+def said_in(item: Any) -> tuple[str, tuple[ToolCall, ...]]:
+    """Text and tool calls of a model's message, or of an item of a response, in any of the four APIs."""
+    if not isinstance(item, Mapping):
+        return "", ()
+    if is_call(item):
+        return "", (_tool_call(item),)
+    content = item.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, (list, tuple)) else []
+    texts = [str(part.get("text", "")) for part in parts if part.get("type") in ("text", "output_text")]
+    calls = [call for call in item.get("tool_calls") or () if isinstance(call, Mapping)] + list(filter(is_call, parts))
+    return content if isinstance(content, str) else "".join(texts), tuple(map(_tool_call, calls))
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    made = call.get("function") or call.get("custom") or call
+    arguments = made.get("arguments", made.get("input"))
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = arguments
+    return ToolCall(str(made.get("name")), read if isinstance(read, dict) else arguments)

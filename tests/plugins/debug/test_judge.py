@@ -22,7 +22,7 @@ from lightning import Judge, LightningRL
 from lightning.algorithms import chat_model
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
-from lightning.credit import centre, identical
+from lightning.credit import Weighted, centre, identical
 from lightning.errors import ConfigError, DataError, JudgeError, StoreError
 from lightning.testing import rollout
 from lightning.testing.chat_server import ChatRequest, ChatServer
@@ -31,7 +31,7 @@ from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
 from lightning.types import CallStatus, Fault, Status, Task
 from lightning_debug.judge_prompt import NonsenseError, agreement, order_of, question, read_scores, rollout_items
 from lightning_debug.judgements import Answer, Judgements
-from lightning_debug.transcript import Transcript, TranscriptCall
+from lightning_debug.transcript import ToolCall, Transcript, TranscriptCall
 
 from tests.core.trainer.test_fork import train as train
 
@@ -142,6 +142,19 @@ def test_the_agents_own_rewards_count_too_and_the_estimator_compares_the_sum(
     found = make()(rewarded, centre)
     wanted = np.array([3.0, 0, 0, 0]) + [len(text) / 8 for text in ANSWERS]
     assert np.concatenate(found) == pytest.approx(wanted - wanted.mean())
+
+
+def test_a_weight_inside_of_a_judge_is_of_the_judged_returns(make: Callable[..., Judge], recorded: Group) -> None:
+    judged = np.array([len(text) / 8 for text in ANSWERS])
+    judge = make(credit=Weighted(by="variance"))
+    found = np.concatenate(judge(recorded, centre))
+    assert found == pytest.approx(4 * judged.var() * (judged - judged.mean()))
+    assert np.ptp(found) > 0
+    algorithm = LightningRL("rloo", group_size=4, credit=judge)
+    assert len(algorithm.batch([recorded]).samples) == 4
+    assert rebuild_algorithm({"algorithm": describe_algorithm(algorithm)}) == algorithm
+    with pytest.raises(ConfigError, match=r"Judge\(\.\.\., credit=Weighted\(\.\.\.\)\)"):
+        Weighted(make())
 
 
 def test_nothing_is_asked_twice_also_not_by_another_process(
@@ -356,6 +369,77 @@ def test_repeated_history_stands_there_once_and_the_middle_of_long_rollouts_is_l
     assert items[-1] == {"answer of": "agent", "text": "end"}
     assert [item for item in items if "left out" in item] != []
     assert len(json.dumps(items)) < 4000
+
+
+def test_tool_calls_are_shown_and_tell_rollouts_apart(
+    make: Callable[..., Judge], server: ChatServer, recorded: Group
+) -> None:
+    def final(seen: Trajectory, answer: str) -> Transcript:
+        made = (ToolCall("final_answer", {"answer": answer}),)
+        return Transcript(seen.rollout, (TranscriptCall("agent", {}, "", 1, "tool_calls", made),), ())
+
+    def by_answer(call: ChatRequest) -> str:
+        rollouts = shown(call)["rollouts"].items()
+        right = {number: items[-1]["tool calls"][0]["arguments"]["answer"] == "42" for number, items in rollouts}
+        return json.dumps({"scores": {number: float(good) for number, good in right.items()}})
+
+    server.answer = by_answer
+    seen = [final(member, text) for member, text in zip(recorded.trajectories, ("41", "42", "42"), strict=False)]
+    (found,) = make().judge([seen])
+    assert found.scores == (0.0, 1.0, 1.0)
+    assert len(shown(server.calls[0])["rollouts"]) == 2
+
+
+def chat_items(one: str, other: str) -> list[dict[str, Any]]:
+    calls = [(one, "find", '{"id": "x"}'), (other, "look", "{}")]
+    made = [{"id": name, "type": "function", "function": {"name": f, "arguments": a}} for name, f, a in calls]
+    results = [{"role": "tool", "tool_call_id": name, "content": "found"} for name in (other, one)]
+    return [{"role": "assistant", "content": None, "tool_calls": made}, *results]
+
+
+def messages_items(one: str, other: str) -> list[dict[str, Any]]:
+    made = [{"type": "tool_use", "id": one, "name": "find", "input": {"id": "x"}}]
+    made += [{"type": "tool_use", "id": other, "name": "look", "input": {}}]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": "found"} for name in (other, one)]
+    return [{"role": "assistant", "content": made}, {"role": "user", "content": results}]
+
+
+def responses_items(one: str, other: str) -> list[dict[str, Any]]:
+    calls = [(one, "find", '{"id": "x"}'), (other, "look", "{}")]
+    made = [{"type": "function_call", "id": f"fc_{c}", "call_id": c, "name": f, "arguments": a} for c, f, a in calls]
+    return [*made, *({"type": "function_call_output", "call_id": name, "output": "found"} for name in (other, one))]
+
+
+@pytest.mark.parametrize(
+    ("key", "items", "results"),
+    [("messages", chat_items, 2), ("messages", messages_items, 1), ("input", responses_items, 2)],
+)
+def test_made_up_ids_of_tool_calls_tell_no_rollouts_apart(
+    recorded: Group, key: str, items: Callable[[str, str], list[dict[str, Any]]], results: int
+) -> None:
+    made = recorded.trajectories[0].rollout
+    begin = {"role": "user", "content": "Begin"}
+    tools = (ToolCall("find", {"id": "x"}), ToolCall("look", {}))
+
+    def shown_with(*ids: str) -> list[dict[str, Any]]:
+        calls = (
+            TranscriptCall("agent", {key: [begin]}, "", 1, "tool_calls", tools),
+            TranscriptCall("agent", {key: [begin, *items(*ids)]}, "Done", 1, "stop"),
+        )
+        return rollout_items(Transcript(made, calls, ()), 9999)
+
+    found = shown_with("call_8f1c", "call_02aa")
+    assert found == shown_with("call_77b3", "call_c1d0")
+    assert "call_8f1c" not in json.dumps(found)
+    assert len(found) == 3 + results, "the tool calls stand there once: in the answer that made them"
+    told = [{"name": "find", "arguments": {"id": "x"}}, {"name": "look", "arguments": {}}]
+    assert found[1] == {"answer of": "agent", "text": "", "tool calls": told}
+    swapped = [begin, *items("a", "b")[:-results], *items("b", "a")[-results:]]
+    other = TranscriptCall("agent", {key: swapped}, "Done", 1, "stop")
+    same = TranscriptCall("agent", {key: [begin, *items("a", "b")]}, "Done", 1, "stop")
+    assert rollout_items(Transcript(made, (other,), ()), 9999) != rollout_items(Transcript(made, (same,), ()), 9999), (
+        "which result is whose counts"
+    )
 
 
 def test_rollouts_that_say_the_same_are_shown_once_and_score_the_same(

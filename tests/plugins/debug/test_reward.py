@@ -20,11 +20,13 @@ from lightning.cli.locate import locate, with_store
 from lightning.errors import ConfigError
 from lightning.store import exchanges
 from lightning.store.epochs import Epoch
-from lightning.testing import Reply, rollout
+from lightning.testing import Reply, ToolCall, rollout
 from lightning.trainer.runs import describe_algorithm
 from lightning.types import Fault, Rollout, Status, StepRecord, Task, Transition, logprobs, token_ids
+from lightning_debug import transcript
 from lightning_debug.regrade import RewardTrial, _explained, _Trial, rank_correlation, try_grader
-from lightning_debug.transcript import Transcript, text_of, transcript_of
+from lightning_debug.reward_command import show
+from lightning_debug.transcript import Transcript, text_of, tool_calls_of, transcript_of
 
 from tests.core.trainer.test_fork import train as train
 
@@ -264,6 +266,70 @@ def test_the_text_of_an_answer_in_each_api() -> None:
     said = {"type": "message", "content": [{"type": "output_text", "text": "response"}]}
     assert text_of({"output": [{"type": "reasoning"}, said]}) == "response"
     assert text_of(None) == ""
+
+
+SAID = [{"role": "user", "content": "Find it"}]
+FUNCTION = {"name": "final_answer", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": SAID, "tools": [{"type": "function", "function": FUNCTION}]}),
+        (
+            "messages",
+            {
+                "messages": SAID,
+                "max_tokens": 99,
+                "tools": [{"name": "final_answer", "input_schema": {"type": "object"}}],
+            },
+        ),
+        ("responses", {"input": "Find it", "tools": [{"type": "function", **FUNCTION}]}),
+    ],
+)
+def test_an_answer_that_is_a_tool_call_is_in_the_transcript(path: str, body: dict[str, Any]) -> None:
+    def agent(task: Task, llm: Any) -> float:
+        headers = {"authorization": f"Bearer {llm.api_key}", "x-api-key": llm.api_key}
+        reply = httpx.post(f"{llm.base_url}/{path}", json={"model": llm.model, **body}, headers=headers)
+        assert reply.is_success, reply.text
+        return 1.0
+
+    record = rollout(agent, Task("t"), [ToolCall("final_answer", '{"answer": "42"}')], adapters=())
+    seen = transcript_of(record.rollout, record.transitions, record.tool_events)
+    (call,) = seen.calls
+    assert call.tool_calls == (transcript.ToolCall("final_answer", {"answer": "42"}),)
+    assert (seen.answer, seen.ending) == ("", 'final_answer({"answer": "42"})')
+
+
+def test_the_tool_calls_of_an_answer_in_each_api() -> None:
+    wanted = (transcript.ToolCall("add", {"a": 1}), transcript.ToolCall("note", "no JSON"))
+    functions = [{"name": "add", "arguments": '{"a":1}'}, {"name": "note", "arguments": "no JSON"}]
+    message = {"content": "Now", "tool_calls": [{"id": f"{one}", "function": one} for one in functions]}
+    assert tool_calls_of({"choices": [{"message": message}]}) == wanted
+    assert tool_calls_of({"choices": [{"text": "completion"}]}) == ()
+    text, *parts = [
+        {"type": "text", "text": "Now"},
+        {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}},
+        {"type": "tool_use", "id": "toolu_2", "name": "note", "input": "no JSON"},
+    ]
+    assert tool_calls_of({"type": "message", "role": "assistant", "content": [text, *parts]}) == wanted
+    items = [{"type": "function_call", "call_id": "c", **one} for one in functions]
+    reply = {"output": [{"type": "reasoning"}, {"type": "message", "content": []}, *items]}
+    assert (tool_calls_of(reply), text_of(reply)) == (wanted, "")
+    assert tool_calls_of(None) == ()
+
+
+def test_what_cannot_be_said_is_not_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = _Trial(lambda seen: seen.rollout.reward)
+    group, calls = group_of([1, 2, 3, 4], [1.0, 0.0, 0.0, 1.0])
+    critic = Epoch(0, 0, {"algorithm": describe_algorithm(LightningRL("ppo", credit="critic"))}, 0.0)
+    trial.step(RECORD, critic, [group], calls)
+    found = trial.result()
+    assert "follow from a critic" in found.why
+    assert (found.reordered, found.failed, found.advantages) == ((), {}, None)
+    assert not found.same
+    show(found, 0)
+    assert "whether training would have been the same, cannot be said" in " ".join(capsys.readouterr().out.split())
 
 
 def test_parts_that_add_up_explain_all_of_the_reward() -> None:
