@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning.config import Config, load_config
-from lightning.errors import ConfigError
+from lightning.config import Config
 from lightning_planner.planner import recorded_config
 
 from lightning_debug.activity import MAX_CALLS, max_calls, policy_args
@@ -24,7 +23,7 @@ STEP, TOKEN = "step", "trained token"
 """What a saving is a share of: the wall time of a step, or the wall time for each trained token, where a step learns from
 other tokens than before."""
 FASTER = 0.5
-"""What slow tools and slow code are asked for as: a part of their time that a user may reach, beside settings that are exact."""
+"""What slow tools and slow code are weighed at: a part of their time that a user may reach, beside settings that are exact."""
 REUSED = 16
 """Rollouts that a process runs, where one for each rollout costs much."""
 SMALL = 512
@@ -61,15 +60,6 @@ def find_helps(profile: Profile) -> list[Help]:
 def _counted(profile: Profile, config: Config) -> Iterable[Help]:
     for rule in (_checkpoints, _evaluations, _processes, _microbatches, _rows, _recomputing, _update, _untaught):
         yield from rule(profile, config)
-
-
-def is_legal(config: Config, settings: Sequence[str]) -> bool:
-    """Whether these settings exist in this release, with values that are accepted."""
-    try:
-        load_config(overrides=settings, env={}, base=config)
-    except ConfigError:
-        return False
-    return True
 
 
 def _worst(profile: Profile, phase: str) -> tuple[int, ...]:
@@ -192,7 +182,7 @@ def _recomputing(profile: Profile, config: Config) -> Iterable[Help]:
 def _update(profile: Profile, config: Config) -> Iterable[Help]:
     seconds, transfer = profile.parts["update"], config.policy_server.weight_transfer
     each = seconds / len(profile.steps)
-    if transfer in ("file", "gloo"):
+    if transfer in ("file", "gloo") and not config.policy_server.attach:
         yield Help(
             "weight update",
             f"an update of the policy server takes {each:.2f} s through {transfer}: let lightning choose the way",
@@ -224,14 +214,16 @@ def _untaught(profile: Profile, config: Config) -> Iterable[Help]:
     trained = {key for record in profile.records for key in record.rollouts}
     taught_groups = {one.group for one in profile.rollouts if (one.id, one.attempt) in trained}
     reasons = ", ".join(f"{reason} {tokens}" for reason, tokens in profile.tokens.untaught.items())
-    learnable = ("trainer.order=learnable",)
-    legal = is_legal(config, learnable)
+    chosen = config.trainer.order == "learnable"
+    ways = ["tasks that the policy solves sometimes"]
+    if not profile.recorded.schedule.dynamic_sampling:
+        ways.insert(0, "the algorithm dynamic_sampling=true")
     yield Help(
         "groups that teach nothing",
         f"{lost / sampled:.0%} of the sampled tokens are of groups that taught nothing ({reasons}): "
-        + ("sample the tasks that teach" if legal else "give the algorithm dynamic_sampling=true")
-        + ", or tasks that the policy solves sometimes",
-        learnable if legal else (),
+        + ("" if chosen else "sample the tasks that teach, or ")
+        + f"give {', or '.join(ways)}",
+        () if chosen else ("trainer.order=learnable",),
         lost / sampled * taught / profile.seconds,
         TOKEN,
         "counted: at most, if every group taught",

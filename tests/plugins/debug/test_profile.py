@@ -258,6 +258,17 @@ def test_groups_that_teach_nothing_are_counted_by_reason() -> None:
     assert all(rollout.split("/")[2] == "1" for rollout in found.rollouts), "those of the group that taught nothing"
 
 
+def test_nothing_is_said_to_help_that_a_run_has_or_cannot_have() -> None:
+    assert helped(profiled(teaching=1), "groups that teach nothing").settings == ("trainer.order=learnable",)
+    found = helped(profiled(teaching=1, settings={"trainer.order": "learnable"}), "groups that teach nothing")
+    assert found.settings == ()
+    assert "dynamic_sampling=true" in found.text
+    slow: MadeRun = {"seconds": {"update": 5.0}, "settings": {"policy_server.weight_transfer": "file"}}
+    assert helped(profiled(**slow), "weight update").settings == ("policy_server.weight_transfer=auto",)
+    slow["settings"]["policy_server.attach"] = "http://127.0.0.1:8000"
+    assert helped(profiled(**slow), "weight update").settings[0].startswith("trainer.tasks_per_step=")
+
+
 async def test_a_run_of_which_nothing_can_be_said_is_refused() -> None:
     store = plugins().store("memory://")
     await store.open()
