@@ -45,7 +45,7 @@ def avg_at_k(rewards: Sequence[Sequence[float]], bounds: tuple[float, float] = (
     value = math.fsum(means) / len(means)
     if min(map(min, known)) < low or max(map(max, known)) > high:
         return Estimate(value, None, len(known))
-    found = interval((means - low) / (high - low), sum(map(len, known)))
+    found = interval(np.clip((means - low) / (high - low), 0.0, 1.0))  # a mean may be beyond them by rounding
     return Estimate(value, (low + found[0] * (high - low), low + found[1] * (high - low)), len(known))
 
 
@@ -61,8 +61,7 @@ def pass_at_k(successes: Sequence[tuple[int, int]], k: int) -> Estimate | None:
     if not enough:
         return None
     values = np.array([1.0 - math.comb(count - right, k) / math.comb(count, k) for right, count in enough])
-    found = interval(values, sum(count // k for _, count in enough))
-    return Estimate(float(values.mean()), found, len(enough))
+    return Estimate(float(values.mean()), interval(values), len(enough))
 
 
 def ks_of(n: int) -> list[int]:
@@ -70,23 +69,22 @@ def ks_of(n: int) -> list[int]:
     return sorted({1 << power for power in range(n.bit_length())} | {n})
 
 
-def interval(values: Floats, draws: int) -> tuple[float, float]:
-    """The interval of a mean of `values`, each from 0 to 1 and one for each task, that took `draws` rollouts (or more).
+def interval(values: Floats) -> tuple[float, float]:
+    """The interval of a mean of `values`, each from 0 to 1 and one for each task.
 
-    Wilson's interval, with as many draws as are worth what these were, by the variance between tasks, and with Student's
-    quantile, since that variance is an estimate. It keeps within 0 and 1 and has a width also where all values are the same:
-    tasks are then the draws, as far as anybody knows.
+    Agresti and Coull's: that of Student, over the tasks and some more (half the quantile's square) at either end of what there
+    can be. The tasks are the draws, since rollouts of one task are not independent; and a few tasks unlike all others that none
+    of these happens to be, as the one in twenty that can be solved, are within its width.
     """
     tasks = len(values)
     if tasks == 1:
         return 0.0, 1.0
-    mean, squared = float(values.mean()), float(values.var(ddof=1)) / tasks
-    worth = float(tasks)
-    if squared > 0.0:
-        worth = min(max(mean * (1.0 - mean) / squared, 1.0), float(max(draws, tasks)))
-    z = _student(0.5 + LEVEL / 2, tasks - 1) ** 2 / worth
-    middle = (mean + z / 2) / (1 + z)
-    half = math.sqrt(z * mean * (1 - mean) + z * z / 4) / (1 + z)
+    quantile = _student(0.5 + LEVEL / 2, tasks - 1)
+    more = quantile**2 / 2
+    total = tasks + 2 * more
+    middle = (math.fsum(values) + more) / total
+    squares = math.fsum((values - middle) ** 2) + more * (middle**2 + (1 - middle) ** 2)
+    half = quantile * math.sqrt(squares) / total
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -125,6 +123,7 @@ class SequentialTest:
     _most: Floats = field(init=False, repr=False)
     _count: int = field(init=False, default=0)
     _sum: float = field(init=False, default=0.0)
+    _sign: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if not self.low < 0.0 < self.high:
@@ -160,6 +159,9 @@ class SequentialTest:
         capital = self._capital + np.cumsum(logs, axis=0)
         self._capital = capital[-1]
         mixed = _log_mean(capital.reshape(len(differences), -1, len(self._candidates)))
+        crossed = np.flatnonzero(mixed[:, -1] >= -math.log(1.0 - self.level))
+        if not self._sign and len(crossed):
+            self._sign = 1 if self._sum + float(differences[: crossed[0] + 1].sum()) > 0.0 else -1
         self._most = np.maximum(self._most, mixed.max(axis=0))
         self._count, self._sum = self._count + len(differences), self._sum + float(differences.sum())
 
@@ -180,10 +182,8 @@ class SequentialTest:
 
     @property
     def decided(self) -> int:
-        """1: the mean is above 0, -1: below, 0: it has not been told apart from 0."""
-        if self.p_value > 1.0 - self.level:
-            return 0
-        return 1 if self.mean > 0.0 else -1
+        """1: the mean is above 0, -1: below, 0: it has not been told apart from 0. It stays what it was when that was told."""
+        return self._sign
 
 
 def _log_mean(logs: Floats) -> Floats:

@@ -30,6 +30,38 @@ def test_an_interval_is_within_the_bounds_has_a_width_and_holds_the_mean(rewards
     )
 
 
+@pytest.mark.parametrize(
+    ("share", "of_those", "of_others", "tasks", "n"),
+    [(0.05, 0.9, 0.02, 20, 8), (0.95, 0.98, 0.1, 20, 8), (0.05, 0.9, 0.02, 60, 8), (0.1, 1.0, 0.3, 20, 64)],
+)
+def test_intervals_cover_where_a_few_tasks_are_unlike_the_others(
+    share: float, of_those: float, of_others: float, tasks: int, n: int
+) -> None:
+    """Often none of the few is among the tasks, whose rewards are then nearly all alike."""
+    rng, covered, count = np.random.default_rng(3), 0, 400
+    mean = share * of_those + (1 - share) * of_others
+    for _ in range(count):
+        rates = np.where(rng.random((tasks, 1)) < share, of_those, of_others)
+        found = avg_at_k((rng.random((tasks, n)) < rates).astype(float).tolist())
+        assert found is not None
+        assert found.interval is not None
+        covered += found.interval[0] <= mean <= found.interval[1]
+    assert covered / count > 0.94
+
+
+def test_a_mean_that_is_beyond_a_bound_by_rounding_is_within_it() -> None:
+    found = avg_at_k([[0.1] * 3, [0.1] * 3], (0.0, 0.1))
+    assert found is not None
+    assert found.interval is not None
+    assert found.interval[1] == pytest.approx(0.1)
+
+
+def test_what_was_decided_stays_so_whatever_comes_later() -> None:
+    test = SequentialTest(-1.0, 1.0)
+    test.add([1.0] * 10 + [-1.0] * 30)
+    assert (test.mean < 0.0, test.decided) == (True, 1)
+
+
 @pytest.mark.parametrize(("mean", "concentration"), [(0.1, 3.0), (0.5, 1e6), (0.5, 1.0), (0.9, 3.0)])
 @pytest.mark.parametrize(("tasks", "n", "graded"), [(12, 1, False), (30, 4, False), (30, 4, True)])
 def test_intervals_cover_where_rollouts_of_a_task_are_alike(
