@@ -108,14 +108,14 @@ async def compare(
     """Run both until they differ beyond doubt, at most on all tasks or with `most` rollouts in all.
 
     `batch` is how many tasks there are between two looks, `limit` how many regressions are told. Raises `ConfigError` for a
-    prompt that the agent never asks for and for rewards outside the bounds, `RunnerError` where every rollout fails.
+    prompt that the agent never asked for and for rewards outside the bounds, `RunnerError` where every rollout fails.
     """
     total = len(setup.tasks) if most is None else min(len(setup.tasks), most // (2 * setup.n))
     if not total:
         raise ConfigError(f"--max-rollouts {most} is less than one task takes, which is {2 * setup.n}")
     test, paired, lost = SequentialTest(bounds[0] - bounds[1], bounds[1] - bounds[0]), list[PairedTask](), 0
     every: dict[str, list[Rollout]] = {a.run: [], b.run: []}
-    order, done = [a, b], 0
+    order, done, asked = [a, b], 0, _Asked(a, b, reporter)
     async with Evaluator(setup, [a, b], reporter) as evaluator:
         while done < total and not test.decided:
             count = min(batch or _batch(setup, a, b, total), total - done)
@@ -123,17 +123,18 @@ async def compare(
             order.reverse()  # who was served last goes first: one start of vLLM less, and neither is always the later one
             if not done:
                 check_any_scored(f"{a.run} and {b.run}", [*new[a.run], *new[b.run]])
-                await _check_asked(evaluator.store, a, b, new)
+            await asked.look(evaluator.store, new)
             for run, rollouts in new.items():
                 every[run] += rollouts
             _check_bounds([*new[a.run], *new[b.run]], bounds)
             found = [*_paired(new[a.run], new[b.run], setup.n, bounds[0])]
             paired += [each for each, _ in found if each is not None]
             lost += sum(gone for _, gone in found)
-            test.add([each.difference for each, _ in found if each is not None])
+            test.add([_within(each.difference, test) for each, _ in found if each is not None])
             done += count
-            low, high = test.interval
-            reporter.say(f"after {done} tasks: B - A = {test.mean:+.3f}, from {low:+.3f} to {high:+.3f}")
+            said = "{:+.3f}, from {:+.3f} to {:+.3f}".format(test.mean, *test.interval)
+            reporter.say(f"after {done} tasks: B - A = {said}")
+        asked.check()
         await evaluator.close_runs()
         regressions = await _regressions(evaluator.store, paired, limit)
     means = [sum(getattr(each, name) for each in paired) / max(len(paired), 1) for name in ("a", "b")]
@@ -156,6 +157,11 @@ async def compare(
     )
 
 
+def _within(difference: float, test: SequentialTest) -> float:
+    """A difference of two means within their bounds, which may be beyond them by rounding."""
+    return min(max(difference, test.low), test.high)
+
+
 async def _regressions(
     store: Store, paired: Sequence[PairedTask], limit: int
 ) -> tuple[tuple[PairedTask, DivergentCall | None], ...]:
@@ -173,7 +179,8 @@ def _faults(rollouts: Sequence[Rollout]) -> dict[str, int]:
     found: dict[str, int] = {}
     for rollout in rollouts:
         if rollout.reward is None:
-            found[str(rollout.fault)] = found.get(str(rollout.fault), 0) + 1
+            whose = str(rollout.fault or "unknown")
+            found[whose] = found.get(whose, 0) + 1
     return found
 
 
@@ -258,22 +265,39 @@ def _shortened(text: str) -> str:
     return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
-async def _check_asked(store: Store, a: Variant, b: Variant, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
-    """Raise `ConfigError` where the first batch shows that the prompts that are compared are in no request."""
-    if a.prompt is None or b.prompt is None:
-        return
-    for one, other in zip(rollouts[a.run], rollouts[b.run], strict=True):
-        differs = await divergent_call(store, one.id, other.id)
-        if differs is not None and differs.where not in ("answer", "calls"):
-            return
-        for variant, rollout in ((a.prompt, one), (b.prompt, other)):
-            literal = _longest_literal(variant[1])
-            if any(literal in text for call in await _calls(store, rollout.id) for text in _texts(call.request)):
-                return
-    raise ConfigError(
-        f"no request differs by the prompt {a.prompt[0]!r}: the agent never asks for it. Is there a "
-        f"component({a.prompt[0]!r}, prompt=...), and is its .prompt what the agent sends?"
-    )
+class _Asked:
+    """Whether a request has shown yet that the agent asks for the prompts that are compared; true where none are."""
+
+    def __init__(self, a: Variant, b: Variant, reporter: Reporter) -> None:
+        self._a, self._b, self._reporter = a, b, reporter
+        self._shown, self._told = a.prompt is None or b.prompt is None, False
+        name = a.prompt[0] if a.prompt else ""
+        self._never = f"no request differs by the prompt {name!r}: the agent never asks for it"
+
+    async def look(self, store: Store, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
+        """See a batch, and say once that nothing has shown it."""
+        self._shown = self._shown or await self._is_in(store, rollouts)
+        if not self._shown and not self._told:
+            self._told = True
+            self._reporter.say(f"so far {self._never}")
+
+    def check(self) -> None:
+        """Raise `ConfigError` where no batch has shown it."""
+        if not self._shown:
+            raise ConfigError(
+                f"{self._never}. Is there a component of that name, with a prompt, and is its .prompt what the agent sends?"
+            )
+
+    async def _is_in(self, store: Store, rollouts: Mapping[str, Sequence[Rollout]]) -> bool:
+        for one, other in zip(rollouts[self._a.run], rollouts[self._b.run], strict=True):
+            differs = await divergent_call(store, one.id, other.id)
+            if differs is not None and differs.where not in ("answer", "calls"):
+                return True
+            for variant, rollout in ((self._a, one), (self._b, other)):
+                literal = _longest_literal(variant.prompt[1] if variant.prompt else "")
+                if any(literal in text for call in await _calls(store, rollout.id) for text in _texts(call.request)):
+                    return True
+        return False
 
 
 def _longest_literal(template: str) -> str:
@@ -299,7 +323,8 @@ def _texts(value: Any) -> Iterator[str]:
 async def promote(url: str, winner: Variant, alias: str, found: Comparison) -> str:
     """Make the winner's prompt, or its weights, the next version of its resource in a store, and point the alias to it.
 
-    Returns what was done, in words. Content that a version already has adds no new one.
+    Returns what was done, in words. Content that a version already has adds no new one, and that version keeps its metadata:
+    what made it is recorded only where the content is new to the store.
     """
     metadata: dict[str, Json] = {"made_by": "ab", "run": winner.run, "difference": found.difference}
     if winner.prompt is not None:

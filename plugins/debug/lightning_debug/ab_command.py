@@ -1,6 +1,7 @@
 """`lightning ab`: which of two prompts, models or temperatures is better for an agent.
 
-The invariant: the exit code says it to a program. 0: B is better; 1: A is better; 3: they were not told apart; 2: an error.
+The invariant: the exit code says it to a program. 0: B is better; 4: A is better; 3: they were not told apart; 2: an error. 1
+says nothing of the variants: it is that of a crash.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_debug.eval_command import (
 from lightning_debug.evaluate import Setup, Variant
 from lightning_debug.policies import find_model
 
-EXIT_CODES: Final = {"B": 0, "A": 1, "": 3}
+EXIT_CODES: Final = {"B": 0, "A": 4, "": 3}
 """By who is better."""
 EXAMPLE: Final = "give one of --prompt NAME=a.txt,b.txt, --model A,B and --temperature 0.2,1.0 two values"
 
@@ -81,7 +82,10 @@ def ab(
     config: ConfigFile = None,
     set_: Set = None,
 ) -> None:
-    """Compare two prompts, models or temperatures on the same tasks, until one is better beyond doubt."""
+    """Compare two prompts, models or temperatures on the same tasks, until one is better beyond doubt.
+
+    Exit code: 0 B is better, 4 A is better, 3 they were not told apart, 2 an error.
+    """
     limits, settings = read_bounds(bounds), settings_of(config, set_, None)
     if store and not promote_to:
         raise ConfigError("--store says where to promote: give --promote ALIAS, too")
@@ -96,17 +100,23 @@ def ab(
         found = run_to_end(
             compare(setup, a, b, bounds=limits, most=max_rollouts, batch=batch, limit=limit, reporter=reporter)
         )
-    done = "nothing is promoted, since the variants were not told apart"
-    if promote_to and found.better:
-        winner = b if found.better == "B" else a
-        done = asyncio.run(promote(where or existing_store(str(folder)), winner, promote_to, found))
+    done = (
+        _promoted(where or str(folder), {"A": a, "B": b}.get(found.better), promote_to, found) if promote_to else None
+    )
     if as_json:
-        print_json({"folder": str(folder), "comparison": found, "promoted": done if promote_to else None})
+        print_json({"folder": str(folder), "comparison": found, "promoted": done})
     else:
         show(found, folder, a, b)
-        if promote_to:
+        if done:
             say(escape(done))
     raise typer.Exit(EXIT_CODES[found.better])
+
+
+def _promoted(place: str, winner: Variant | None, alias: str, found: Comparison) -> str:
+    """Promote the winner, if there is one, and say what was done."""
+    if winner is None:
+        return "nothing is promoted, since the variants were not told apart"
+    return asyncio.run(promote(existing_store(place), winner, alias, found))
 
 
 def variants(
@@ -127,8 +137,9 @@ def variants(
     found = [find_model(each.strip(), runs, folder / "models", settings) for each in dict.fromkeys(models)]
     made = [Variant(f"{base}.{side}", found[0], settings, label=found[0].name) for side in ("a", "b")]
     if len(models) == 2:
+        alike = found[0].name == found[-1].name
         made = [
-            replace(each, model=model, label=model.name)
+            replace(each, model=model, label=model.title if alike else model.name)
             for each, model in zip(made, (found[0], found[-1]), strict=True)
         ]
         if found[0].folder == found[-1].folder:

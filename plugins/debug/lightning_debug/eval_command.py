@@ -6,6 +6,7 @@ nothing could be measured.
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -102,6 +103,8 @@ def read_bounds(text: str) -> tuple[float, float]:
     parts = text.split(",")
     try:
         low, high = (float(part) for part in parts)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError
     except ValueError:
         raise ConfigError(f"--bounds {text!r}: give two numbers, the lowest and the highest reward, as 0,1") from None
     if not low < high:
@@ -117,16 +120,23 @@ def timestamp() -> str:
 def show(report: EvalReport, folder: Path) -> None:
     """An evaluation in words and a table."""
     rewarded = f"{report.scored} of {report.rollouts} have a reward"
-    say(f"{escape(report.model)}: {report.tasks} tasks x {report.n} rollouts, {rewarded}")
+    model = f"{report.model} of {report.place}" if report.place else report.model
+    say(f"{escape(model)}: {report.tasks} tasks x {report.n} rollouts, {rewarded}")
     columns = ["", "over those with a reward", "95 % interval"]
     failed = bool(report.faults)
     print_table(
-        [*columns, "with the failed as 0", "95 % interval"] if failed else columns,
+        [*columns, f"with the failed as {report.lowest:g}", "95 % interval"] if failed else columns,
         [
-            [measure.name, *_cells(measure.scored), *(_cells(measure.with_failures) if failed else ())]
+            [
+                measure.name,
+                *_cells(measure.scored, report.tasks),
+                *(_cells(measure.with_failures, report.tasks) if failed else ()),
+            ]
             for measure in report.measures
         ],
     )
+    if any(each.scored and each.scored.tasks < report.tasks for each in report.measures):
+        say("a figure with a number of tasks leaves out those with fewer rewards than it needs (avg@n one, pass@k k)")
     say(f"pass@k: a reward of at least {report.success:g} is a success; intervals are over tasks")
     if failed:
         said = ", ".join(f"{fault} {count}" for fault, count in report.faults.items())
@@ -138,7 +148,9 @@ def show(report: EvalReport, folder: Path) -> None:
     say(f"what was recorded: `lightning runs show {escape(report.run)} --runs {escape(str(folder))}`")
 
 
-def _cells(found: Estimate | None) -> tuple[str, str]:
+def _cells(found: Estimate | None, tasks: int) -> tuple[str, str]:
+    """A figure and its interval; with how many tasks it is over where those are not all."""
     if found is None:
         return "-", "-"
-    return f"{found.value:.3f}", "-" if found.interval is None else "{:.3f} to {:.3f}".format(*found.interval)
+    over = f" ({found.tasks} tasks)" if found.tasks < tasks else ""
+    return f"{found.value:.3f}{over}", "-" if found.interval is None else "{:.3f} to {:.3f}".format(*found.interval)

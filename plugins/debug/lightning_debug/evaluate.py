@@ -23,13 +23,13 @@ from lightning.errors import ConfigError, RunnerError
 from lightning.plugins import plugins
 from lightning.runner.protocol import Agent, Runner
 from lightning.server.projects import of_project
-from lightning.store.epochs import mark_over
+from lightning.store.epochs import is_over, mark_over
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE
 from lightning.store.url import sqlite_url
 from lightning.trainer.agents import hidden_from_agents
 from lightning.trainer.model import with_dtypes
-from lightning.trainer.plan import VAL, generation, train_rollouts
+from lightning.trainer.plan import VAL, generation, newest_generation, train_rollouts
 from lightning.trainer.prompts import resolve_prompts
 from lightning.trainer.reasons import grouped
 from lightning.trainer.runs import claim_folder, differences
@@ -45,14 +45,21 @@ FIXED: Final = (
     "agent",
     "evaluates",
     "gateway.override_sampling",
+    "gateway.seed_calls",
+    "model",
+    "policy_server.dtype",
+    "policy_server.max_model_len",
     "prompt",
+    "runner.max_attempts",
     "runner.prompts",
+    "runner.seed_agents",
+    "runner.timeout",
     "samples",
     "seed",
     "tasks",
     "trainer.eval_temperature",
 )
-"""What an evaluation that goes on may not change: its rollouts would be of two kinds."""
+"""What an evaluation that goes on may not change: its rollouts would be of two kinds. What else changes is said."""
 MOST_REASONS: Final = 5
 LOOK_SECONDS: Final = 0.5
 """How often it is looked whether vLLM has been restarted at another address."""
@@ -150,6 +157,9 @@ class Evaluator:
             raise ConfigError(
                 f"{variant.run} was begun with another {', '.join(other)}: resume it with the same, or give another --out"
             )
+        if changed:
+            said = ", ".join(f"{name} ({before} before, {now} now)" for name, (before, now) in changed.items())
+            self.reporter.say(f"{variant.run} goes on with another {said}")
         return known[variant.run]
 
     def _described(self, variant: Variant) -> dict[str, Json]:
@@ -178,7 +188,8 @@ class Evaluator:
             return [replace(rollout, split=VAL) for rollout in made]
 
         known = await recorded()
-        wanted = planned(generation(known, planned(0)))
+        over = bool(known) and await is_over(store, variant.run)
+        wanted = planned(newest_generation(known) if over else generation(known, planned(0)))
         ended = {rollout.id for rollout in known if rollout.status.ended}
         if any(rollout.id not in ended for rollout in wanted):
             stack = await self._stack(variant)
@@ -274,7 +285,7 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure of an evaluation: over the rollouts that have a reward, and with those that failed as 0."""
+    """A figure of an evaluation: over the rollouts that have a reward, and with those that failed as the lowest reward."""
 
     name: str
     scored: Estimate | None
@@ -283,7 +294,8 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What an evaluation has shown. `faults` counts the rollouts without a reward by whose fault that was, `reasons` by why."""
+    """What an evaluation has shown. `faults` counts the rollouts without a reward by whose fault that was, `reasons` by why;
+    `lowest` is the reward that they count as, `place` where the model is of."""
 
     run: str
     model: str
@@ -296,6 +308,8 @@ class EvalReport:
     faults: Mapping[str, int]
     reasons: tuple[tuple[int, str], ...]
     warnings: tuple[str, ...] = field(default=())
+    lowest: float = 0.0
+    place: str = ""
 
 
 def failures(rollouts: Sequence[Rollout]) -> tuple[tuple[int, str], ...]:
@@ -322,7 +336,7 @@ def report_of(
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout.reward)
     scored = [[reward for reward in task if reward is not None] for task in groups.values()]
-    counted = [[0.0 if reward is None else reward for reward in task] for task in groups.values()]
+    counted = [[bounds[0] if reward is None else reward for reward in task] for task in groups.values()]
 
     def passed(tasks: Sequence[Sequence[float | None]]) -> list[tuple[int, int]]:
         return [(sum(each is not None and each >= success for each in task), len(task)) for task in tasks]
@@ -344,6 +358,8 @@ def report_of(
         dict(sorted(faults.items())),
         failures(rollouts),
         tuple(_warnings(variant.config, given, n, success, bounds)),
+        bounds[0],
+        variant.model.place,
     )
 
 

@@ -7,8 +7,9 @@ checkpoint or made again from the store, and a resource's files are compared wit
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,23 +18,32 @@ from lightning.cli.runs import answers
 from lightning.config import Config
 from lightning.errors import AuditError, ConfigError, StoreError
 from lightning.plugins import plugins
-from lightning.store.epochs import is_over, read_epochs
+from lightning.server.projects import of_project
+from lightning.store.epochs import Epoch, is_over, read_epochs
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import ResourceReference, existing_store, find, parse_reference, run_id_of, store_in
+from lightning.store.url import redacted
+from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import WEIGHTS_NAME, Checkpoints, weights_content
+from lightning.trainer.held_out import BEST
 from lightning.trainer.model import resolve_model
 from lightning.trainer.replay import Rewinder
-from lightning.types import Resource, ResourceKind, Run
-
-from lightning_debug.retrain import MODEL
+from lightning.types import Resource, ResourceKind, Run, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedModel:
-    """The folder of a model, and what it is called: what was asked for, with its step or version where that was left out."""
+    """The folder of a model, and what it is called: what was asked for, with its step or version where that was left out.
+    `place` is the run's folder or the store that the name is of, without passwords; empty for a model's own folder."""
 
     name: str
     folder: Path
+    place: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with its place where it has one: what tells two of the same name apart."""
+        return f"{self.name} of {self.place}" if self.place else self.name
 
 
 def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedModel:
@@ -53,8 +63,8 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
             raise ConfigError(
                 f"{what!r} names no step of a run: write RUN@STEP, as {run}@20, or for its weights {run}#{WEIGHTS_NAME}@{which}"
             )
-        url, step = store_in(folder), int(which) if at else None
-        return asyncio.run(with_store(url, lambda store: _of_run(store, folder, step, into, config)))
+        folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
+        return asyncio.run(with_store(url, lambda store: _of_run(store, folder, step, into.resolve(), config)))
     if not at and what != WEIGHTS_NAME:
         return EvaluatedModel(what, resolve_model(what))
     asked = answers(str(runs), lambda _, store: store.list_resources(run)) if runs.exists() else ()
@@ -74,7 +84,7 @@ def _of_resource(url: str, reference: ResourceReference) -> EvaluatedModel:
     name = f"{resource.name}@{resource.version}"
     if resource.kind is not ResourceKind.WEIGHTS:
         raise ConfigError(f"{name} is a {resource.kind.value}, not weights: only a model can be evaluated")
-    return EvaluatedModel(name, _checked(name, resource))
+    return EvaluatedModel(name, _checked(name, resource), redacted(url))
 
 
 def _checked(name: str, resource: Resource) -> Path:
@@ -94,30 +104,86 @@ async def _of_run(store: Store, folder: Path, step: int | None, into: Path, conf
     run = await store.get_run(run_id_of(folder))
     if run is None:
         raise ConfigError(f"the store of {folder} does not know its run: was the folder's run.json changed?")
-    records = await store.steps(run.id)
+    records, epochs, place = await store.steps(run.id), await read_epochs(store, run), str(folder)
     if step is not None and step > len(records):
         raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")
-    at = len(records) if step is None else step
-    name = f"{run.id}@{at}"
     final = folder / "model"
-    if at == len(records) and at and (final / "config.json").is_file() and await is_over(store, run.id):
-        return EvaluatedModel(name, final.resolve())
+    delivered = (final / "config.json").is_file() and await is_over(store, run.id)
+    kept = await _kept(store, run, folder, epochs, len(records)) if delivered else len(records)
+    at = kept if step is None else step
+    name = f"{run.id}@{at}"
+    made = into / f"{name}-{_digest(f'{place} {run.created_at}')}"
+    if (
+        made / "config.json"
+    ).is_file():  # it is written whole or not at all; an evaluation that is resumed began with it
+        return EvaluatedModel(name, made, place)
+    if delivered and at and at == kept:
+        return EvaluatedModel(name, final, place)
     base, checkpoints = _base(run, folder), Checkpoints(folder / "checkpoints", keep=1)
+    _check_begins(run, folder, at, checkpoints)
     if not at and checkpoints.newest(0) is None:
-        return EvaluatedModel(name, base)
-    made, between = into / name, into / f"{name}.between"
-    if (made / "config.json").is_file():  # written whole or not at all
-        return EvaluatedModel(name, made.resolve())
-    epochs, make_engine = await read_epochs(store, run), plugins().engine(str(run.config.get("engine", "torch")))
+        return EvaluatedModel(name, base, place)
+    await _make(store, run, records[:at], epochs, checkpoints, base, config, made)
+    return EvaluatedModel(name, made, place)
+
+
+def _digest(text: str) -> str:
+    """A few characters that tell runs of the same name apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+async def _kept(store: Store, run: Run, folder: Path, epochs: Sequence[Epoch], last: int) -> int:
+    """The step that a run's final model is of: the last one, or with `trainer.keep = "best"` that of the best evaluation."""
+    if epochs[-1].setting("trainer", "keep") != "best":
+        return last
+    if len(steps := Checkpoints(folder / BEST, keep=1).steps()) == 1:
+        return steps[0]
+    for resource in reversed(await of_project(store, run.project).list_resources(WEIGHTS_NAME)):
+        made = resource.metadata
+        if made.get("run") == run.id and isinstance(step := made.get("steps"), int):
+            return step
+    return last
+
+
+async def _make(
+    store: Store,
+    run: Run,
+    records: Sequence[StepRecord],
+    epochs: Sequence[Epoch],
+    checkpoints: Checkpoints,
+    base: Path,
+    config: Config,
+    made: Path,
+) -> None:
+    """Write the weights that the records lead to. Raises `ConfigError` where that cannot be done."""
+    between, make_engine = (
+        made.with_name(f"{made.name}.between"),
+        plugins().engine(str(run.config.get("engine", "torch"))),
+    )
     rewinder = Rewinder(store, records, epochs, checkpoints, make_engine, base, config, between=between)
     try:
-        await rewinder.bring_to(at, lambda engine: engine.export(made))
+        await rewinder.bring_to(len(records), lambda engine: engine.export(made))
     except (AuditError, StoreError, ConfigError, OSError) as error:
-        there = ", ".join(f"{run.id}@{saved}" for saved in checkpoints.steps()) or "none"
-        raise ConfigError(f"{name} cannot be made again ({error}). Checkpoints: {there}") from error
+        raise ConfigError(
+            f"{run.id}@{len(records)} cannot be made again ({error}). Checkpoints: {_there(run, checkpoints)}"
+        ) from error
     finally:
         shutil.rmtree(between, ignore_errors=True)
-    return EvaluatedModel(name, made.resolve())
+
+
+def _there(run: Run, checkpoints: Checkpoints) -> str:
+    return ", ".join(f"{run.id}@{saved}" for saved in checkpoints.steps()) or "none"
+
+
+def _check_begins(run: Run, folder: Path, at: int, checkpoints: Checkpoints) -> None:
+    """Raise `ConfigError` where what a forked run began with is needed and was not kept; its model is that before the fork."""
+    if FORKED not in run.config or (folder / MODEL).is_dir() or checkpoints.newest(at) is not None:
+        return
+    raise ConfigError(
+        f"run {run.id} began with the weights of {run.config[FORKED]}, which it has not kept, so that {run.id}@{at} cannot be "
+        f"made again: name {run.config[FORKED]} itself for the beginning, or a step from a checkpoint on. Checkpoints: "
+        f"{_there(run, checkpoints)}"
+    )
 
 
 def _base(run: Run, folder: Path) -> Path:

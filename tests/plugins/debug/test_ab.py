@@ -12,6 +12,7 @@ from typing import Any
 import lightning
 import pytest
 from lightning.cli.locate import with_store
+from lightning.config import Config
 from lightning.plugins import plugins
 from lightning.server.agents import HowToCall
 from lightning.store.protocol import Store
@@ -19,13 +20,19 @@ from lightning.store.resource_ref import existing_store, find, parse_reference
 from lightning.testing import rollout
 from lightning.testing.fake_vllm import Reply
 from lightning.types import Outcome, Resource, Rollout, Run, Task
+from lightning_debug import ab_command
 from lightning_debug.ab import divergent_call
+from lightning_debug.policies import EvaluatedModel
 
 from .conftest import AGENT
 from .evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
 from .evaluating import vllm as vllm
 
 AB = ["ab", "asking:agent", "--tasks", "tasks.jsonl", "--out", "runs/ab", *FIXED]
+SELDOM = """
+async def seldom(task, llm):
+    return await agent(task, llm) if task.id.endswith("11") else await deaf(task, llm)
+"""
 PROMPTS = ["--model", "one", "--prompt", "writer=a.txt,b.txt"]
 
 
@@ -91,7 +98,7 @@ def test_pairs_have_the_same_tasks_and_seeds_and_replays_would_have_them_too(vll
 
 
 def test_the_worse_one_is_told_with_its_regressions_and_the_call_that_differs(vllm: ScriptedVLLM, capsys: Any) -> None:
-    assert said([*AB, "--model", "one", "--prompt", "writer=b.txt,a.txt", "--promote", "live", "--limit", "2"]) == 1
+    assert said([*AB, "--model", "one", "--prompt", "writer=b.txt,a.txt", "--promote", "live", "--limit", "2"]) == 4
     shown = capsys.readouterr().out
     assert "A is better" in shown
     assert shown.count("call 1 (writer) is the first that differs, in messages[0].content") == 2
@@ -134,7 +141,7 @@ def test_two_models_that_are_alike_are_started_once_more_often_than_there_are_lo
 def test_temperatures_are_compared_on_one_vllm(vllm: ScriptedVLLM, capsys: Any) -> None:
     vllm.answer = lambda body, model: "yes" if body["temperature"] < 0.5 else "no"
     code, found = compared(capsys, "--model", "one", "--temperature", "0.2,1.0")
-    assert (code, found["comparison"]["a"], found["comparison"]["b"]) == (1, "temperature 0.2", "temperature 1")
+    assert (code, found["comparison"]["a"], found["comparison"]["b"]) == (4, "temperature 0.2", "temperature 1")
     assert {body["temperature"] for body in vllm.bodies} == {0.2, 1.0}
     assert len(vllm.models) == 1
 
@@ -161,7 +168,7 @@ def test_a_prompt_that_breaks_the_agent_loses_and_what_the_infrastructure_lost_i
     Path("b.txt").write_text("Please say {something}")
     code, found = compared(capsys, *PROMPTS)
     shown = found["comparison"]
-    assert (code, shown["better"], shown["lost_pairs"]) == (1, "A", 0)
+    assert (code, shown["better"], shown["lost_pairs"]) == (4, "A", 0)
     assert shown["failed"]["A"] == {}
     assert shown["failed"]["B"] == {"agent": shown["tasks"]}
     assert shown["regressions"][0][1]["where"] == "calls", "B made no call"
@@ -193,16 +200,48 @@ def test_bad_input_is_named_with_its_cure(vllm: ScriptedVLLM, capsys: Any, argum
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("agent", ["deaf", "broken"])
-def test_an_agent_that_never_asks_and_one_that_always_fails_end_with_the_first_batch(
-    vllm: ScriptedVLLM, capsys: Any, agent: str
+def test_an_agent_that_never_asks_is_told_of_at_once_and_is_an_error_at_the_end(
+    vllm: ScriptedVLLM, capsys: Any
 ) -> None:
-    arguments = [*AB, *PROMPTS, "--batch", "2"]
-    arguments[1] = f"asking:{agent}"
+    arguments = [*AB, *PROMPTS, "--batch", "2", "--max-rollouts", "12"]
+    arguments[1] = "asking:deaf"
     assert said(arguments) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert {"deaf": "the agent never asks for it", "broken": "all 4 rollouts failed"}[agent] in told
-    assert len(vllm.bodies) == {"deaf": 4, "broken": 0}[agent]
+    assert told.index("so far no request differs") < told.index("after 2 tasks") < told.index("Is there a component")
+    assert len(vllm.bodies) == 12
+
+
+def test_an_agent_that_asks_on_some_tasks_alone_is_compared(vllm: ScriptedVLLM, capsys: Any) -> None:
+    with Path("asking.py").open("a") as module:
+        module.write(SELDOM)
+    arguments = [*AB, *PROMPTS, "--batch", "2", "--json"]
+    arguments[1] = "asking:seldom"
+    assert said(arguments) == 3
+    assert json.loads(capsys.readouterr().out)["comparison"]["tasks"] == 60
+
+
+def test_an_agent_that_always_fails_ends_with_the_first_batch(vllm: ScriptedVLLM, capsys: Any) -> None:
+    arguments = [*AB, *PROMPTS, "--batch", "2"]
+    arguments[1] = "asking:broken"
+    assert said(arguments) == 2
+    assert "all 4 rollouts failed" in " ".join(capsys.readouterr().err.split())
+    assert not vllm.bodies
+
+
+def test_equal_rewards_whose_mean_is_beyond_a_bound_by_rounding_are_compared(vllm: ScriptedVLLM, capsys: Any) -> None:
+    vllm.answer = lambda body, model: "0.1" if asked(body).startswith("Please") else "0"
+    arguments = [*AB, *PROMPTS, "-n", "3", "--bounds", "0,0.1"]
+    arguments[1] = "asking:graded"
+    assert said(arguments) == 0
+
+
+def test_two_models_of_one_name_have_labels_of_their_own(vllm: ScriptedVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(what: str, *_: Any) -> EvaluatedModel:
+        return EvaluatedModel("first@3", Path(what).resolve(), f"exp-{what}")
+
+    monkeypatch.setattr(ab_command, "find_model", found)
+    a, b = ab_command.variants(Path("runs/ab"), "one,other", "", "", Config(), Path("runs"))
+    assert (a.label, b.label) == ("first@3 of exp-one", "first@3 of exp-other")
 
 
 def test_the_first_divergent_call_is_matched_by_its_caller() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,8 @@ def test_failures_are_told_apart_and_never_a_silent_zero(vllm: ScriptedVLLM, cap
     assert "12 tasks x 2 rollouts, 20 of 24 have a reward" in shown
     assert "avg@2 0.500" in shown
     assert "0.417" in shown, "20 of 24 times 0.5"
+    assert "1.000 (10 tasks)" in shown, "two tasks have no reward"
+    assert "leaves out those with fewer rewards than it needs" in shown
     assert "4 rollouts failed, by fault of: agent 4" in shown
     assert "2 x ValueError: could not convert string to float: 'nothing'" in shown
 
@@ -91,6 +95,19 @@ def test_a_stopped_one_goes_on_and_a_finished_one_asks_nothing(vllm: ScriptedVLL
     assert "--resume to go on" in capsys.readouterr().err
     assert said([*EVAL, "--out", "runs/stopped", "--resume", "--temperature", "0.5"]) == 2
     assert "begun with another trainer.eval_temperature" in " ".join(capsys.readouterr().err.split())
+    for setting in ("runner.timeout=5", "runner.max_attempts=1", "gateway.seed_calls=true", "policy_server.dtype=auto"):
+        assert said([*EVAL, "--out", "runs/stopped", "--resume", "--set", setting]) == 2
+        assert f"begun with another {setting.partition('=')[0]}" in " ".join(capsys.readouterr().err.split())
+    assert said([*EVAL, "--out", "runs/stopped", "--resume", "--set", "runner.drain=7"]) == 0
+    assert (
+        "goes on with another runner.concurrency (2 before, 32 now), runner.drain (30.0 before, 7.0 now)"
+        in " ".join(capsys.readouterr().err.split())
+    )
+    Path("elsewhere").mkdir()
+    Path("one").rename("elsewhere/one")
+    Path("one").symlink_to("other")
+    assert said([*EVAL, "--out", "runs/stopped", "--resume"]) == 2
+    assert "begun with another model" in " ".join(capsys.readouterr().err.split()), "though it is named alike"
 
 
 def test_the_temperature_is_what_is_asked_for(vllm: ScriptedVLLM, capsys: Any) -> None:
@@ -113,6 +130,7 @@ def test_the_temperature_is_what_is_asked_for(vllm: ScriptedVLLM, capsys: Any) -
             "all 24 rollouts failed, so that there is nothing to measure: 24 x ValueError",
         ),
         (["--bounds", "1,0"], "the lowest reward must be below the highest"),
+        (["--bounds", "0,inf"], "give two numbers, the lowest and the highest reward"),
         (["--runner", "remote"], "runner 'remote' runs no agents here"),
         (["--set", "policy_server.attach=http://localhost:1"], "an evaluation starts a vLLM of its own"),
     ],
@@ -123,6 +141,18 @@ def test_bad_input_is_named_with_its_cure(vllm: ScriptedVLLM, capsys: Any, argum
     given[: len(arguments)] = arguments if arguments[0] == "eval" else given[: len(arguments)]
     assert said(given if arguments[0] == "eval" else [*given, *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_failure_is_the_lowest_reward_that_there_can_be(vllm: ScriptedVLLM, capsys: Any) -> None:
+    vllm.answer = lambda body, model: "nothing" if int(asked(body).split()[-1]) % 2 else "1"
+    arguments = [*EVAL, "--out", "runs/low", "--bounds=-1,1"]
+    arguments[2] = "asking:graded"
+    assert said(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "with the failed" in shown
+    assert "reward 95 % interval -1 95 %" in shown, "the header, in lines"
+    assert "avg@2 1.000 (6 tasks)" in shown
+    assert "0.000 -0.536 to 0.536" in shown, "half of them 1, half of them -1"
 
 
 def test_rewards_beyond_the_bounds_and_below_success_are_warned_of(vllm: ScriptedVLLM, capsys: Any) -> None:
@@ -164,3 +194,45 @@ def test_a_run_a_step_and_an_alias_are_found_with_their_very_weights(train: Any,
     (folder / "model" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="are not those of policy/weights@1 any more"):
         find_model(f"{folder}#policy/weights", runs, into, Config())
+
+
+def test_the_model_of_the_best_evaluation_is_named_by_its_step(train: Any, tmp_path: Path) -> None:
+    """The best evaluation of a run of two steps was that after one, whose model its `model` is then."""
+    folder, runs, into = train("runs/mine", 2), tmp_path / "runs", tmp_path / "made"
+    last, first = find_model("mine@2", runs, into, Config()), find_model("mine@1", runs, into, Config())
+    assert last.folder == (folder / "model").resolve()
+    kept = folder / "best" / "step-00000001"
+    shutil.copytree(first.folder, kept)
+    shutil.rmtree(into)
+    weights = model(last.folder)
+    shutil.rmtree(folder / "model")
+    shutil.copytree(kept, folder / "model")
+    with sqlite3.connect(folder / "lightning.db") as database:
+        changed = database.execute(
+            "UPDATE runs SET config = json_set(config, '$.config.trainer.keep', 'best') WHERE id = 'mine'"
+        )
+        assert changed.rowcount == 1
+    best = find_model("mine", runs, into, Config())
+    assert (best.name, best.folder) == ("mine@1", (folder / "model").resolve())
+    assert find_model("mine@1", runs, into, Config()) == best
+    explicit = find_model("mine@2", runs, into, Config())
+    assert explicit.folder.is_relative_to(into)
+    assert equal(model(explicit.folder), weights)
+
+
+def test_runs_of_one_name_are_told_apart_and_a_fork_begins_with_what_it_forked(train: Any, tmp_path: Path) -> None:
+    settings = {"trainer__checkpoint_every": 1}
+    first = train("runs/first", 2)
+    other = train("others/first", 2, engine__lr=5e-3, **settings)
+    into = tmp_path / "made"
+    found = [find_model(f"{folder}@1", tmp_path / "runs", into, Config()) for folder in (first, other)]
+    assert found[0].name == found[1].name
+    assert found[0].title != found[1].title
+    assert not equal(model(found[0].folder), model(found[1].folder))
+    forked = train("runs/forked", 2, from_run=f"{first}@2")
+    shutil.rmtree(forked / "checkpoints" / "step-00000000")
+    with pytest.raises(
+        ConfigError, match=r"forked began with the weights of first@2, which it has not kept.* name first@2"
+    ):
+        find_model("forked@0", tmp_path / "runs", into, Config())
+    assert find_model("forked@1", tmp_path / "runs", into, Config()).name == "forked@1", "from its checkpoint"
