@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning
 import pytest
+from lightning.algorithms import chat_model
 from lightning.config import Config, with_settings
 from lightning.errors import ConfigError, DataError, OptimizerError, PolicyServerError, RunnerError
 from lightning.instrument import components
@@ -29,7 +30,7 @@ from lightning.testing.fake_vllm import FakeVLLM, Reply
 from lightning.testing.tiny_models import make_tiny_model
 from lightning.trainer import Trainer, stack
 from lightning.types import LLM, Resource, ResourceKind, Rollout, Task
-from lightning_prompts import Bench, PromptAlgorithm, Trial, client, loop
+from lightning_prompts import Bench, PromptAlgorithm, Trial, loop
 from lightning_prompts.apo import APO
 from lightning_prompts.loop import PromptBench, component_of
 
@@ -95,7 +96,7 @@ def house(monkeypatch: pytest.MonkeyPatch) -> FakePolicy:
     """Every trainer gets a scripted policy, and pauses between attempts are short."""
     made = FakePolicy()
     monkeypatch.setattr(stack, "make_policy_server", lambda *_, **__: made)
-    monkeypatch.setattr(client, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(chat_model, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("WRITER_KEY", "secret-of-the-writer")
     return made
 
