@@ -6,26 +6,32 @@ of settings how many runs are behind it and whether they differed in nothing els
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
 import numpy as np
-from lightning.config import Config
-from lightning.errors import ConfigError
+from lightning.config import Config, with_settings
+from lightning.config.fields import find, section_of
+from lightning.errors import ConfigError, LightningError
 from lightning.maintenance.prune import PRUNED
-from lightning.store.epochs import epoch_at, read_epochs
+from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
 from lightning.trainer.diagnosis import Attempted, Course, Diagnosis
-from lightning.trainer.plan import TRAIN
+from lightning.trainer.held_out import compared_since
+from lightning.trainer.plan import TRAIN, VAL, newest_generation, of_generation
 from lightning.trainer.replay import policy_fault_of, train_agents_of
 from lightning.trainer.rules import diagnose
-from lightning.trainer.summary import evaluations
+from lightning.trainer.runs import describe_algorithm, rebuild_algorithm
+from lightning.trainer.summary import Evaluation, evaluations
 from lightning.trainer.training_data import all_rollouts, load_groups
 from lightning.trainer.weight_sync import bound_of
 from lightning.types import Fault, Json, Rollout, Run, Status
+from pydantic import ValidationError
 
 LOOKS: Final = 400
 """Steps of a long run after which the rules are asked, at most."""
@@ -48,29 +54,37 @@ NO_LEARNING: Final = (
     "optimizer_model.",
 )  # fmt: skip
 """Beginnings of settings that change how a run is done, and not what it learns."""
+LEARNING: Final = ("policy_server.max_model_len", "policy_server.dtype", "policy_server.args")
+"""Those that begin so and do change it."""
+MEASURED: Final = ("trainer.eval_temperature", "gateway.override_sampling")
+"""Settings by which rewards are measured: runs that differ in one are not compared."""
+OF_COURSE: Final = (
+    "trainer.max_logprob_gap", "trainer.order", "trainer.eval_every", "engine.dtype", "policy_server.dtype",
+    "policy_server.attach",
+)  # fmt: skip
+"""Settings that the rules over a course depend on."""
+
+Measure = Literal["held-out", "training"]
+"""The tasks whose rewards a run is compared by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A finding with the step (from 0) after which it was first found, and whether the last step still has it."""
+    """A finding with the step (from 0) after which it was first found, and whether the last step still has it. `since` is None
+    for what is in rollouts: only those of the last steps are read."""
 
     found: Diagnosis
-    since: int
+    since: int | None
     still: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended: its reward, with failed rollouts as 0, over so many rollouts."""
+    """How a run ended: its reward, with failed rollouts as 0, and that reward's standard error."""
 
     reward: float
-    rollouts: int
-
-    @property
-    def error(self) -> float:
-        """The standard error of the reward, as if each were 0 or 1."""
-        inside = min(max(self.reward, 0.0), 1.0)
-        return math.sqrt(max(inside * (1 - inside), 0.01) / max(self.rollouts, 1))
+    error: float
+    measure: Measure = "held-out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +103,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What `advise` found. `compared` are the runs of the same model and tasks, this one included; `unread` says why rollouts
-    could not be looked at, empty where they were."""
+    """What `advise` found. `compared` are the runs of the same model and tasks that were measured alike, this one included;
+    `unread` says why rollouts could not be looked at, empty where they were."""
 
     run: str
     steps: int
@@ -103,10 +117,33 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A run as it is compared: its settings that matter for learning, and its outcome."""
+    """A run as it is compared: its settings that matter for learning, its outcome, and the settings by which that was
+    measured."""
 
     settings: Mapping[str, Json]
     outcome: Outcome
+    measured: Mapping[str, Json] = field(default_factory=dict)
+
+    def is_alike(self, other: Past) -> bool:
+        """Whether the two were measured alike."""
+        return self.outcome.measure == other.outcome.measure and self.measured == other.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is known of a run's course. `configs` are the settings (`OF_COURSE`) of each of its `epochs`."""
+
+    steps: Sequence[Mapping[str, float]]
+    evaluations: Sequence[Evaluation]
+    epochs: Sequence[Epoch]
+    configs: Sequence[Config]
+
+    def after(self, count: int) -> Course:
+        """The course as it was after so many steps, at least one."""
+        config = self.configs[epoch_at(self.epochs, count - 1).number]
+        since = compared_since([epoch for epoch in self.epochs if epoch.first <= count])
+        seen = [each for each in self.evaluations if each.step <= count and (not since or each.step > since)]
+        return Course(self.steps[:count], seen, bound_of(config), config.trainer.order)
 
 
 async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice:
@@ -117,78 +154,100 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
     run = await store.get_run(run_id)
     if run is None:
         raise ConfigError(f"the store does not know the run {run_id}")
-    course = await course_of(store, run)
-    if not course.steps:
+    recorded = await read_course(store, run)
+    if not recorded.steps:
         raise ConfigError(f"the run {run_id} has no committed step: there is nothing to look at yet")
-    found, unread = await _of_rollouts(store, run, len(course.steps))
-    alarms = [*_of_course(course), *(Alarm(each, len(course.steps) - 1, still=True) for each in found)]
+    found, unread = await _of_rollouts(store, run, recorded)
+    alarms = [*_of_course(recorded), *found]
     alarms = [replace(each, found=await _with_examples(store, run_id, each.found)) for each in alarms]
     order = sorted(alarms, key=_urgency)
     loud = tuple(alarm for alarm in order if not alarm.found.minor)
-    me = await past_of(store, run)
+    me = await past_of(store, run, changed=True)
+    alike = [other for other in past if me and me.is_alike(other)]
     return Advice(
         run_id,
-        len(course.steps),
+        len(recorded.steps),
         loud,
         tuple(alarm.found for alarm in order if alarm.found.minor and alarm.still),
-        tuple(compare(me, past)) if me else (),
-        len(past) + 1,
+        tuple(compare(me, alike)) if me else (),
+        len(alike) + 1,
         unread,
     )
 
 
-def _urgency(alarm: Alarm) -> tuple[bool, bool, int, int]:
+def _urgency(alarm: Alarm) -> tuple[bool, bool, int, float]:
     cause = alarm.found.cause.partition("/")[0]
     place = next((place for place, causes in enumerate(FIRST) if cause in causes), len(FIRST))
-    return not alarm.found.serious, not alarm.still, place, alarm.since
+    return not alarm.found.serious, not alarm.still, place, math.inf if alarm.since is None else alarm.since
 
 
-async def course_of(store: Store, run: Run) -> Course:
-    """The metrics of a run's steps and its evaluations. Raises `StoreError`."""
+async def read_course(store: Store, run: Run) -> Recorded:
+    """The metrics of a run's steps, its evaluations and its settings. Raises `StoreError`."""
     steps = [record.metrics for record in await store.steps(run.id, brief=True)]
-    recorded = run.config.get("config")
-    known = Config.model_validate(recorded) if isinstance(recorded, Mapping) else Config()
-    return Course(steps, await evaluations(store, run.id), bound_of(known))
+    last, epochs = await store.last_step(run.id), await read_epochs(store, run)
+    dtype = last.context.get("dtype") if last else None
+    return Recorded(steps, await evaluations(store, run.id), epochs, [_known(epoch, dtype) for epoch in epochs])
 
 
-def _of_course(course: Course) -> Iterator[Alarm]:
+def _known(epoch: Epoch, dtype: Json) -> Config:
+    """The settings (`OF_COURSE`) of an epoch, as far as this release takes them. `dtype` is the one that was computed in: a
+    setting `auto` stands for it, but for that of a server that is attached, of which nothing is known."""
+    given = {name: epoch.setting(*name.split(".")) for name in OF_COURSE}
+    for name in ("engine.dtype", "policy_server.dtype"):
+        if given[name] in (None, "auto") and (name == "engine.dtype" or not given["policy_server.attach"]):
+            given[name] = dtype
+    config = Config()
+    for name, value in given.items():
+        if value is not None:
+            with suppress(ConfigError):  # a value of another release
+                config = with_settings(config, {name: value})
+    return config
+
+
+def _of_course(recorded: Recorded) -> Iterator[Alarm]:
     """What the rules find after any step, in the order in which it is found."""
-    count = len(course.steps)
+    count = len(recorded.steps)
     looks = sorted({*range(1, count + 1, max(1, count // LOOKS)), count})
     first: dict[str, tuple[int, Diagnosis]] = {}
     now: dict[str, Diagnosis] = {}
     for steps in looks:
-        seen = [result for result in course.evaluations if result.step <= steps]
-        now = {each.cause: each for each in diagnose(course=Course(course.steps[:steps], seen, course.gap))}
+        now = {each.cause: each for each in diagnose(course=recorded.after(steps))}
         for cause, each in now.items():
             first.setdefault(cause, (steps - 1, each))
     for cause, (since, found) in first.items():
         yield Alarm(now.get(cause, found), since, still=cause in now)
 
 
-async def _of_rollouts(store: Store, run: Run, steps: int) -> tuple[list[Diagnosis], str]:
+async def _of_rollouts(store: Store, run: Run, recorded: Recorded) -> tuple[list[Alarm], str]:
     """What the rules find in the rollouts of the last steps, or why these cannot be read."""
     pruned = await store.get_state(run.id, PRUNED)
     if isinstance(pruned, Mapping) and pruned.get("trained"):
         return [], "its calls were removed (lightning db prune --trained), so that only its metrics were looked at"
-    epochs = await read_epochs(store, run)
-    found: dict[str, Diagnosis] = {}
+    steps = len(recorded.steps)
+    found: dict[str, Alarm] = {}
     for step in range(max(0, steps - READ_STEPS), steps):
-        epoch = epoch_at(epochs, step)
+        epoch = epoch_at(recorded.epochs, step)
         rollouts = await all_rollouts(store, run.id, split=TRAIN, step=step)
         agents = train_agents_of(epoch)
         groups = await load_groups(store, rollouts, agents, policy_fault_of(epoch))
         attempts = [Attempted.of(member) for group in groups for member in group.trajectories]
         errors = [rollout.error for rollout in rollouts if rollout.status is Status.FAILED]
-        found |= {each.cause: replace(each, steps=(step,)) for each in diagnose(attempts, agents, errors)}
+        for each in diagnose(attempts, agents, errors):
+            found[each.cause] = Alarm(replace(each, steps=(step,)), None, still=step == steps - 1)
     return list(found.values()), ""
 
 
 async def _with_examples(store: Store, run: str, found: Diagnosis) -> Diagnosis:
-    """The finding with some rollouts of its last step: failed ones where it is about these, else those that earned least."""
+    """The finding with some rollouts of its last step: held-out or failed ones where it is about these, and of them those that
+    earned least."""
     if found.rollouts or not found.steps:
         return found
-    rollouts = await all_rollouts(store, run, split=TRAIN, step=found.steps[-1])
+    held_out = found.cause == "held-out falls"
+    rollouts = await all_rollouts(store, run, split=VAL if held_out else TRAIN, step=found.steps[-1])
+    if held_out:  # those without a reward last: they say nothing of the policy
+        rollouts = of_generation(rollouts, newest_generation(rollouts))
+        rollouts.sort(key=lambda each: (each.reward is None, _earned(each)))
+        return replace(found, rollouts=tuple(each.id for each in rollouts[:EXAMPLES]))
     if found.cause in ("failures", "policy faults"):
         mine = found.cause == "policy faults"
         rollouts = [each for each in rollouts if each.status is Status.FAILED and (each.fault is Fault.POLICY) == mine]
@@ -199,49 +258,104 @@ def _earned(rollout: Rollout) -> float:
     return -math.inf if rollout.reward is None else rollout.reward
 
 
-async def past_of(store: Store, run: Run) -> Past | None:
-    """A run as it is compared; None where it has not learned or measured anything."""
-    results = await evaluations(store, run.id)
-    if len(results) > 1:
-        outcome = Outcome(results[-1].reward_with_failures, results[-1].rollouts)
-    else:
-        steps = [record.metrics for record in await store.steps(run.id, brief=True)][-LAST:]
-        if not steps:
-            return None
-        rewards = [metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps]
-        outcome = Outcome(float(np.mean(rewards)), int(sum(metrics.get("rollouts", 0.0) for metrics in steps)))
-    return Past(settings_of(run), outcome)
+async def config_of(store: Store, run: Run) -> Mapping[str, Json]:
+    """The configuration that a run took its last step with."""
+    return (await _epochs_taken(store, run))[-1].config
 
 
-def is_comparable(one: Run, other: Run) -> bool:
-    """Whether two runs trained the same model on the same tasks, held-out ones included."""
-    return all(one.config.get(key) == other.config.get(key) for key in ("model", "tasks"))
+async def _epochs_taken(store: Store, run: Run) -> list[Epoch]:
+    last = await store.last_step(run.id)
+    return [epoch for epoch in await read_epochs(store, run) if epoch.first <= (last.step if last else 0)]
 
 
-def settings_of(run: Run) -> dict[str, Json]:
-    """The settings of a run that matter for what it learns, by their dotted names."""
-    algorithm = run.config.get("algorithm")
-    tables = {"algorithm": algorithm, "train_agents": run.config.get("train_agents"), "": run.config.get("config")}
-    flat = dict(_flat("", {name: value for name, value in tables.items() if name}))
-    flat |= dict(_flat("", tables[""]))
-    return {name: value for name, value in flat.items() if not name.startswith(NO_LEARNING)}
+async def past_of(store: Store, run: Run, *, changed: bool = False) -> Past | None:
+    """A run as it is compared. None where it has not learned or measured anything, and where its settings `changed` on the
+    way, unless such a run is asked for: it is then one of its last settings, and of what was measured under them."""
+    epochs = await _epochs_taken(store, run)
+    if len(epochs) > 1 and not changed:
+        return None
+    outcome = await _outcome(store, run.id, epochs[-1])
+    if outcome is None:
+        return None
+    found = settings_of(epochs[-1].config)
+    measured = {name: found.pop(name) for name in MEASURED}
+    if outcome.measure == "training":  # the choice of tasks is in their rewards
+        measured["trainer.order"] = found["trainer.order"]
+    return Past(found, outcome, measured)
 
 
-def _flat(name: str, value: Json) -> Iterator[tuple[str, Json]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), inner)
-    elif name:
-        yield name, value
+async def _outcome(store: Store, run: str, epoch: Epoch) -> Outcome | None:
+    """What was measured last after a step of this epoch: the held-out reward, or that of the training tasks where they are not
+    chosen by it."""
+    results = [result for result in await evaluations(store, run) if result.step > epoch.first and result.rollouts]
+    if results:
+        return Outcome(results[-1].score, results[-1].error, "held-out")
+    steps = [record for record in await store.steps(run, brief=True) if record.step >= epoch.first][-LAST:]
+    if not steps or epoch.setting("trainer", "order") == "learnable":
+        return None
+    rewards = [_as_evaluation(record.step, record.metrics) for record in steps]
+    error = math.sqrt(sum(each.error**2 for each in rewards)) / len(rewards)
+    return Outcome(float(np.mean([each.score for each in rewards])), error, "training")
+
+
+def _as_evaluation(step: int, metrics: Mapping[str, float]) -> Evaluation:
+    """The training rewards of a step. Where their deviation was not recorded, they are as if each were 0 or 1, or as far apart
+    as their mean is large."""
+    reward = metrics.get("reward", 0.0)
+    rollouts, failed = int(metrics.get("rollouts", 0.0)), int(metrics.get("failed", 0.0))
+    deviation = metrics.get("reward_std", max(abs(reward), 1.0) / 2)
+    return Evaluation(step, reward, rollouts, failed, deviation=deviation)
+
+
+def is_comparable(one: Mapping[str, Json], other: Mapping[str, Json]) -> bool:
+    """Whether runs of two configurations trained the same model on the same tasks, held-out ones included."""
+    return all(one.get(key) == other.get(key) for key in ("model", "tasks"))
+
+
+def settings_of(config: Mapping[str, Json]) -> dict[str, Json]:
+    """The settings of a configuration that matter for what is learned, by their dotted names: `section.field` each, with a
+    table as one value, and the arguments of the algorithm. One that its release did not have is at this release's default."""
+    recorded, found = config.get("config"), dict(_of_algorithm(config))
+    found["train_agents"] = config.get("train_agents")
+    for section, defaults in Config().model_dump(mode="json").items():
+        given = recorded.get(section) if isinstance(recorded, Mapping) else None
+        for name, value in (defaults | (dict(given) if isinstance(given, Mapping) else {})).items():
+            found[f"{section}.{name}"] = _completed(f"{section}.{name}", value)
+    return {name: value for name, value in found.items() if name in LEARNING or not name.startswith(NO_LEARNING)}
+
+
+def _completed(name: str, value: Json) -> Json:
+    """A setting's table with the defaults of what it does not have."""
+    setting = find(name)
+    table = section_of(setting.annotation) if setting is not None else None
+    if table is None or not isinstance(value, Mapping):
+        return value
+    with suppress(ValidationError):  # a table of another release stays as it is
+        value = table.model_validate(value).model_dump(mode="json")
+    return value
+
+
+def _of_algorithm(config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    """The algorithm's name and arguments; those of an older release as this one has them, where it can make it again."""
+    described: Json = config.get("algorithm")
+    with suppress(LightningError):
+        made = rebuild_algorithm(config)
+        described = describe_algorithm(made) if made is not None else described
+    for key, value in described.items() if isinstance(described, Mapping) else ():
+        if key == "arguments" and isinstance(value, Mapping):
+            yield from ((f"algorithm.arguments.{name}", argument) for name, argument in value.items())
+        else:
+            yield f"algorithm.{key}", value
 
 
 def compare(me: Past, past: Sequence[Past]) -> Iterator[Tuning]:
-    """The settings with which past runs fared better than with mine, the largest difference first.
+    """The settings with which past runs that were measured alike fared better than with mine, the largest difference first.
 
     Runs that differ from mine in one setting alone are preferred; where there are none, all are compared by that setting.
     A difference counts from two standard errors on.
     """
     found = []
+    past = [other for other in past if me.is_alike(other)]
     names = sorted({name for other in past for name in other.settings.keys() | me.settings.keys()})
     for name in names:
         mine = me.settings.get(name)
@@ -256,7 +370,7 @@ def compare(me: Past, past: Sequence[Past]) -> Iterator[Tuning]:
         own = [me, *alike]
         values: dict[str, list[Past]] = defaultdict(list)
         for other in pool:
-            values[repr(other.settings.get(name))].append(other)
+            values[json.dumps(other.settings.get(name), sort_keys=True)].append(other)
         best = max(values.values(), key=lambda runs: _mean(runs))
         if _mean(best) - _mean(own) > 2 * math.hypot(_error(best), _error(own)):
             found.append(

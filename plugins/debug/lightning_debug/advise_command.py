@@ -6,7 +6,10 @@ The invariant: it only reads. Exit code 0: no alarm; 1: the last step still has 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +17,13 @@ import typer
 from lightning.cli.locate import locate, with_store
 from lightning.cli.output import AsJson, escape, fail, print_json, say
 from lightning.cli.runs import answers, databases
-from lightning.errors import LightningError
+from lightning.config import load_config
+from lightning.errors import ConfigError, LightningError
 from lightning.store.protocol import Store
 from lightning.store.url import redacted
-from lightning.types import Run
+from lightning.types import Json, Run
 
-from lightning_debug.advise import Advice, Alarm, Past, Tuning, is_comparable, past_of
+from lightning_debug.advise import Advice, Alarm, Past, Tuning, config_of, is_comparable, past_of
 from lightning_debug.advise import advise as advise_run
 
 
@@ -32,8 +36,8 @@ def advise(
 ) -> None:
     """Name what is wrong in a run, and settings with which past runs of its tasks fared better."""
     url, run_id = locate(run, runs)
-    mine = asyncio.run(with_store(url, lambda store: store.get_run(run_id)))
-    past = _past(url, mine, runs) if mine else []
+    mine = asyncio.run(with_store(url, lambda store: _mine(store, run_id)))
+    past = _past(url, *mine, runs) if mine else []
     advice = asyncio.run(with_store(url, lambda store: advise_run(store, run_id, past)))
     if as_json:
         print_json(_plain(advice))
@@ -42,11 +46,19 @@ def advise(
     raise typer.Exit(int(any(alarm.found.serious and alarm.still for alarm in advice.alarms)))
 
 
-def _past(url: str, mine: Run, runs: Path) -> list[Past]:
+async def _mine(store: Store, run_id: str) -> tuple[Run, Mapping[str, Json]] | None:
+    """The run with the configuration that it is compared by."""
+    run = await store.get_run(run_id)
+    return (run, await config_of(store, run)) if run else None
+
+
+def _past(url: str, mine: Run, config: Mapping[str, Json], runs: Path) -> list[Past]:
     """The other runs of the same model and tasks, in the run's own store and in those of the folder."""
 
     async def comparable(_: str, store: Store) -> dict[tuple[str, float], Past]:
-        others = [one for one in await store.list_runs() if is_comparable(mine, one) and _key(one) != _key(mine)]
+        others = [
+            one for one in await store.list_runs() if is_comparable(config, one.config) and _key(one) != _key(mine)
+        ]
         return {_key(one): found for one in others if (found := await past_of(store, one)) is not None}
 
     places = [url, *([str(runs)] if runs.is_dir() and databases(str(runs)) else [])]
@@ -71,7 +83,7 @@ def _plain(advice: Advice) -> dict[str, object]:
         "steps": advice.steps,
         "alarms": [{**alarm.found.to_json(), "since": alarm.since, "still": alarm.still} for alarm in advice.alarms],
         "hints": [hint.to_json() for hint in advice.hints],
-        "tuning": advice.tuning,
+        "tuning": [{**asdict(each), "set": override(each.setting, each.better)} for each in advice.tuning],
         "compared_runs": advice.compared,
         "unread": advice.unread,
     }
@@ -93,7 +105,11 @@ def show(advice: Advice) -> None:
 
 def _show_alarm(alarm: Alarm) -> None:
     found = alarm.found
-    when = f"since step {alarm.since + 1}" if alarm.still else f"from step {alarm.since + 1} on, and no more at the end"
+    if alarm.since is None:
+        when = "in the last steps" if alarm.still else "in the last steps, and not in the very last"
+    else:
+        first = alarm.since + 1
+        when = f"since step {first}" if alarm.still else f"from step {first} on, and no more at the end"
     say(f"{'[red]' if found.serious and alarm.still else '[yellow]'}{escape(found.text)}[/] ({when})")
     if found.rollouts:
         say(f"  look at: {escape(', '.join(found.rollouts))}")
@@ -101,7 +117,7 @@ def _show_alarm(alarm: Alarm) -> None:
 
 def _show_tuning(tuning: Sequence[Tuning], compared: int) -> None:
     if compared == 1:
-        say("there is no other run of this model and these tasks to compare settings with")
+        say("there is no other run of this model and these tasks, measured in the same way, to compare settings with")
     elif not tuning:
         say(
             f"none of {compared - 1} other runs of this model and these tasks fared better for a setting that is different"
@@ -109,9 +125,31 @@ def _show_tuning(tuning: Sequence[Tuning], compared: int) -> None:
     for each in tuning:
         runs = f"{each.better_reward:.3f} in {_runs(each.better_runs)} beside {each.my_reward:.3f} in {_runs(each.my_runs)}"
         beside = "" if each.alone else "; these runs differ in other settings, too"
-        say(f"{escape(each.setting)} = {escape(str(each.better))} instead of {escape(str(each.mine))}: {runs}{beside}")
-        if each.setting.split(".")[0] in ("trainer", "engine", "gateway", "runner"):
-            say(f"  --set {escape(each.setting)}={escape(str(each.better))}")
+        values = f"{written(each.better)} instead of {written(each.mine)}"
+        say(f"{escape(each.setting)} = {escape(values)}: {runs}{beside}")
+        line = override(each.setting, each.better)
+        if line is not None:
+            say(f"  --set {escape(shlex.quote(line))}")
+
+
+def override(setting: str, value: Json) -> str | None:
+    """What `--set` takes for a setting; None where it takes nothing: an argument of the algorithm, a setting of another
+    release."""
+    line = f"{setting}={written(value)}"
+    try:
+        load_config(overrides=[line], env={})
+    except ConfigError:
+        return None
+    return line
+
+
+def written(value: Json) -> str:
+    """A value as `--set` reads it: JSON, with the tables of TOML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(written, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _runs(count: int) -> str:
