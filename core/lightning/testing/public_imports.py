@@ -113,6 +113,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.maintenance.prune",
             "lightning.policy_server.model_folder",
             "lightning.trainer.checkpoints",
+            "lightning.trainer.beginning",
             "lightning.trainer.context",
             "lightning.trainer.replay",
         ),
@@ -124,7 +125,9 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "a reader of recorded runs": (
             "lightning.algorithms.presets",
+            "lightning.config.fields",
             "lightning.trainer.diagnosis",
+            "lightning.trainer.held_out",
             "lightning.trainer.pacing",
             "lightning.trainer.rules",
             "lightning.trainer.weight_sync",

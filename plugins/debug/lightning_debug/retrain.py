@@ -22,15 +22,12 @@ from lightning.policy_server.model_folder import hash_weights
 from lightning.policy_server.weight_transfer import BACKENDS
 from lightning.store.epochs import Epoch, epoch_at, read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.beginning import FORKED, MODEL
 from lightning.trainer.checkpoints import Checkpoints
 from lightning.trainer.context import NUMERIC, Numeric, base_digest, machine
 from lightning.trainer.replay import Rewinder
 from lightning.types import Json, Run, StepRecord
 
-FORKED: Final = "forked_from"
-"""In a run's config: the run and the step whose state it began with."""
-MODEL: Final = "forked"
-"""In such a run's folder: the model that it began with."""
 WEIGHTS: Final = "weights.safetensors"
 """The weights of a checkpoint of the torch engine."""
 
