@@ -20,7 +20,11 @@ from lightning.types import LLM, Fault, Lease, Task
 from lightning_ray.cluster import RayCluster
 from lightning_ray.runner import RayRunner
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Ray lets go of its servers' objects before these have ended, also those of a Ray that an earlier module began.
+    pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning"),
+]
 
 Leases = Callable[..., Lease]
 NOWHERE = LLM("http://127.0.0.1:1/v1", "key", "policy")
