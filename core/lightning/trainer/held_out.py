@@ -96,19 +96,25 @@ class HeldOut:
                 self._folder.parent,
                 best.step,
             )
-        mine = self._folder / f"step-{result.step:08d}"
+        mine = self._path(result.step)
         export(mine)
         for other in self._folder.glob("step-*"):
             if other != mine:
                 shutil.rmtree(other)
 
     def deliver(self, model: Path) -> Evaluation | None:
-        """Put the model that was kept in the place of the run's last one; returns its evaluation, None where none was kept."""
+        """Put the model that was kept in the place of the run's last one, whole or not at all; returns its evaluation, None
+        where none was kept. Raises `EngineError`."""
+        from lightning.engines.files import whole_folder  # safetensors: only where something is trained
+
         kept = self.kept
         if kept is not None:
-            shutil.rmtree(model, ignore_errors=True)
-            shutil.copytree(self._folder / f"step-{kept.step:08d}", model)
+            with whole_folder(model) as fresh:
+                shutil.copytree(self._path(kept.step), fresh, dirs_exist_ok=True)
         return kept
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
 
 
 def _score(result: Evaluation) -> float:

@@ -112,9 +112,8 @@ class Loop:
         if kept is None:
             await asyncio.to_thread(self.engine.export, model)
         else:
-            reward = f"{kept.reward_with_failures:.3f}"
             self.reporter.say(
-                f"kept the model of the best evaluation: after {kept.step} steps, held-out reward {reward}"
+                f"kept the model of the best evaluation: after {kept.step} steps, held-out reward {kept.score:.3f}"
             )
         return kept
 

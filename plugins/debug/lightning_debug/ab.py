@@ -26,7 +26,7 @@ from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
 from lightning_debug.divergence import first_difference
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest
-from lightning_debug.transcript import text_of
+from lightning_debug.transcript import text_of, with_numbered_ids
 
 AT_ONCE: Final = 16
 """Rollouts of each variant between two looks, where both share a vLLM; at most what runs at once."""
@@ -240,7 +240,8 @@ async def divergent_call(store: Store, a: str, b: str) -> DivergentCall | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What is compared of a call; where requests are not recorded, that is the token ids of the prompt."""
+    """What is compared of a call: its request, with made-up ids numbered; where requests are not recorded, that is the token
+    ids of the prompt."""
 
     caller: str
     request: Mapping[str, Any]
@@ -250,11 +251,11 @@ class _Call:
 
 async def _calls(store: Store, rollout: str) -> list[_Call]:
     transitions = await store.transitions(rollout)
-    made = []
+    made, numbers = [], dict[str, str]()
     for transition, exchange in zip(transitions, exchanges.read(transitions), strict=True):
         if transition.choice:
             continue
-        said = exchange.request if exchange is not None else None
+        said = with_numbered_ids(exchange.request, numbers) if exchange is not None else None
         request = said if isinstance(said, dict) else {"prompt": list(transition.prompt_ids)}
         text = "" if exchange is None else text_of(exchange.reply)
         made.append(_Call(transition.caller.name, request, list(transition.response_ids), text))
@@ -295,7 +296,9 @@ class _Asked:
                 return True
             for variant, rollout in ((self._a, one), (self._b, other)):
                 literal = _longest_literal(variant.prompt[1] if variant.prompt else "")
-                if any(literal in text for call in await _calls(store, rollout.id) for text in _texts(call.request)):
+                if literal and any(
+                    literal in text for call in await _calls(store, rollout.id) for text in _texts(call.request)
+                ):
                     return True
         return False
 

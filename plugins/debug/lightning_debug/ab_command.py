@@ -33,7 +33,7 @@ from lightning_debug.eval_command import (
     Tasks,
     read_all,
     read_bounds,
-    settings_of,
+    read_settings,
     timestamp,
 )
 from lightning_debug.evaluate import Setup, Variant
@@ -86,7 +86,7 @@ def ab(
 
     Exit code: 0 B is better, 4 A is better, 3 they were not told apart, 2 an error.
     """
-    limits, settings = read_bounds(bounds), settings_of(config, set_, None)
+    limits, settings = read_bounds(bounds), read_settings(config, set_, None)
     if store and not promote_to:
         raise ConfigError("--store says where to promote: give --promote ALIAS, too")
     where = existing_store(store) if store else ""  # a wrong place is told before anything runs

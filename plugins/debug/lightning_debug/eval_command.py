@@ -64,7 +64,7 @@ def evaluate(
 ) -> None:
     """Run an agent on tasks against a model, several times each: avg@k and pass@k with intervals."""
     limits = read_bounds(bounds)
-    settings = settings_of(config, set_, temperature)
+    settings = read_settings(config, set_, temperature)
     function, listed = load_agent(agent), read_all(tasks)
     folder = out or Path("runs") / f"eval-{timestamp()}"
     model = find_model(what, runs, folder / "models", settings)
@@ -87,7 +87,7 @@ async def _evaluated(setup: Setup, variant: Variant, success: float, bounds: tup
             return report
 
 
-def settings_of(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
+def read_settings(file: Path | None, set_: list[str] | None, temperature: float | None) -> Config:
     """The settings, with the temperature of evaluations where one is given."""
     settings = load_config(file, set_ or [])
     return settings if temperature is None else with_settings(settings, {"trainer.eval_temperature": temperature})

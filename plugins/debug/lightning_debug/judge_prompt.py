@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lightning.algorithms.chat_model import Messages
 
-from lightning_debug.transcript import Transcript, TranscriptCall, is_call, said_in
+from lightning_debug.transcript import IDS, Transcript, TranscriptCall, is_call, said_in, with_numbered_ids
 
 LONGEST_TEXT: Final = 4000
 """Characters of one text; the middle of what is longer is left out."""
@@ -47,7 +47,7 @@ def rollout_items(seen: Transcript, longest: int) -> list[dict[str, Any]]:
     histories: list[list[object]] = []
     numbers: dict[str, str] = {}
     for call in seen.calls:
-        asked = [_numbered(message, numbers) for message in _messages(call)]
+        asked = [with_numbered_ids(message, numbers) for message in _messages(call)]
         made = [{"name": made.name, "arguments": made.arguments} for made in call.tool_calls]
         turns = _turns(asked)
         known = max((_common([key for key, _ in turns], before) for before in histories), default=0)
@@ -58,25 +58,6 @@ def rollout_items(seen: Transcript, longest: int) -> list[dict[str, Any]]:
         histories.append([key for key, _ in _turns([*asked, answer])])
     items += [{"tool": event.name, "status": event.status} for event in seen.tool_events]
     return _fitting(items, longest)
-
-
-IDS: Final = ("id", "call_id", "tool_call_id", "tool_use_id")
-"""Where messages and tool calls of the four APIs have ids."""
-
-
-def _numbered(item: Any, numbers: dict[str, str]) -> Any:
-    """A message whose ids, and those of its tool calls, are numbers in order of appearance. What is inside of arguments and
-    outputs stays."""
-    if not isinstance(item, Mapping):
-        return item
-    found = dict(item)
-    for name in IDS:
-        if isinstance(given := item.get(name), str):
-            found[name] = numbers.setdefault(given, f"id {len(numbers) + 1}")
-    for name in ("tool_calls", "content"):
-        if isinstance(parts := item.get(name), (list, tuple)):
-            found[name] = [_numbered(part, numbers) for part in parts]
-    return found
 
 
 def _turns(messages: Sequence[Any]) -> list[tuple[object, list[Any]]]:

@@ -150,3 +150,22 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     except (ValueError, RecursionError):
         read = arguments
     return ToolCall(str(made.get("name")), read if isinstance(read, dict) else arguments)
+
+
+IDS: Final = ("id", "call_id", "tool_call_id", "tool_use_id", "previous_response_id")
+"""Where requests, messages and tool calls of the four APIs have ids."""
+
+
+def with_numbered_ids(item: Any, numbers: dict[str, str]) -> Any:
+    """A request or a message whose ids, and those of its messages and tool calls, are numbers in order of appearance, since
+    they are made up anew in each rollout. What is inside of arguments and outputs stays. `numbers` are those given so far."""
+    if not isinstance(item, Mapping):
+        return item
+    found = dict(item)
+    for name in IDS:
+        if isinstance(given := item.get(name), str):
+            found[name] = numbers.setdefault(given, f"id {len(numbers) + 1}")
+    for name in ("messages", "input", "tool_calls", "content"):
+        if isinstance(parts := item.get(name), (list, tuple)):
+            found[name] = [with_numbered_ids(part, numbers) for part in parts]
+    return found

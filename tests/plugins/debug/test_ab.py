@@ -23,6 +23,7 @@ from lightning.types import Outcome, Resource, Rollout, Run, Task
 from lightning_debug import ab_command
 from lightning_debug.ab import divergent_call
 from lightning_debug.policies import EvaluatedModel
+from lightning_debug.transcript import with_numbered_ids
 
 from .conftest import AGENT
 from .evaluating import FIXED, ScriptedVLLM, asked, said, write_tasks
@@ -282,3 +283,16 @@ def test_the_first_divergent_call_is_matched_by_its_caller() -> None:
     found = asyncio.run(divergence(first, changed))
     assert (found.number, found.where, found.caller, found.b) == (2, "answer", "right", "'other'")
     assert asyncio.run(divergence(first, rollout(one, Task("x"), same))) is None
+
+
+def test_ids_that_are_made_up_for_each_rollout_are_no_difference() -> None:
+    def request(made_up: str, arguments: str) -> Any:
+        asked = {"id": made_up, "type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [{"role": "assistant", "content": None, "tool_calls": [asked]}]
+        return {"messages": [*turns, {"role": "tool", "tool_call_id": made_up, "content": made_up}]}
+
+    one, other = with_numbered_ids(request("call_a", "{}"), {}), with_numbered_ids(request("call_b", "{}"), {})
+    assert one["messages"][0] == other["messages"][0]
+    assert one["messages"][1]["tool_call_id"] == other["messages"][1]["tool_call_id"] == "id 1"
+    assert one["messages"][1]["content"] != other["messages"][1]["content"], "what a tool said stays"
+    assert with_numbered_ids(request("call_a", "{1}"), {})["messages"][0] != one["messages"][0]
