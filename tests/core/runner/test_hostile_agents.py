@@ -237,25 +237,28 @@ async def test_an_attack(attack: str, kept_in: Literal["none", "bwrap"], world: 
     async with runner(kept_in) as made:
         outcome, beside = await side_by_side(made, attack, world, LLM("http://127.0.0.1:9/v1", "key", "policy"))
     assert outcome.fault is None, outcome.error
-    left = [pid for pid in set(psutil.pids()) - before if _is_daemon(_command(pid))]
     if attack == "daemon":
+        left = _daemons(before)
+        # bwrap's own process may end a moment before the kernel has killed what was in its name space.
+        left = psutil.wait_procs(left, timeout=10.0 if kept_in == "bwrap" else 0.5)[1]
         assert bool(left) == (kept_in == "none")
-        for pid in left:
-            psutil.Process(pid).kill()
+        for process in left:
+            process.kill()
     else:
         assert outcome.reward == float(kept_in == "none")
     assert beside.fault is (Fault.INFRASTRUCTURE if (attack, kept_in) == ("kill", "none") else None)
 
 
-def _command(pid: int) -> list[str]:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).cmdline()
-    return []
-
-
-def _is_daemon(command: list[str]) -> bool:
-    """Whether it is the process that the attack leaves, and no other program's `sleep`."""
-    return command[:1] == ["sleep"] and re.fullmatch(r"30\d{4}", command[1]) is not None
+def _daemons(before: set[int]) -> list[psutil.Process]:
+    """The processes that the attack left, and no other program's `sleep`."""
+    found = []
+    for pid in set(psutil.pids()) - before:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            command = process.cmdline()
+            if command[:1] == ["sleep"] and len(command) == 2 and re.fullmatch(r"30\d{4}", command[1]):
+                found.append(process)
+    return found
 
 
 def test_the_table_is_in_the_promises() -> None:
