@@ -7,14 +7,16 @@ advantage is another, or it cannot be said, since a rollout could not be graded 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from lightning.cli.locate import load_agent, locate, with_store
+from lightning.cli.locate import locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.errors import ConfigError
+from lightning.plugins.named import import_named
 
 from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
 
@@ -40,13 +42,22 @@ def reward(
 ) -> None:
     """Grade a run's rollouts again with another reward function: what it would have changed, without running anything."""
     url, run_id = locate(run, runs)
-    function = cast("Grader | GroupGrader", cast("Callable[..., object]", load_agent(grader)))
+    function = _load_grader(grader)
     trial = asyncio.run(with_store(url, lambda store: try_grader(store, run_id, function)))
     if as_json:
         print_json(_plain(trial))
     else:
         show(trial, limit)
     raise typer.Exit(0 if trial.same else 1)
+
+
+def _load_grader(name: str) -> Grader | GroupGrader:
+    found = import_named(name, "grader")
+    if not (callable(found) or isinstance(found, GroupGrader)):
+        raise ConfigError(
+            f"{name!r} is a {type(found).__name__}: a grader is a function of a transcript, or has a weight and judge(groups)"
+        )
+    return cast("Grader | GroupGrader", found)
 
 
 def _plain(trial: RewardTrial) -> dict[str, object]:
