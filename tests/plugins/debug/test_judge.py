@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import pickle
 import subprocess
@@ -610,10 +611,13 @@ def test_a_run_is_trained_by_a_judge_alone_audited_and_tried_again(
     assert {*found["rollouts"][0]["parts"]} == {"agent", "judge"}
     command("reward", "try", "judges:judge", str(folder))
     assert "the run was trained with a judge" in capsys.readouterr().out
-    server.answer = lambda call: "They are all lovely."
+    answers = itertools.count()
+    server.answer = lambda call: f"They are all lovely {next(answers)}."
     (tmp_path / "judges.py").write_text(made.replace("'m'", "'another'"))
     sys.modules.pop("judges")
     assert command("reward", "try", "judges:judge", str(folder)) != 0
-    assert "usable scores" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "8 rollouts could not be graded and are in no figure: DataError: the judge gave no usable scores" in printed
+    assert "mean reward" not in printed, "of no rollout"
     sys.modules.pop("judges")
     assert lightning.Judge is Judge
