@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning.errors import ConfigError
 from lightning.maintenance import check_schema
 from lightning.plugins import plugins
-from lightning.plugins.named import import_named
+from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, existing_store, run_id_of, store_in
 

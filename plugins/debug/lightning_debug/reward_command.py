@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from lightning.cli.locate import locate, with_store
+from lightning.cli.locate import import_named, locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
 from lightning.errors import ConfigError
-from lightning.plugins.named import import_named
 
 from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
 
