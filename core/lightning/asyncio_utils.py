@@ -145,3 +145,29 @@ def outside_of_loops(function: Callable[[], T]) -> T:
         return function()
     with ThreadPoolExecutor(1, "lightning-agent") as pool:
         return pool.submit(contextvars.copy_context().run, function).result()
+
+
+_UNWANTED: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("lightning_unwanted", default=None)
+LOOK_SECONDS = 0.2
+"""How often it is looked whether anybody waits."""
+
+
+async def in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """`asyncio.to_thread`, of which `while_wanted` in that thread learns when it is cancelled."""
+    unwanted = threading.Event()
+    token = _UNWANTED.set(unwanted)
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    finally:
+        unwanted.set()
+        _UNWANTED.reset(token)
+
+
+async def while_wanted(main: Coroutine[object, object, T]) -> T:
+    """Await it, and cancel it when nobody waits any more for the call of `in_thread` that this is in: a process that is stopped
+    waits for its threads."""
+    unwanted, task = _UNWANTED.get(), asyncio.ensure_future(main)
+    while not (await asyncio.wait({task}, timeout=LOOK_SECONDS if unwanted else None))[0]:
+        if unwanted and unwanted.is_set():
+            task.cancel()
+    return task.result()

@@ -53,6 +53,10 @@ class ChatModel:
                 f"{self.role} needs attempts and concurrency of at least 1, a positive timeout, and no negative temperature"
             )
 
+    def settings(self) -> dict[str, object]:
+        """What a request says besides its messages."""
+        return {"model": self.model} | ({} if self.temperature is None else {"temperature": self.temperature})
+
 
 class _PassingError(Exception):
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -92,9 +96,7 @@ class ChatClient:
         model = self._model
         key = os.environ.get(model.api_key_env, "").strip() if model.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        body: dict[str, object] = {"model": model.model, "messages": list(messages)}
-        if model.temperature is not None:
-            body["temperature"] = model.temperature
+        body = model.settings() | {"messages": list(messages)}
         url = f"{model.base_url.rstrip('/')}/chat/completions"
         timeout = aiohttp.ClientTimeout(total=model.timeout)
         try:

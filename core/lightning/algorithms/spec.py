@@ -18,6 +18,7 @@ from lightning.config.fields import did_you_mean, toml_value, words
 from lightning.config.load import parse_value
 from lightning.errors import ConfigError
 from lightning.plugins import plugins
+from lightning.plugins.named import import_named
 
 if TYPE_CHECKING:
     from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
@@ -124,14 +125,17 @@ def _wrong(text: str, problem: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """What a factory takes under a name. `kinds` are the types that a text can say; empty where only Python can."""
+    """What a factory takes under a name. `kinds` are the types that a text can say; `objects` are taken where it can be
+    something that no text can say, so that a text has to name it."""
 
     kinds: tuple[object, ...]
     optional: bool
+    objects: bool
 
     @property
     def text(self) -> str:
-        return words(Union[self.kinds]) if self.kinds else "an object, from Python only"  # noqa: UP007 — of a tuple
+        named = ["MODULE:NAME of an object"] if self.objects else []
+        return " or ".join([words(Union[self.kinds]), *named] if self.kinds else named)  # noqa: UP007 — of a tuple
 
 
 def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -149,6 +153,9 @@ def _fitting(factory: Callable[..., object], what: str, given: Mapping[str, obje
         argument = known[name]
         if value is None and argument.optional:
             found[name] = None
+            continue
+        if argument.objects and isinstance(value, str) and ":" in value:
+            found[name] = import_named(value, name)
             continue
         fits = [made for kind in argument.kinds for made in _as(kind, value, f"{what}: {name}")]
         if not fits:
@@ -169,7 +176,7 @@ def _arguments(factory: Callable[..., object]) -> tuple[dict[str, _Argument], bo
             default = None if parameter.default is parameter.empty else parameter.default
             hint = hints.get(name, object)
             kinds = _by_default(default) if hint in (object, Any) else tuple(_sayable(hint))
-            known[name] = _Argument(kinds, default is None or type(None) in get_args(hint))
+            known[name] = _Argument(kinds, default is None or type(None) in get_args(hint), _takes_objects(hint))
     return known, any_name
 
 
@@ -204,6 +211,12 @@ def _sayable(hint: object) -> Iterator[object]:
         or (isinstance(hint, type) and dataclasses.is_dataclass(hint))
     ):
         yield hint
+
+
+def _takes_objects(hint: object) -> bool:
+    """Whether a type has a part that no text can say, such as a function."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return hint not in (object, Any) and any(part is not type(None) and not [*_sayable(part)] for part in parts)
 
 
 def _as(kind: object, value: object, where: str) -> Iterator[object]:

@@ -5,9 +5,6 @@ The invariant: nothing of training is imported here, since a client needs it on 
 
 from __future__ import annotations
 
-import importlib
-import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning.errors import ConfigError
 from lightning.maintenance import check_schema
 from lightning.plugins import plugins
+from lightning.plugins.named import import_named as import_named  # for plugins
 from lightning.store.protocol import Store
 from lightning.store.resource_ref import DATABASE, existing_store, run_id_of, store_in
 
@@ -48,45 +46,9 @@ async def with_store(url: str, use: Callable[[Store], Awaitable[T]], *, make: bo
         await store.close()
 
 
-LIBRARIES = "site-packages"
-"""In the paths of what was installed: an environment may lie in the folder of the agent."""
-
-
 def load_agent(name: str) -> Agent:
     """Import `MODULE:FUNCTION`, with the current folder importable. Raises `ConfigError` naming what is missing."""
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{name!r} does not name an agent: write MODULE:FUNCTION, for example my_app.agent:run")
-    if module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-        raise ConfigError(f"{module_name!r} is a file, and an agent is named by its module: write {dotted}:{attribute}")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot import {module_name!r} for the agent {name!r}: {error}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"importing {module_name!r} for the agent {name!r} failed at {_where(error)}: {type(error).__name__}: {error}. "
-            "Mend it there (a client that wants a key can be made inside the agent); --debug shows the traceback"
-        ) from error
-    target: object = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"the module {module_name!r} has no {attribute!r}")
-        target = getattr(target, part)
+    target = import_named(name, "agent")
     if not callable(target):
         raise ConfigError(f"{name!r} is a {type(target).__name__}, not something that can be called with (task, llm)")
     return target
-
-
-def _where(error: Exception) -> str:
-    """The line that does not parse, or the one that raised: the last one of this folder, if any, else of a library."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame for frame in frames if Path(frame.filename).is_relative_to(Path.cwd()) and LIBRARIES not in frame.filename
-    ]
-    last = (own or frames)[-1]
-    return f"{last.filename}:{last.lineno}"

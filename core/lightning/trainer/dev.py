@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning.algorithms.protocol import Algorithm, SearchAlgorithm
+from lightning.asyncio_utils import in_thread
 from lightning.gateway.policy import HIDDEN
 from lightning.plugins.attached_adapters import failed_adapter
 from lightning.trainer.algorithm import needs_pair, try_algorithm
@@ -107,7 +107,7 @@ async def dry_run(
     rows = tuple([await _row(stack, rollout, train_agents) for rollout in rollouts])
     compared = not isinstance(algorithm, SearchAlgorithm) and algorithm.group_size > 1
     groups = await load_groups(stack.store, rollouts, train_agents, stack.config.trainer.policy_fault)
-    tried = await asyncio.to_thread(try_algorithm, algorithm, groups)
+    tried = await in_thread(try_algorithm, algorithm, groups)
     problems = _problems(rows, train_agents, compared=compared) + tried.problems
     if hidden := await stack.gateway.hidden_tools():
         problems.append(f"{hidden} calls: {HIDDEN}")

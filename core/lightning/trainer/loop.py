@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning.algorithms.protocol import Batch, needs_critic
+from lightning.asyncio_utils import in_thread
 from lightning.batch.trajectory import Group
 from lightning.engines.protocol import Engine, RevivesWorkers, StepResult
 from lightning.errors import ConfigError
@@ -136,7 +137,7 @@ class Loop:
             async with self.stack.resting():
                 if needs_critic(algorithm):
                     groups = await fresh_values(self.stack.store, self.stack.run.id, step, groups, self.engine.values)
-                batch = await asyncio.to_thread(algorithm.batch, groups)
+                batch = await in_thread(algorithm.batch, groups)  # a judge may be asked for minutes
                 result = await asyncio.to_thread(self.engine.step, batch.samples, batch.loss_for(algorithm))
         metrics = step_metrics(sampled.rollouts, groups, batch, result) | staleness(step, batch) | sampled.metrics
         metrics |= await self.usage.step(groups)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 from lightning.algorithms.chat_model import ChatClient, ChatModel
-from lightning.asyncio_utils import outside_of_loops
+from lightning.asyncio_utils import outside_of_loops, while_wanted
 from lightning.batch import Group, Trajectory
 from lightning.credit import Credit, GroupAdvantage
 from lightning.errors import ConfigError, DataError, JudgeError, LightningError
@@ -48,10 +48,17 @@ CURE: Final = "Try another model or a plainer rubric, or give it more attempts"
 
 @dataclass(frozen=True, slots=True)
 class JudgeModel(ChatModel):
-    """The model that judges."""
+    """The model that judges. `max_tokens` bounds an answer; None is not sent."""
+
+    max_tokens: int | None = None
 
     role: ClassVar[str] = "the judge"
     failure: ClassVar[type[LightningError]] = JudgeError
+
+    def settings(self) -> dict[str, object]:
+        """As `max_completion_tokens`, which newer models ask for by this name."""
+        bound = {} if self.max_tokens is None else {"max_completion_tokens": self.max_tokens}
+        return ChatModel.settings(self) | bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,8 @@ class Judge:
     failed is not shown and keeps its reward. `api_key_env` names the environment variable with the key, which is never kept.
 
     With `samples` above 1 a group is judged so often, each time in another order, and scores are means. A `temperature` of None
-    is not sent. A request without an answer in `timeout` seconds, and an answer without usable scores, is tried up to
+    is not sent. `max_tokens` bounds an answer, what it thinks included: without it a small model may never come to an end.
+    A request without an answer in `timeout` seconds, and an answer without usable scores, is tried up to
     `attempts` times; a group without usable scores after that has its agents' rewards alone, with a warning. `concurrency`
     requests are made at once. Of one rollout about `longest` characters are shown, the middle being left out.
 
@@ -81,6 +89,7 @@ class Judge:
     weight: float = 1.0
     samples: int = 1
     temperature: float | None = None
+    max_tokens: int | None = None
     timeout: float = 120.0
     attempts: int = 4
     concurrency: int = 8
@@ -98,6 +107,8 @@ class Judge:
             raise ConfigError('a judge needs both a rubric and a model: lightning.Judge("What is good", model="...")')
         if not math.isfinite(self.weight) or self.samples < 1 or self.longest < 1:
             raise ConfigError("a judge needs a finite weight, and samples and longest of at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError("a judge's max_tokens are at least 1, or None")
         if self.model:
             self._endpoint()
 
@@ -138,7 +149,7 @@ class Judge:
 
     def judge(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
         """What the judge says of each group of rollouts, in the order of its transcripts."""
-        return outside_of_loops(lambda: asyncio.run(self._judge_all(groups)))
+        return outside_of_loops(lambda: asyncio.run(while_wanted(self._judge_all(groups))))
 
     async def _judge_all(self, groups: Sequence[Sequence[Transcript]]) -> list[Judgement]:
         client, kept = ChatClient(self._endpoint()), Judgements(self.cache)
@@ -147,7 +158,8 @@ class Judge:
         except JudgeError as error:
             raise JudgeError(
                 f"{error}. Nothing is trained without its scores. Start it, or change the judge (a request that is too long: a "
-                f"smaller longest), and resume: what it has answered is kept in {kept.file}"
+                "smaller longest; an answer without end: max_tokens; a slow one: a longer timeout), and resume: what it has "
+                f"answered is kept in {kept.file}"
             ) from error
 
     async def _judge(self, client: ChatClient, kept: Judgements, group: Sequence[Transcript]) -> Judgement:
@@ -183,6 +195,8 @@ class Judge:
         order = order_of(texts, sample)
         messages = question(self.rubric, task, [shown[texts[place]] for place in order])
         asked = [self.base_url, self.model, self.temperature, self.attempts, sample, messages]
+        if self.max_tokens is not None:
+            asked.append(self.max_tokens)
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         answer = kept.get(key) or kept.keep(key, await self._ask(client, messages, len(texts)))
         if answer.scores is None:
@@ -215,7 +229,14 @@ class Judge:
 
     def _endpoint(self) -> JudgeModel:
         return JudgeModel(
-            self.model, self.base_url, self.api_key_env, self.temperature, self.timeout, self.attempts, self.concurrency
+            self.model,
+            self.base_url,
+            self.api_key_env,
+            self.temperature,
+            self.timeout,
+            self.attempts,
+            self.concurrency,
+            self.max_tokens,
         )
 
     def _spread(self) -> Credit:

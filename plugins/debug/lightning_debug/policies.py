@@ -66,7 +66,12 @@ def find_model(what: str, runs: Path, into: Path, config: Config) -> EvaluatedMo
         folder, url, step = folder.resolve(), store_in(folder), int(which) if at else None
         return asyncio.run(with_store(url, lambda store: _of_run(store, folder, step, into.resolve(), config)))
     if not at and what != WEIGHTS_NAME:
-        return EvaluatedModel(what, resolve_model(what))
+        try:
+            return EvaluatedModel(what, resolve_model(what))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; and there is no run at {tried[0]} or {tried[1]} (`lightning runs` lists what there is)"
+            ) from error
     asked = answers(str(runs), lambda _, store: store.list_resources(run)) if runs.exists() else ()
     having = [url for url, found in asked if found]
     if not having:
@@ -103,7 +108,10 @@ def _checked(name: str, resource: Resource) -> Path:
 async def _of_run(store: Store, folder: Path, step: int | None, into: Path, config: Config) -> EvaluatedModel:
     run = await store.get_run(run_id_of(folder))
     if run is None:
-        raise ConfigError(f"the store of {folder} does not know its run: was the folder's run.json changed?")
+        raise ConfigError(
+            f"the store of {folder} has no run {run_id_of(folder)}: its training ended before the run began, or the folder's "
+            "run.json was changed"
+        )
     records, epochs, place = await store.steps(run.id), await read_epochs(store, run), str(folder)
     if step is not None and step > len(records):
         raise ConfigError(f"run {run.id} has {len(records)} committed steps: there is no {run.id}@{step}")

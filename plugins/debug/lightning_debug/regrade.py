@@ -19,6 +19,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 from lightning.algorithms.protocol import Algorithm, needs_critic
+from lightning.asyncio_utils import in_thread
 from lightning.batch import Group
 from lightning.errors import ConfigError, DataError, LightningError
 from lightning.maintenance.prune import PRUNED
@@ -151,7 +152,7 @@ async def try_grader(store: Store, run_id: str, grader: Grader | GroupGrader) ->
         groups = await load_groups(store, rollouts, train_agents_of(epoch), policy_fault_of(epoch))
         names = [(m.rollout.id, m.rollout.attempt) for group in groups for m in group.trajectories]
         calls = dict(zip((name for name, _ in names), await store.transitions_of(names), strict=True))
-        await asyncio.to_thread(trial.step, record, epoch, groups, calls)
+        await in_thread(trial.step, record, epoch, groups, calls)
     if not trial.rollouts and not trial.failed:
         raise ConfigError(f"the run {run_id} was trained on no rollout that a grader has graded")
     return trial.result()
@@ -170,6 +171,7 @@ class _Trial:
     why: str = ""
     agreements: list[float] = field(default_factory=list)
     unusable: int = 0
+    first_said: str = ""
 
     def step(
         self, record: StepRecord, epoch: Epoch, groups: Sequence[Group], calls: Mapping[str, Sequence[Transition]]
@@ -243,8 +245,9 @@ class _Trial:
                 self.agreements.append(judgement.agreement)
             if judgement.scores is None:
                 self.unusable += 1
-                for _ in group:
-                    self._fail(DataError(f"the judge gave no usable scores; it said {judgement.nonsense[0][:100]!r}"))
+                self.first_said = self.first_said or judgement.nonsense[0][:100]
+                for _ in group:  # in the same words: a judge can say something else of each group
+                    self._fail(DataError(f"the judge gave no usable scores; it said first {self.first_said!r}"))
                 found.append([None] * len(group))
                 continue
             given = zip(group, judgement.scores, strict=True)

@@ -7,14 +7,15 @@ advantage is another, or it cannot be said, since a rollout could not be graded 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from lightning.cli.locate import load_agent, locate, with_store
+from lightning.cli.locate import import_named, locate, with_store
 from lightning.cli.output import AsJson, escape, print_json, print_table, say
+from lightning.errors import ConfigError
 
 from lightning_debug.regrade import Grader, GroupGrader, Regraded, RewardTrial, try_grader
 
@@ -40,13 +41,22 @@ def reward(
 ) -> None:
     """Grade a run's rollouts again with another reward function: what it would have changed, without running anything."""
     url, run_id = locate(run, runs)
-    function = cast("Grader | GroupGrader", cast("Callable[..., object]", load_agent(grader)))
+    function = _load_grader(grader)
     trial = asyncio.run(with_store(url, lambda store: try_grader(store, run_id, function)))
     if as_json:
         print_json(_plain(trial))
     else:
         show(trial, limit)
     raise typer.Exit(0 if trial.same else 1)
+
+
+def _load_grader(name: str) -> Grader | GroupGrader:
+    found = import_named(name, "grader")
+    if not (callable(found) or isinstance(found, GroupGrader)):
+        raise ConfigError(
+            f"{name!r} is a {type(found).__name__}: a grader is a function of a transcript, or has a weight and judge(groups)"
+        )
+    return cast("Grader | GroupGrader", found)
 
 
 def _plain(trial: RewardTrial) -> dict[str, object]:
@@ -84,29 +94,14 @@ def _plain(trial: RewardTrial) -> dict[str, object]:
 def show(trial: RewardTrial, limit: int) -> None:
     """The result in words and tables."""
     graded = len(trial.rollouts)
-    means = [sum(getattr(each, name) for each in trial.rollouts) / max(graded, 1) for name in ("before", "now")]
     say(f"{escape(trial.grader)} on {graded} rollouts of {trial.groups} groups")
-    rank = "-" if trial.rank_correlation is None else f"{trial.rank_correlation:.3f}"
-    say(f"mean reward {means[0]:.3f} → {means[1]:.3f}; rank correlation with the recorded rewards {rank}")
-    say(f"groups whose order changes: {len(trial.reordered)} of {trial.groups}")
-    say(f"groups with equal rewards: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
-    if trial.advantages is not None:
-        trained, other, signs = trial.advantages
-        say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
-    else:
-        unknown = "which advantages would differ, and so whether training would have been the same, cannot be said"
-        say(f"[yellow]{unknown}: {escape(trial.why)}")
-    if trial.unusable is not None:
-        alike = (
-            "not measured (it takes samples=2 and two rollouts)"
-            if trial.agreement is None
-            else f"{trial.agreement:.0%}"
-        )
-        say(f"pairs of rollouts that two samples of the judge order alike: {alike} (50% is chance)")
-        all_groups = trial.groups + trial.unusable
-        say(f"groups that the judge gave no usable scores for: {trial.unusable} of {all_groups}")
+    if graded:
+        _show_changes(trial)
+    _show_judge(trial)
     for why, count in trial.failed.items():
         say(f"[red]{count} rollouts could not be graded and are in no figure: {escape(why)}")
+    if not graded:
+        return
     if trial.kept:
         kept = f"{trial.kept} rollouts that the policy failed keep the reward of trainer.policy_fault"
         say(f"{kept}, and are in no figure but the advantages")
@@ -126,6 +121,34 @@ def show(trial: RewardTrial, limit: int) -> None:
         _show_rollouts(changed[:limit])
     for warning in trial.warnings:
         say(f"[yellow]{escape(warning)}")
+
+
+def _show_changes(trial: RewardTrial) -> None:
+    graded = len(trial.rollouts)
+    means = [sum(getattr(each, name) for each in trial.rollouts) / graded for name in ("before", "now")]
+    rank = "-" if trial.rank_correlation is None else f"{trial.rank_correlation:.3f}"
+    say(f"mean reward {means[0]:.3f} → {means[1]:.3f}; rank correlation with the recorded rewards {rank}")
+    say(f"groups whose order changes: {len(trial.reordered)} of {trial.groups}")
+    say(f"groups with equal rewards: {trial.equal_before:.0%} → {trial.equal_now:.0%}")
+    if trial.advantages is not None:
+        trained, other, signs = trial.advantages
+        say(f"trained calls with another advantage: {other} of {trained}, {signs} of them with the other sign")
+    else:
+        unknown = "which advantages would differ, and so whether training would have been the same, cannot be said"
+        say(f"[yellow]{unknown}: {escape(trial.why)}")
+
+
+def _show_judge(trial: RewardTrial) -> None:
+    if trial.unusable is None:
+        return
+    alike = (
+        "not measured (it takes two usable samples of two rollouts)"
+        if trial.agreement is None
+        else f"{trial.agreement:.0%} (50% is chance)"
+    )
+    say(f"pairs of rollouts that two samples of the judge order alike: {alike}")
+    all_groups = trial.groups + trial.unusable
+    say(f"groups that the judge gave no usable scores for: {trial.unusable} of {all_groups}")
 
 
 def _show_rollouts(changed: Sequence[Regraded]) -> None:

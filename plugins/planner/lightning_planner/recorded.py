@@ -109,9 +109,7 @@ async def read_run(store: Store, run: str) -> Recorded:
     stored = await store.get_run(run)
     records = await store.steps(run)
     if stored is None or not records:
-        raise DataError(
-            f"run {run!r} has no committed step: a plan needs one that has trained; `lightning runs` lists them"
-        )
+        raise DataError(f"run {run!r} has no committed step: give one that has trained; `lightning runs` lists them")
     points = {point.step: point.values for point in await store.metrics(run)}
     rollouts = [one for one in await all_rollouts(store, run, split=TRAIN) if one.status.ended]
     reader = _Reader(store, records, _strings(stored.config.get("train_agents")))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import string
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -167,3 +169,18 @@ def test_a_plugins_algorithms_take_their_own(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ConfigError) as raised:
             made(text)
         assert said in str(raised.value)
+
+
+def test_an_object_that_no_text_can_say_is_named_by_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import lightning\n\nstyle = lightning.Judge('Short.', model='m', base_url='http://127.0.0.1:1/v1')\n"
+    (tmp_path / "named_judges.py").write_text(source + "def by_tool(event): return -0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    (phase,) = parse_algorithms("grpo:credit=named_judges:style,tool_reward=named_judges:by_tool")
+    made: Any = make_algorithm(phase)
+    assert (made.credit.rubric, made.credit.model) == ("Short.", "m")
+    assert made.tool_reward(None) == -0.5
+    for name, said in (("named_judges:other", "has no 'other'"), ("nowhere_at_all:style", "for the credit")):
+        with pytest.raises(ConfigError, match=said):
+            make_algorithm(Phase("grpo", {"credit": name}))

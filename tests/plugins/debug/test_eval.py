@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.cli.locate import locate
+from lightning.cli.locate import locate, with_store
 from lightning.config import Config
 from lightning.errors import ConfigError
+from lightning.store.url import sqlite_url
 from lightning.testing.fake_vllm import Reply
 from lightning_debug.policies import find_model
 
@@ -123,7 +125,8 @@ def test_the_temperature_is_what_is_asked_for(vllm: ScriptedVLLM, capsys: Any) -
         (["eval", "mine@3"], "there is no run at mine or runs/mine"),
         (["eval", "policy/weights@best"], "no store in runs has a resource 'policy/weights'"),
         (["eval", "nowhere#policy/weights@best"], "there is no database at 'nowhere'"),
-        (["eval", "./nothing"], "the model folder ./nothing does not exist"),
+        (["eval", "./nothing"], "the model folder ./nothing does not exist; and there is no run at nothing"),
+        (["eval", "begun"], "has no run begun: its training ended before the run began"),
         (["eval", "one", "asking:nobody"], "the module 'asking' has no 'nobody'"),
         (
             ["eval", "one", "asking:broken"],
@@ -137,6 +140,8 @@ def test_the_temperature_is_what_is_asked_for(vllm: ScriptedVLLM, capsys: Any) -
 )
 def test_bad_input_is_named_with_its_cure(vllm: ScriptedVLLM, capsys: Any, arguments: list[str], words: str) -> None:
     Path("empty.jsonl").write_text("\n")
+    Path("begun").mkdir()
+    asyncio.run(with_store(sqlite_url(Path("begun", "lightning.db")), lambda store: store.list_runs(), make=True))
     given = [*EVAL, "--out", "runs/bad"]
     given[: len(arguments)] = arguments if arguments[0] == "eval" else given[: len(arguments)]
     assert said(given if arguments[0] == "eval" else [*given, *arguments]) == 2

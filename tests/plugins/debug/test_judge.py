@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from lightning import Judge, LightningRL
 from lightning.algorithms import chat_model
+from lightning.asyncio_utils import in_thread
 from lightning.batch import Group, Trajectory
 from lightning.cli.app import main
 from lightning.credit import Weighted, centre, identical
@@ -233,6 +237,40 @@ def test_what_was_wrong_with_an_answer_is_said(make: Callable[..., Judge], serve
     *before, problem = server.calls[1].body["messages"]
     assert before == [*server.calls[0].body["messages"], {"role": "assistant", "content": "All fine!"}]
     assert 'no JSON object with "scores"' in problem["content"]
+
+
+def test_an_answer_is_bounded_where_that_is_asked_for(
+    make: Callable[..., Judge], server: ChatServer, recorded: Group
+) -> None:
+    credited(make(), recorded)
+    assert "max_completion_tokens" not in server.calls[0].body, "some endpoints refuse it"
+    credited(make(max_tokens=300), recorded)
+    assert server.calls[1].body["max_completion_tokens"] == 300, "and it is another question"
+
+
+def test_a_stopped_training_does_not_wait_for_the_judge(
+    make: Callable[..., Judge], server: ChatServer, recorded: Group
+) -> None:
+    asked, end = threading.Event(), threading.Event()
+
+    def for_ever(call: ChatRequest) -> str:
+        asked.set()
+        end.wait(30.0)
+        return "Well."
+
+    async def stopped() -> None:
+        task = asyncio.create_task(in_thread(algorithm.batch, [recorded]))
+        await asyncio.to_thread(asked.wait, 10.0)
+        task.cancel()
+        await asyncio.wait({task})
+
+    server.answer, algorithm = for_ever, LightningRL("grpo", group_size=4, credit=make())
+    began = time.monotonic()
+    asyncio.run(stopped())  # which waits for its threads
+    took = time.monotonic() - began
+    end.set()
+    assert asked.is_set()
+    assert took < 20.0
 
 
 def test_a_sample_without_scores_leaves_the_others(
@@ -523,6 +561,7 @@ def test_dynamic_sampling_does_not_pass_over_what_only_the_judge_tells_apart(
         ({"weight": float("nan")}, "finite weight"),
         ({"base_url": "https://me:secret@host/v1"}, "a user, a password"),
         ({"attempts": 0}, "attempts"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_settings_that_cannot_be_meant(make: Callable[..., Judge], changes: dict[str, Any], words: str) -> None:
@@ -572,10 +611,13 @@ def test_a_run_is_trained_by_a_judge_alone_audited_and_tried_again(
     assert {*found["rollouts"][0]["parts"]} == {"agent", "judge"}
     command("reward", "try", "judges:judge", str(folder))
     assert "the run was trained with a judge" in capsys.readouterr().out
-    server.answer = lambda call: "They are all lovely."
+    answers = itertools.count()
+    server.answer = lambda call: f"They are all lovely {next(answers)}."
     (tmp_path / "judges.py").write_text(made.replace("'m'", "'another'"))
     sys.modules.pop("judges")
     assert command("reward", "try", "judges:judge", str(folder)) != 0
-    assert "usable scores" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "8 rollouts could not be graded and are in no figure: DataError: the judge gave no usable scores" in printed
+    assert "mean reward" not in printed, "of no rollout"
     sys.modules.pop("judges")
     assert lightning.Judge is Judge

@@ -42,6 +42,17 @@ def backwards(seen):
 
 def broken(seen):
     raise ValueError(f"no answer in {seen.rollout.id[-1]}")
+
+class Even:
+    # judges a group, and cannot be called
+    weight = 1.0
+
+    def judge(self, groups):
+        from lightning_debug.judgements import Judgement
+        return [Judgement(tuple(0.0 for _ in group), 1.0) for group in groups]
+
+even = Even()
+number = 3
 """
 
 
@@ -251,6 +262,14 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, said = run("graders_of_mine:broken", str(folder), "--json")
     assert code == 1
     assert sum(json.loads(said)["failed"].values()) == 16
+    code, said = run("graders_of_mine:even", str(folder))
+    assert code == 0
+    assert "order alike: 100%" in said
+    with pytest.raises(SystemExit):
+        main(["reward", "try", "graders_of_mine:number", str(folder)])
+    assert (
+        "is a int: a grader is a function of a transcript, or has a weight and judge(groups)" in capsys.readouterr().err
+    )
 
 
 def test_a_run_that_is_not_there_is_said(folder: Path) -> None:
