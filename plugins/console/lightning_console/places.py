@@ -38,13 +38,21 @@ class Located:
 
 class Places:
     """The stores at a place: a folder of runs, a run's folder, a database file, a store's or a server's URL; or `stores` that
-    are open already and belong to somebody else, by the URL that is shown of them. `project` bounds what is seen of them."""
+    are open already and belong to somebody else, by the URL that is shown of them. `project` bounds what is seen of them.
+    `patience` are the seconds that a page waits for what takes long to find out: it is shown without it then, as one that may
+    change. None: as long as it takes."""
 
     def __init__(
-        self, where: str = "", *, stores: Mapping[str, Store] | None = None, project: str | None = None
+        self,
+        where: str = "",
+        *,
+        stores: Mapping[str, Store] | None = None,
+        project: str | None = None,
+        patience: float | None = None,
     ) -> None:
         self.where = where
         self.project = project
+        self.patience = patience
         self.unreadable: dict[str, str] = {}
         """Why stores of the last look could not be read, by their URL without its password."""
         self._given = dict(stores or {})

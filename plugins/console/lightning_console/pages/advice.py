@@ -16,8 +16,10 @@ LINKS = 6
 """Steps and rollouts that a finding links to."""
 
 
-def advice_blocks(found: Located, advised: Advised) -> list[Block]:
-    """Alarms, the most urgent first; then hints and settings with which past runs fared better."""
+def advice_blocks(found: Located, advised: Advised | None) -> list[Block]:
+    """Alarms, the most urgent first; then hints and settings with which past runs fared better. None: they are on their way."""
+    if advised is None:
+        return [Notices([Notice("the rules look at the run …", "muted")], title="Alarms")]
     advice = advised.advice
     if advice is None:
         return [Notices([Notice("there is no advice", "muted", detail=advised.why)], title="Alarms")]

@@ -49,21 +49,24 @@ async def page(places: Places, address: Address) -> Page:
     line = await line_of(found.store, found.run, found.url)
     curves = await read_curves(found.store, found.run)
     blocks: list[Block] = [await _state(found, line, curves)]
+    waiting = False
     if curves.steps:
-        blocks += advice_blocks(found, await advice_of(places, found))
+        advised = await advice_of(places, found)
+        blocks += advice_blocks(found, advised)
+        waiting = advised is None
     blocks.append(_facts(found, line, curves))
     blocks += _charts(found, curves)
     if curves.steps:
-        asked = address.option("profile") == "yes"
-        profiled = await profile_of(found, line.rollouts, asked=(asked and line.state.name != "running") or asked)
+        profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
         blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
+        waiting = waiting or profiled is None
     blocks.append(_commands(found, line))
     return Page(
         str(address),
         found.run.id,
         blocks,
         (Link("Runs", "runs"),),
-        live=line.state.name == "running",
+        live=waiting or line.state.name == "running",
         next=to("step", found.key, curves.steps[-1]) if curves.steps else "",
     )
 
@@ -88,7 +91,7 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
             Notice(
                 what,
                 detail=detail,
-                links=[Link("what is sampled of step 0", to("step", found.key, 0))] if not over else (),
+                links=[Link("what is sampled of step 0", to("step", found.key, 0))] if line.rollouts and not over else (),
             )
         )
     if line.about.forked_from:
@@ -97,56 +100,55 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
 
 
 def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
-    first, last = line.before, line.after or line.before
+    model = Fact("model", line.about.model or NONE, f"{line.about.algorithm or 'no algorithm'}, seed {line.about.seed}")
+    rollouts = Fact(
+        "rollouts",
+        count(line.rollouts),
+        f"{count(line.failed)} failed",
+        "warn" if line.failed_share > 0.1 else "",
+        hint=f"{share(line.failed_share)} of the last step failed" if curves.steps else "",
+    )
+    facts = [_held_out_fact(found, line), rollouts, model]
+    if curves.steps:
+        facts = [*_trained_facts(found, line, curves), *facts]
+    note = f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
+    return Facts(facts, title="Figures", note=note)
+
+
+def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
     gain = gain_of(curves)
-    trained = sum(value or 0.0 for value in curves.named("tokens"))
-    sampled = curves.tokens[-1] if curves.tokens else 0.0
-    newest = curves.steps[-1] if curves.steps else None
-    facts = [
+    trained, sampled = sum(value or 0.0 for value in curves.named("tokens")), curves.tokens[-1]
+    return [
         Fact(
             "reward of the last step",
             number(line.reward_with_failures),
-            f"{number(line.reward)} of those that succeeded",
+            f"{number(line.reward)} of those that succeeded" if line.failed_share else "no rollout of it failed",
             hint="mean over the rollouts of the step; a failed one counts as 0",
-            to=to("step", found.key, newest) if newest is not None else "",
+            to=to("step", found.key, curves.steps[-1]),
         ),
-        _held_out_fact(found, line),
         Fact(
             "80 % of the gain",
             f"{gain.steps} steps" if gain else NONE,
             f"{seconds(gain.seconds)} of training; {gain.measure}" if gain else "nothing gained, or too short to say",
         ),
-        Fact(
-            "steps", count(len(curves.steps)), f"{seconds(curves.seconds[-1] if curves.seconds else None)} of training"
-        ),
-        Fact(
-            "rollouts",
-            count(line.rollouts),
-            f"{count(line.failed)} failed",
-            "warn" if line.failed_share > 0.1 else "",
-            hint=f"{share(line.failed_share)} of the last step failed",
-        ),
+        Fact("steps", count(len(curves.steps)), f"{seconds(curves.seconds[-1])} of training"),
         Fact("trained tokens", count(trained), f"of about {count(sampled)} sampled" if sampled else ""),
         Fact(
             "useful tokens",
             share(min(1.0, trained / sampled)) if sampled else NONE,
             "trained of sampled, about",
-            hint="sampled tokens are the measured speed times the time of sampling; where time goes, below, counts them",
+            hint="sampled tokens are the measured speed times the time of sampling; the profile below counts them",
         ),
-        Fact("model", line.about.model or NONE, f"{line.about.algorithm}, seed {line.about.seed}"),
     ]
-    if first is not None and last is not None and first.step == last.step:
-        facts[1] = Fact("held-out", number(first.score), f"±{number(1.96 * first.error)} after {first.step} steps")
-    return Facts(
-        facts, title="Figures", note=f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
-    )
 
 
 def _held_out_fact(found: Located, line: RunLine) -> Fact:
     first, last = line.before, line.after
-    if first is None or last is None:
+    if first is None:
         why = "not evaluated yet" if line.about.held_out else "this run has no held-out tasks"
         return Fact("held-out", NONE, why, "muted")
+    if last is None:
+        return Fact("held-out", number(first.score), f"±{number(1.96 * first.error)} after {first.step} steps")
     return Fact(
         "held-out",
         change(first.score, last.score),
@@ -240,7 +242,9 @@ def _commands(found: Located, line: RunLine) -> Notices:
         f"lightning audit {place}",
         f"lightning replay {place} --train",
     ]
-    notices = [Notice("ask the same on the command line, and prove it", links=links, commands=commands)]
+    notices = [Notice("look elsewhere", links=links)]
+    if line.steps:
+        notices.append(Notice("ask the same on the command line, and prove it", commands=commands))
     if line.state.name in ("stopped", "failed"):
         text = "go on from its last step: your own `lightning train`, or `Trainer(..., resume=True).fit(...)`, with"
         notices.append(Notice(text, commands=[f"--out {place} --resume"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning.errors import DataError
+from lightning.types import Status
 
 from lightning_console.address import Address
 from lightning_console.blocks import (
@@ -23,7 +24,7 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
-from lightning_console.pages.words import NONE, count, located, number, seconds, share, to, trail, when, written
+from lightning_console.pages.words import count, located, number, seconds, share, to, trail, when, written
 from lightning_console.places import Located, Places
 from lightning_console.queries.runs import line_of
 from lightning_console.queries.steps import GroupLine, RolloutPoint, Step, read_step
@@ -32,6 +33,12 @@ GROUPS: Final = 50
 """Groups on a page."""
 POINTS: Final = 2000
 """Rollouts in a scatter."""
+FAULTS: Final = {
+    "agent": "the agent's code is at fault",
+    "policy": "the policy itself is at fault",
+    "timeout": "it ran out of time",
+    "infrastructure": "the infrastructure is at fault",
+}
 AGAINST: Final = {"tokens": "sampled tokens", "turns": "calls", "advantage": "advantage", "seconds": "seconds"}
 
 
@@ -42,7 +49,7 @@ async def page(places: Places, address: Address) -> Page:
         raise DataError(f"the address {str(address)!r} names no step: step/RUN/NUMBER, counted from 0")
     step = await read_step(found.store, found.run, int(address.about[1]))
     first = max(0, address.number("cursor", 0))
-    axis = address.option("x") if address.option("x") in AGAINST else "tokens"
+    axis = address.option("x") if address.option("x") in AGAINST else "tokens" if step.committed else "seconds"
     blocks: list[Block] = [*_notices(step), _facts(step), _groups(found, step, address, first)]
     blocks += [
         Controls(str(address), [Control("x", "against", axis, list(AGAINST.items()))]),
@@ -87,28 +94,33 @@ def _facts(step: Step) -> Facts:
     failed = sum(rollout.status.value == "failed" for rollout in step.rollouts)
     rewards = [rollout.reward for rollout in step.rollouts if rollout.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else None
-    taught = sum(not group.untaught for group in step.groups) if step.committed else None
+    facts = [
+        Fact(
+            "reward",
+            number(metrics.get("reward_with_failures", mean)),
+            f"{number(metrics.get('reward', mean))} of those that succeeded" if failed else "",
+            hint="the larger figure counts failed rollouts as 0" if failed and step.committed else "",
+        ),
+        Fact(
+            "rollouts",
+            count(len(step.rollouts)),
+            f"{failed} failed",
+            "warn" if failed > 0.1 * len(step.rollouts) else "",
+        ),
+    ]
+    if not step.committed:
+        ended = sum(rollout.status.ended for rollout in step.rollouts)
+        return Facts([*facts, Fact("ended", f"{ended} of {len(step.rollouts)}")])
     return Facts(
         [
-            Fact(
-                "reward",
-                number(metrics.get("reward_with_failures", mean)),
-                f"{number(metrics.get('reward', mean))} of those that succeeded",
-                hint="the larger figure counts failed rollouts as 0" if failed else "",
-            ),
-            Fact(
-                "rollouts",
-                count(len(step.rollouts)),
-                f"{failed} failed",
-                "warn" if failed > 0.1 * len(step.rollouts) else "",
-            ),
-            Fact("groups that taught", NONE if taught is None else f"{taught} of {len(step.groups)}"),
+            *facts,
+            Fact("groups that taught", f"{sum(not group.untaught for group in step.groups)} of {len(step.groups)}"),
             Fact("trained tokens", count(metrics.get("tokens"))),
             Fact("entropy", number(metrics.get("entropy")), "nats"),
             Fact("mean |Δ logprob|", number(metrics.get("mean_logprob_gap")), "trainer to sampler, nats"),
             Fact("clipped", share(metrics.get("clip_fraction")), f"masked {share(metrics.get('masked_share'))}"),
             Fact("norm of the gradient", number(metrics.get("grad_norm"))),
-            Fact("version", NONE if step.policy_version is None else f"v{step.policy_version}", "that this step made"),
+            Fact("version", f"v{step.policy_version}", "that this step made"),
             Fact("committed", when(step.at), f"config epoch {step.epoch}"),
         ]
     )
@@ -119,7 +131,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
     shown = ordered[first : first + GROUPS]
     columns = [
         Column("task"),
-        Column("rewards", hint="of its rollouts, in order; × failed"),
+        Column("rewards", hint="of its rollouts, in order; × failed, … not ended"),
         Column("mean", "number"),
         Column("spread", "number", "standard deviation: what there is to learn from"),
         Column("failed", "number"),
@@ -133,7 +145,7 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
         if len(ordered) > GROUPS
     ]
     rows = [_row(found, step, group)[: len(columns)] for group in shown]
-    note = "those that taught first, the largest spread first"
+    note = "those that taught first, the largest spread first" if step.committed else ""
     return Table(
         columns, rows, title="Groups", empty="this step looked at no group", pages=pages, note=note if rows else ""
     )
@@ -142,7 +154,8 @@ def _groups(found: Located, step: Step, address: Address, first: int) -> Table:
 def _row(found: Located, step: Step, group: GroupLine) -> list[Cell]:
     here = to("group", found.key, group.group)
     taught = "not yet" if not step.committed else "no" if group.untaught else "yes"
-    rewards = " ".join("×" if reward is None else f"{reward:.3g}" for reward in group.rewards[:24])
+    pairs = list(zip(group.rewards, group.states, strict=True))[:24]
+    rewards = " ".join(_reward(reward, state) for reward, state in pairs)
     return [
         Cell(written(group.task, 100) or group.task_id, here, hint=written(group.task, 2000)),
         Cell(rewards + (" …" if len(group.rewards) > 24 else ""), here),
@@ -152,6 +165,10 @@ def _row(found: Located, step: Step, group: GroupLine) -> list[Cell]:
         Cell(taught, tone="muted" if group.untaught else "", hint=group.why),
         Cell(str(group.step)),
     ]
+
+
+def _reward(reward: float | None, state: Status) -> str:
+    return "×" if state is Status.FAILED else "…" if reward is None else f"{reward:.3g}"
 
 
 def _scatter(found: Located, step: Step, axis: str) -> Chart:
@@ -224,7 +241,7 @@ def _failures(found: Located, step: Step) -> list[Block]:
         Notice(
             f"{each.count} {'rollout' if each.count == 1 else 'rollouts'}: {each.why}",
             "bad" if each.fault != "policy" else "warn",
-            detail=f"fault of the {each.fault}" if each.fault else "",
+            detail=FAULTS.get(each.fault, each.fault),
             links=[Link(one.removeprefix(f"{found.run.id}/"), to("rollout", found.key, one)) for one in each.rollouts],
         )
         for each in step.failures

@@ -19,8 +19,11 @@ PHASES = {
 }  # fmt: skip
 
 
-def time_blocks(found: Located, curves: Curves, profiled: Profiled, ask: str) -> list[Block]:
-    """The profile; where there is none, the phases that the trainer measured and why. `ask` is the address that profiles."""
+def time_blocks(found: Located, curves: Curves, profiled: Profiled | None, ask: str) -> list[Block]:
+    """The profile; where there is none, the phases that the trainer measured and why. `ask` is the address that profiles. None:
+    it is on its way."""
+    if profiled is None:
+        return [_phases(curves), Notices([Notice("the run's calls are looked at …", "muted")])]
     if profiled.profile is None:
         links = [] if profiled.asked else [Link("look anyway", ask)]
         why = Notice(

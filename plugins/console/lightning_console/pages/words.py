@@ -12,6 +12,7 @@ from lightning.types import Json
 from lightning_console.address import Address
 from lightning_console.blocks import Link
 from lightning_console.places import Located, Places
+from lightning_console.queries.state import said_seconds
 
 NONE = "–"
 """What stands for no value."""
@@ -63,12 +64,7 @@ def count(value: float | None) -> str:
 
 def seconds(value: float | None) -> str:
     """A duration."""
-    if value is None:
-        return NONE
-    for unit, size in (("h", 3600.0), ("min", 60.0)):
-        if value >= 2 * size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+    return NONE if value is None else said_seconds(value)
 
 
 def when(at: float | None) -> str:

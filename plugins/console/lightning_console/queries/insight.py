@@ -54,8 +54,8 @@ _profiles: Memo[Profiled] = Memo()
 _past: Memo[Past | None] = Memo(kept=10 * OTHERS)
 
 
-async def advice_of(places: Places, found: Located) -> Advised:
-    """Alarms and advice for a run. Raises `StoreError`."""
+async def advice_of(places: Places, found: Located) -> Advised | None:
+    """Alarms and advice for a run; None where they are not there after the patience of the places. Raises `StoreError`."""
     stores = await places.stores()
 
     async def make() -> Advised:
@@ -66,7 +66,7 @@ async def advice_of(places: Places, found: Located) -> Advised:
             return Advised(None, str(error))
 
     stamp = await stamp_of(found.store, found.run.id)
-    return await _advice.get(found.store, found.run.id, stamp, lambda: apart(make))
+    return await _advice.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
 
 
 async def _past_runs(stores: Mapping[str, Store], mine: Located, project: str | None) -> list[Past]:
@@ -101,8 +101,9 @@ def id_of_tasks(config: Mapping[str, Json]) -> int:
     return hash(str(config.get("tasks")))
 
 
-async def profile_of(found: Located, rollouts: int, *, asked: bool) -> Profiled:
-    """Where a run's time and tokens went. A run of many `rollouts` is profiled only when somebody `asked` for it."""
+async def profile_of(places: Places, found: Located, rollouts: int, *, asked: bool) -> Profiled | None:
+    """Where a run's time and tokens went; None where it is not there after the patience of the places. A run of many `rollouts`
+    is profiled only when somebody `asked` for it."""
     if not asked and rollouts > SMALL:
         return Profiled(None, why=f"the run has {rollouts} rollouts: it takes a while", asked=False)
 
@@ -114,7 +115,7 @@ async def profile_of(found: Located, rollouts: int, *, asked: bool) -> Profiled:
         return Profiled(profile, tuple(find_helps(profile)))
 
     stamp = await stamp_of(found.store, found.run.id)
-    return await _profiles.get(found.store, found.run.id, stamp, lambda: apart(make))
+    return await _profiles.soon(found.store, found.run.id, stamp, lambda: apart(make), places.patience)
 
 
 def folder_of(found: Located) -> str:

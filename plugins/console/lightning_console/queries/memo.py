@@ -37,20 +37,60 @@ class Memo(Generic[T]):
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._answers: WeakKeyDictionary[Store, OrderedDict[Hashable, _Answer[T]]] = WeakKeyDictionary()
+        self._making: dict[Hashable, asyncio.Task[T]] = {}
 
     async def get(self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]]) -> T:
         """The answer that was made for this `stamp`, or a new one."""
+        found = self._kept_answer(store, about, stamp)
+        return found.value if found is not None else await asyncio.shield(self._made(store, about, stamp, make))
+
+    async def soon(
+        self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]], patience: float | None
+    ) -> T | None:
+        """As `get`; what is not there after `patience` seconds is an older answer, or None, and is made meanwhile."""
+        found = self._kept_answer(store, about, stamp)
+        if found is not None:
+            return found.value
+        task = self._made(store, about, stamp, make)
+        await asyncio.wait([task], timeout=patience)
+        if task.done():
+            return task.result()
+        older = self._answers.setdefault(store, OrderedDict()).get(about)
+        return older.value if older is not None else None
+
+    def _kept_answer(self, store: Store, about: Hashable, stamp: Hashable) -> _Answer[T] | None:
         answers = self._answers.setdefault(store, OrderedDict())
         answer = answers.get(about)
         if answer is None or (answer.stamp != stamp and time.monotonic() >= answer.until):
+            return None
+        answers.move_to_end(about)
+        return answer
+
+    def _made(
+        self, store: Store, about: Hashable, stamp: Hashable, make: Callable[[], Awaitable[T]]
+    ) -> asyncio.Task[T]:
+        """The task that makes an answer: one, however many ask for it in this loop."""
+        key = (id(asyncio.get_running_loop()), id(store), about)
+
+        async def made() -> T:
             began = time.monotonic()
-            value = await make()
+            try:
+                value = await make()
+            finally:
+                self._making.pop(key, None)
             ended = time.monotonic()
-            answer = answers[about] = _Answer(value, stamp, ended + SHARE * (ended - began))
+            answers = self._answers.setdefault(store, OrderedDict())
+            answers[about] = _Answer(value, stamp, ended + SHARE * (ended - began))
             while len(answers) > self._kept:
                 answers.popitem(last=False)
-        answers.move_to_end(about)
-        return answer.value
+            return value
+
+        if key not in self._making:
+            task = self._making[key] = asyncio.create_task(made())
+            task.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # somebody may have stopped waiting
+        return self._making[key]
 
 
 async def stamp_of(store: Store, run: str) -> Hashable:

@@ -75,8 +75,9 @@ def is_held(url: str) -> bool:
 
 
 def said_seconds(seconds: float) -> str:
-    """A duration in words: `40 s`, `12 min`, `3.5 h`, `2 days`."""
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+    """A duration in words: `4.2 s`, `12 min`, `3.5 h`, `400 days`."""
+    value, unit = seconds, "s"
+    for name, size in (("min", 60.0), ("h", 3600.0), ("days", 86400.0)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.0f} s"
+            value, unit = seconds / size, name
+    return f"{value:.1f} {unit}" if value < 100 and unit != "days" else f"{value:.0f} {unit}"

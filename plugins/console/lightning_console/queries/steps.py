@@ -50,13 +50,14 @@ class RolloutPoint:
 
 @dataclass(frozen=True, slots=True)
 class GroupLine:
-    """A group of a step: its task, and the rewards of its rollouts, None for one that failed. `untaught` is the reason why it
-    taught nothing, in the trainer's word, and `why` in plain ones; both are empty where it taught."""
+    """A group of a step: its task, and the rewards and states of its rollouts in order. `untaught` is the reason why it taught
+    nothing, in the trainer's word, and `why` in plain ones; both are empty where it taught."""
 
     group: str
     task: Json
     task_id: str
     rewards: tuple[float | None, ...]
+    states: tuple[Status, ...]
     mean: float | None
     spread: float | None
     failed: int
@@ -119,7 +120,7 @@ async def _open_step(store: Store, run: Run, step: int, last: StepRecord | None)
     if not rollouts:
         has = f"has the steps 0 to {last.step}" if last else "has no step yet"
         raise ConfigError(f"there is no step {step}: the run {run.id} {has}")
-    groups = [_line(own, "", None) for own in _members(rollouts)]
+    groups = [_line(own, "") for own in _members(rollouts)]
     points = [_point(rollout, None, None) for rollout in rollouts]
     unknown = "the step is not committed: nothing was trained yet"
     return Step(
@@ -148,7 +149,7 @@ async def _read(store: Store, run: Run, record: StepRecord, last: StepRecord | N
     for own in _members(rollouts):
         taught = any(rollout.id in trained for rollout in own)
         untaught = "" if taught else _untaught(epoch, of_group.get(own[0].group), own)
-        lines.append(_line(own, untaught, record))
+        lines.append(_line(own, untaught))
     scored = any(rollout.status is Status.SUCCEEDED for rollout in rollouts)
     unread = "its calls were removed (lightning db prune)" if scored and not any(p.turns for p in points) else ""
     return Step(
@@ -209,7 +210,7 @@ def _members(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-def _line(members: Sequence[Rollout], untaught: str, record: StepRecord | None) -> GroupLine:
+def _line(members: Sequence[Rollout], untaught: str) -> GroupLine:
     rewards = [rollout.reward for rollout in members if rollout.reward is not None]
     first = members[0]
     return GroupLine(
@@ -217,6 +218,7 @@ def _line(members: Sequence[Rollout], untaught: str, record: StepRecord | None) 
         task=first.task.input,
         task_id=first.task.id,
         rewards=tuple(rollout.reward for rollout in members),
+        states=tuple(rollout.status for rollout in members),
         mean=statistics.fmean(rewards) if rewards else None,
         spread=statistics.pstdev(rewards) if len(rewards) > 1 else None,
         failed=sum(rollout.status is Status.FAILED for rollout in members),
