@@ -20,7 +20,7 @@ from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
 from lightning_console.address import Address
 from lightning_console.places import Places, key_of
-from lightning_console.queries.runs import list_runs
+from lightning_console.queries.listing import list_runs
 from lightning_console.router import show
 
 from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder
@@ -172,7 +172,16 @@ async def test_the_list_is_read_again_only_where_something_can_have_changed(copi
     first = await list_runs(places)
     (store,) = (await places.stores()).values()
     calls: list[str] = []
-    for name in ("get_run", "count_rollouts", "last_step", "list_rollouts", "metrics"):
+    for name in (
+        "list_runs",
+        "get_state",
+        "steps",
+        "get_run",
+        "count_rollouts",
+        "last_step",
+        "list_rollouts",
+        "metrics",
+    ):
         real = getattr(store, name)
 
         def counted(*args: Any, _real: Any = real, _name: str = name, **named: Any) -> Any:
@@ -211,17 +220,30 @@ async def test_a_run_is_running_while_a_trainer_holds_its_folder_and_stopped_whe
     assert "running: it committed a step" in await shown(Places(str(copied)), "run/one")
 
 
-async def test_a_store_that_goes_away_is_named_and_hides_no_other(folder: Path, copied: Path) -> None:
-    shutil.copytree(folder / "two", copied / "two")
-    places = Places(str(copied))
+async def test_a_store_that_goes_away_is_named_and_hides_no_other(folder: Path) -> None:
+    opened = Places(str(folder))
+    stores = {url.replace("sqlite", "postgresql"): store for url, store in (await opened.stores()).items()}
+    stores = {url: store for url, store in stores.items() if "/one/" in url or "/two/" in url}
+    places = Places(stores=stores)
     assert len((await list_runs(places)).lines) == 2
-    stores = await places.stores()
     await next(store for url, store in stores.items() if "/one/" in url).close()
     found = await list_runs(places)
     assert [line.id for line in found.lines] == ["two"]
     (why,) = found.unreadable.values()
     assert "not open" in why
     assert "not open" in await shown(places, "run/one")
+    await opened.close()
+
+
+async def test_a_list_that_takes_long_is_shown_as_far_as_it_is_read(copied: Path) -> None:
+    places = Places(str(copied), patience=0.0)
+    assert (await show(places, "runs")).live
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        if not (await show(places, "runs")).live:
+            break
+    (row,) = await table(places, "runs")
+    assert row["state"]["text"] == "finished"
     await places.close()
 
 

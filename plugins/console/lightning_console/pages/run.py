@@ -91,7 +91,9 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
             Notice(
                 what,
                 detail=detail,
-                links=[Link("what is sampled of step 0", to("step", found.key, 0))] if line.rollouts and not over else (),
+                links=[Link("what is sampled of step 0", to("step", found.key, 0))]
+                if line.rollouts and not over
+                else (),
             )
         )
     if line.about.forked_from:
