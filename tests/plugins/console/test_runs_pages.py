@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 from lightning.maintenance import keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
+from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
+from lightning.types import Run
 from lightning_console.address import Address
 from lightning_console.places import Places, key_of
 from lightning_console.queries.listing import list_runs
 from lightning_console.router import show
 
-from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder
+from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot
+from tests.plugins.debug.made_runs import Maker, Plot, State
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ async def test_runs_of_one_name_in_two_stores_are_told_apart(copied: Path) -> No
     places = Places(str(copied))
     rows = await table(places, "runs")
     addresses = {row["run"]["to"] for row in rows}
-    assert [row["run"]["text"] for row in rows] == ["one", "one"]
+    assert {row["run"]["text"] for row in rows} == {"one in one", "one in again"}
     assert len(addresses) == 2
     urls = {(await places.find(Address.parse(address).about[0])).url for address in addresses}
     assert len(urls) == 2
@@ -273,10 +276,6 @@ async def test_a_run_begins_with_what_is_wrong_and_its_points_lead_to_steps(plac
 
 
 async def test_alarms_lead_to_their_evidence() -> None:
-    from lightning.plugins import plugins
-
-    from tests.plugins.debug.made_runs import Maker, Plot, State
-
     store = plugins().store("memory://")
     await store.open()
     collapses = Plot(
@@ -326,6 +325,29 @@ async def test_a_run_says_what_it_lacks(places: Places) -> None:
         "nothing": "there is no page",
     }.items():
         assert words in await shown(places, address), address
+
+
+async def test_a_run_is_followed_while_it_goes_on() -> None:
+    store = plugins().store("memory://")
+    await store.open()
+    maker = Maker(store, plot("live", 2))
+    await store.put_run(Run("live", "live", {"model": "m", "tasks": {"train": [], "val": ["t"]}}, time.time()))
+    places = Places(stores={"memory://": store})
+    assert "no step is committed yet" in await shown(places, "run/live")
+    for step in range(3):
+        await maker.step(step)
+        for _ in range(100):  # an answer of just before may be shown for as long as twenty times what it took
+            page = await show(places, "run/live")
+            if page.next == f"step/live/{step}":
+                break
+            await asyncio.sleep(0.05)
+        assert page.live
+        assert (await fact(places, "run/live", "steps"))["value"] == str(step + 1)
+        assert len((await chart(places, "run/live", "Reward"))["series"][0]["points"]) == step + 1
+        assert (await table(places, "runs"))[0]["step"]["text"] == str(step)
+    await mark_over(store, "live", True)
+    assert not (await show(places, "run/live")).live
+    assert (await table(places, "runs"))[0]["state"]["text"] == "finished"
 
 
 async def test_settings_that_changed_are_marks_of_the_curves(copied: Path) -> None:
@@ -386,6 +408,7 @@ async def test_runs_side_by_side_and_the_setting_that_differs(places: Places) ->
         assert len(xs) == 3
     drawn = await chart(places, "compare?runs=one,two&measure=entropy", "entropy (nats)")
     assert [series["name"] for series in drawn["series"]] == ["one", "two"]
+    assert "versions?of=one%404%2Ctwo%404" in await shown(places, "compare?runs=one,two")
     assert "no run is marked" in await shown(places, "compare")
 
 

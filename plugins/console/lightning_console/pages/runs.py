@@ -22,7 +22,7 @@ from lightning_console.blocks import (
     Table,
     Tone,
 )
-from lightning_console.pages.words import NONE, change, count, number, share, to, when
+from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when
 from lightning_console.places import Places
 from lightning_console.queries.listing import RunList, list_runs
 from lightning_console.queries.runs import RunLine
@@ -86,7 +86,15 @@ def _unreadable(found: RunList) -> list[Block]:
 
 def _facts(found: RunList) -> Facts:
     return Facts(
-        [Fact(name, count(found.states.get(name, 0)), tone=TONES[name], to=to("runs", state=name)) for name in STATES]
+        [
+            Fact(
+                name,
+                count(found.states.get(name, 0)),
+                tone=TONES[name] if found.states.get(name) else "",
+                to=to("runs", state=name),
+            )
+            for name in STATES
+        ]
     )
 
 
@@ -147,7 +155,12 @@ def _row(line: RunLine) -> list[Cell]:
     first, last = line.before, line.after
     interval = f"±{number(1.96 * (last or first).error)}" if (last or first) else ""  # type: ignore[union-attr]
     return [
-        Cell(line.id, here, hint=line.unread or line.store, tone="warn" if line.unread else ""),
+        Cell(
+            name_of(line.id, line.store, "~" in line.key),
+            here,
+            hint=line.unread or line.store,
+            tone="warn" if line.unread else "",
+        ),
         Cell(line.state.name + (", pruned" if line.pruned else ""), tone=TONES[line.state.name], hint=line.state.why),
         Cell(
             said or (NONE if line.state.name == "unread" else "none" if line.steps else "no step yet"),

@@ -25,7 +25,7 @@ from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.trends import failed_share
 from lightning.types import Json, Run, Status
-from lightning_debug.advise import Recorded, read_course, settings_of
+from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency
 
 from lightning_console.places import key_of
 from lightning_console.queries.state import State, state_of
@@ -168,7 +168,9 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
         failed_share=failed_share(last),
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
-        alarms=tuple(sorted((each for each in found if not each.minor), key=lambda each: not each.serious)),
+        alarms=tuple(
+            sorted((each for each in found if not each.minor), key=lambda each: urgency(Alarm(each, None, True)))
+        ),
     )
 
 
