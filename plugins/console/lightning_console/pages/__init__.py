@@ -1,0 +1,1 @@
+"""Pages: what an address shows, as blocks. A page asks queries and computes nothing of its own."""

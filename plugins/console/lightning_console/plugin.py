@@ -1,0 +1,1 @@
+"""The console, as a plugin; Gradio is imported when it is opened."""
