@@ -23,7 +23,7 @@ def test_the_converted_model_ends_its_turns_as_the_published_one_does() -> None:
     assert tokenizer.tokenize("123") == ["1", "2", "3"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("dtype", "mean", "most"),
     [
@@ -46,6 +46,6 @@ def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: s
         assert record.metrics["p999_logprob_gap"] <= most
     assert "correct before" in run.output
     command = [sys.executable, "-m", "lightning", "replay", str(run.folder), "--train"]
-    again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "2 steps taken again, the weights of 2 compared: equal, bit for bit" in again.stdout
