@@ -12,7 +12,7 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-official browser lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
@@ -38,6 +38,10 @@ browser:
 		{ apt-get install -qq -y --no-install-recommends chromium || { apt-get update -qq && \
 		apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
 		echo "The console's pages are not tested, because there is no Chromium: install the system's package (apt-get install chromium)."
+
+# Pictures of every part of the console's pages, to be looked at: light, dark and as wide as a phone.
+screenshots: $(READY) browser
+	$(BIN)/python -m tests.plugins.console.gallery build/screenshots
 
 # Programs of others, as they were published, in environments of their own (downloads more than a gigabyte the first time, into .official),
 # and three of the programs trained with a real vLLM. ARGS: only programs whose name has one of these words, and no training.

@@ -26,6 +26,12 @@ QUIET = (
 HERE = {"", "127.0.0.1", "localhost", "::1"}
 """Hosts of which a page may ask: none (file:, data:, blob:) and this machine."""
 
+
+def chromium_arguments() -> list[str]:
+    """How the browser is started: it asks nobody for anything by itself, and needs no sandbox of its own where root runs it."""
+    return [*QUIET, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+
+
 OpenPage = Callable[..., "Page"]
 
 
@@ -47,7 +53,7 @@ class Watched:
             self.elsewhere.append(url)
 
 
-# Not for the session: Playwright's loop counts as running in this thread until it is stopped, and other files' async tests need theirs.
+# Not for the session: Playwright's loop counts as running until it is stopped, and other files' async tests need their own.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium, for the tests of one file; these are plain functions, not coroutines."""
@@ -56,9 +62,8 @@ def browser() -> Iterator[Browser]:
         pytest.skip("there is no Chromium: `make browser`, or install the system's package")
     from playwright.sync_api import sync_playwright
 
-    root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=[*QUIET, *root])
+        browser = playwright.chromium.launch(executable_path=found, args=chromium_arguments())
         yield browser
         browser.close()
 
