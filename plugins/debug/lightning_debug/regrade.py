@@ -299,7 +299,7 @@ class _Trial:
                 name: (rank_correlation(before, values), rank_correlation(now, values))
                 for name, values in besides.items()
             },
-            explained=_explained(self.rollouts, now),
+            explained=explained_by(self.rollouts, now),
             advantages=None
             if self.why
             else (self.trained, len(self.calls), sum(one * other < 0 for *_, one, other in self.calls)),
@@ -354,7 +354,7 @@ BESIDES: Final[Mapping[str, Callable[[Transcript], float]]] = {
 """What a reward should not follow."""
 
 
-def _explained(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> dict[str, float]:
+def explained_by(rollouts: Sequence[Regraded], now: npt.NDArray[np.float64]) -> dict[str, float]:
     """Each part's share of the reward's variance: its covariance with the reward over the variance of that. Parts that make up
     the reward by addition have shares that add up to 1."""
     names = sorted({name for each in rollouts for name in each.parts} - {"reward"})

@@ -1,0 +1,229 @@
+"""Runs side by side: their curves, their held-out rewards, and the settings in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lightning.errors import LightningError
+
+from lightning_console.address import Address
+from lightning_console.blocks import (
+    Block,
+    Cell,
+    Chart,
+    Column,
+    Control,
+    Controls,
+    Link,
+    Notice,
+    Notices,
+    Page,
+    Series,
+    Table,
+)
+from lightning_console.pages.words import NONE, change, count, number, seconds, to, written
+from lightning_console.places import Places
+from lightning_console.queries.curves import (
+    AXES,
+    Axis,
+    Curves,
+    Spread,
+    different_settings,
+    gain_of,
+    grouped_by_seed,
+    held_out_points,
+    mean_and_spread,
+    points_of,
+    read_curves,
+)
+
+MOST: Final = 24
+"""Runs that are compared at a time."""
+MEASURES: Final[Mapping[str, str]] = {
+    "reward_with_failures": "reward, failed rollouts as 0",
+    "reward": "reward of those that succeeded",
+    "entropy": "entropy (nats)",
+    "mean_logprob_gap": "trainer to sampler, mean |Δ logprob| (nats)",
+    "approx_kl": "KL to the sampling policy (nats)",
+    "clip_fraction": "share of clipped tokens",
+    "grad_norm": "norm of the gradient",
+    "failed": "failed rollouts",
+    "tokens": "trained tokens of a step",
+    "tokens_per_second": "sampled tokens per second",
+    "staleness_mean": "age of the trained tokens (steps)",
+}
+
+
+async def page(places: Places, address: Address) -> Page:
+    """`compare?runs=KEY,KEY&x=step|tokens|time&measure=`."""
+    keys = list(dict.fromkeys(key for key in address.option("runs").split(",") if key))
+    asked = address.option("x", "step")
+    axis: Axis = "tokens" if asked == "tokens" else "time" if asked == "time" else "step"
+    blocks: list[Block] = []
+    runs: list[tuple[str, Curves]] = []
+    for key in keys[:MOST]:
+        try:
+            found = await places.find(key)
+            runs.append((key, await read_curves(found.store, found.run)))
+        except LightningError as error:
+            blocks.append(Notices([Notice(f"{key} is left out", "bad", detail=str(error))]))
+    if len(keys) > MOST:
+        blocks.append(Notices([Notice(f"{MOST} of {len(keys)} runs are compared, the first ones", "warn")]))
+    above = (Link("Runs", to("runs", runs=",".join(keys)) if keys else "runs"),)
+    if not runs:
+        say = Notice("no run is marked", detail="mark runs in the list, two or more", links=[Link("all runs", "runs")])
+        return Page(str(address), "Compare", [*blocks, Notices([say])], above)
+    curves = [each for _, each in runs]
+    groups = grouped_by_seed(curves)
+    measure = address.option("measure", "reward_with_failures")
+    names = _names(runs, groups)
+    blocks += [
+        _controls(address, curves, axis, measure),
+        _runs(runs, groups, names),
+        _chart(runs, groups, names, axis, measure),
+        _held_out(runs, groups, names, axis),
+        _settings(runs, groups),
+    ]
+    title = f"Compare {len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    return Page(str(address), title, blocks, above)
+
+
+def _names(runs: list[tuple[str, Curves]], groups: list[Spread]) -> list[str]:
+    """What each group is called: the run's id, or how many seeds of it there are."""
+    found = []
+    for place, group in enumerate(groups):
+        label, several = _label(runs, group.members[0]), len(group.members)
+        found.append(label if several == 1 else f"{chr(ord('A') + place % 26)}: {several} seeds of {label}")
+    return found
+
+
+def _label(runs: list[tuple[str, Curves]], place: int) -> str:
+    """What a run is called: its id, or its key where others have the same id."""
+    key, run = runs[place]
+    return key if sum(each.run == run.run for _, each in runs) > 1 else run.run
+
+
+def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) -> Controls:
+    there = {name for run in runs for name in run.names}
+    known = [(name, label) for name, label in MEASURES.items() if name in there]
+    other = sorted(name for name in there - MEASURES.keys() if name.startswith("reward/"))
+    rest = sorted(there - MEASURES.keys() - set(other))
+    choices = [
+        *known,
+        *((name, f"part {name.removeprefix('reward/')}") for name in other),
+        *((name, name) for name in rest),
+    ]
+    return Controls(
+        str(address),
+        [
+            Control("x", "over", axis, [(name, label) for name, label in AXES.items()]),
+            Control("measure", "measure", measure, choices),
+        ],
+    )
+
+
+def _runs(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str]) -> Table:
+    columns = [
+        Column("group", hint="runs that differ in nothing but their seed are one group"),
+        Column("run"),
+        Column("seed", "number"),
+        Column("steps", "number"),
+        Column("held-out", "number", "the first evaluation and the last, failed rollouts as 0"),
+        Column("± (95 %)", "number", "of the last evaluation"),
+        Column("last reward", "number", "of training, failed rollouts as 0"),
+        Column("80 % of the gain", "number", "after so many steps and seconds of training"),
+        Column("trained tokens", "number"),
+    ]
+    rows = []
+    for name, group in zip(names, groups, strict=True):
+        for place in group.members:
+            key, run = runs[place]
+            held_out, gain = run.evaluations, gain_of(run)
+            last = held_out[-1] if held_out else None
+            reward = run.named("reward_with_failures")
+            seed = run.about.seed
+            rows.append(
+                [
+                    Cell(name.partition(":")[0] if len(group.members) > 1 else NONE, tone="muted"),
+                    Cell(_label(runs, place), to("run", key)),
+                    Cell(NONE if seed is None else str(seed)),
+                    Cell(str(len(run.steps))),
+                    Cell(
+                        change(held_out[0].score, last.score if last and len(held_out) > 1 else None)
+                        if held_out
+                        else "none"
+                    ),
+                    Cell(number(1.96 * last.error) if last else NONE),
+                    Cell(number(reward[-1] if reward else None)),
+                    Cell(
+                        f"{gain.steps} steps, {seconds(gain.seconds)}" if gain else NONE,
+                        hint=gain.measure if gain else "",
+                    ),
+                    Cell(count(sum(value or 0.0 for value in run.named("tokens")))),
+                ]
+            )
+    return Table(columns, rows, title="Runs")
+
+
+def _chart(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str], axis: Axis, measure: str) -> Chart:
+    series = []
+    for name, group in zip(names, groups, strict=True):
+        own = [runs[place] for place in group.members]
+        if len(own) > 1:
+            points = mean_and_spread([(run.x(axis), run.named(measure)) for _, run in own])
+            series.append(Series(name, points))
+        else:
+            key, run = own[0]
+            points, places = points_of(run.x(axis), run.named(measure))
+            series.append(Series(name, points, to=[to("step", key, run.steps[place]) for place in places]))
+    several = any(len(group.members) > 1 for group in groups)
+    return Chart(
+        [each for each in series if any(point[1] is not None for point in each.points)],
+        AXES[axis],
+        MEASURES.get(measure, measure),
+        whole=axis == "step",
+        title=MEASURES.get(measure, measure),
+        note="of several seeds: their mean, with the least and the most of them" if several else "",
+        empty="none of these runs has this measure",
+    )
+
+
+def _held_out(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str], axis: Axis) -> Chart:
+    series = []
+    for name, group in zip(names, groups, strict=True):
+        own = [held_out_points(runs[place][1], axis) for place in group.members]
+        if len(own) == 1:
+            series.append(Series(name, own[0]))
+        else:
+            pairs = [([point[0] or 0.0 for point in each], [point[1] for point in each]) for each in own]
+            series.append(Series(name, mean_and_spread(pairs)))
+    several = any(len(group.members) > 1 for group in groups)
+    return Chart(
+        [each for each in series if each.points],
+        AXES[axis],
+        "held-out reward",
+        whole=axis == "step",
+        title="Held-out tasks",
+        note="with the interval of 95 %; failed rollouts count as 0"
+        + ("; of several seeds the mean, with the least and the most of them" if several else ""),
+        empty="none of these runs has held-out tasks, or none was evaluated yet",
+    )
+
+
+def _settings(runs: list[tuple[str, Curves]], groups: list[Spread]) -> Table:
+    different = different_settings([run for _, run in runs])
+    return Table(
+        [Column("setting"), *(Column(_label(runs, place)) for place in range(len(runs)))],
+        [
+            [
+                Cell(name),
+                *(Cell(NONE if value is None else written(value, 80), hint=written(value, 1000)) for value in values),
+            ]
+            for name, values in different.items()
+        ],
+        title="Settings that differ",
+        empty="these runs have the same settings" if len(runs) > 1 else "mark another run to compare settings",
+        note="settings that change how a run is done and not what it learns are left out (ports, trackers, checkpoints, ...); "
+        "of a run that changed its settings on the way the last ones are shown",
+    )

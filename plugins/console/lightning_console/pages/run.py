@@ -1,0 +1,251 @@
+"""One run: what is wrong first, what would help, its figures, its curves, and where its time went."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from lightning.maintenance.prune import PRUNED
+from lightning.store.epochs import is_over
+from lightning.trainer.summary import POLICY_FAULT
+
+from lightning_console.address import Address
+from lightning_console.blocks import Block, Chart, Fact, Facts, Link, Notice, Notices, Page, Series
+from lightning_console.pages.advice import advice_blocks
+from lightning_console.pages.time import time_blocks
+from lightning_console.pages.words import NONE, change, count, located, number, seconds, share, to, when
+from lightning_console.places import Located, Places
+from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
+from lightning_console.queries.insight import advice_of, folder_of, profile_of
+from lightning_console.queries.runs import RunLine, line_of
+
+CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float | None, float | None]]]] = (
+    ("Entropy", "nats", (("entropy", "entropy"),), (0.0, None)),
+    (
+        "Trainer to sampler",
+        "nats",
+        (("mean_logprob_gap", "mean |Δ logprob|"), ("max_logprob_gap", "largest"), ("approx_kl", "KL")),
+        (0.0, None),
+    ),
+    (
+        "Clipped and masked",
+        "share of tokens",
+        (("clip_fraction", "clipped"), ("dual_clip_fraction", "clipped twice"), ("masked_share", "masked")),
+        (0.0, 1.0),
+    ),
+    ("Norm of the gradient", "", (("grad_norm", "norm"),), (0.0, None)),
+    ("Calls of a rollout", "calls", (("calls_per_rollout", "calls"),), (0.0, None)),
+    ("Cut off", "share of calls", (("truncated", "ended at the limit of tokens"),), (0.0, 1.0)),
+    ("Age of the trained tokens", "steps", (("staleness_mean", "mean"), ("staleness_max", "oldest")), (0.0, None)),
+    ("Sampling", "tokens per second", (("tokens_per_second", "sampled"),), (0.0, None)),
+)
+"""Small charts: title, unit, metrics with their names, bounds."""
+
+
+async def page(places: Places, address: Address) -> Page:
+    """`run/KEY?profile=yes`."""
+    found = await located(places, address)
+    line = await line_of(found.store, found.run, found.url)
+    curves = await read_curves(found.store, found.run)
+    blocks: list[Block] = [await _state(found, line, curves)]
+    waiting = False
+    if curves.steps:
+        advised = await advice_of(places, found)
+        blocks += advice_blocks(found, advised)
+        waiting = advised is None
+    blocks.append(_facts(found, line, curves))
+    blocks += _charts(found, curves)
+    if curves.steps:
+        profiled = await profile_of(places, found, line.rollouts, asked=address.option("profile") == "yes")
+        blocks += time_blocks(found, curves, profiled, str(address.having(profile="yes")))
+        waiting = waiting or profiled is None
+    blocks.append(_commands(found, line))
+    return Page(
+        str(address),
+        found.run.id,
+        blocks,
+        (Link("Runs", "runs"),),
+        live=waiting or line.state.name == "running",
+        next=to("step", found.key, curves.steps[-1]) if curves.steps else "",
+    )
+
+
+async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
+    """What a person has to know before they read on."""
+    tones = {"running": "good", "stopped": "warn", "failed": "bad"}
+    notices = [Notice(f"{line.state.name}: {line.state.why}", tones.get(line.state.name, ""))]  # type: ignore[arg-type]
+    pruned = await found.store.get_state(found.run.id, PRUNED)
+    if isinstance(pruned, dict):
+        what = "calls that were trained among them" if pruned.get("trained") else "none that was trained"
+        lost, at = count(pruned.get("rollouts")), when(pruned.get("at"))
+        text = f"calls of {lost} rollouts were removed on {at} (lightning db prune)"
+        notices.append(Notice(text, "warn", detail=f"{what}; their texts and tokens cannot be shown"))
+    if line.unread:
+        notices.append(Notice("the run cannot be read whole", "warn", detail=line.unread))
+    if not curves.steps:
+        over = await is_over(found.store, found.run.id)
+        what = "it trained nothing: it evaluates, or searched for prompts" if over else "no step is committed yet"
+        detail = f"{count(line.rollouts)} rollouts, {count(line.failed)} of them failed"
+        notices.append(
+            Notice(
+                what,
+                detail=detail,
+                links=[Link("what is sampled of step 0", to("step", found.key, 0))] if line.rollouts and not over else (),
+            )
+        )
+    if line.about.forked_from:
+        notices.append(Notice(f"it began with the weights of {line.about.forked_from}"))
+    return Notices(notices)
+
+
+def _facts(found: Located, line: RunLine, curves: Curves) -> Facts:
+    model = Fact("model", line.about.model or NONE, f"{line.about.algorithm or 'no algorithm'}, seed {line.about.seed}")
+    rollouts = Fact(
+        "rollouts",
+        count(line.rollouts),
+        f"{count(line.failed)} failed",
+        "warn" if line.failed_share > 0.1 else "",
+        hint=f"{share(line.failed_share)} of the last step failed" if curves.steps else "",
+    )
+    facts = [_held_out_fact(found, line), rollouts, model]
+    if curves.steps:
+        facts = [*_trained_facts(found, line, curves), *facts]
+    note = f"begun {when(found.run.created_at)}; project {found.run.project}; {found.url}"
+    return Facts(facts, title="Figures", note=note)
+
+
+def _trained_facts(found: Located, line: RunLine, curves: Curves) -> list[Fact]:
+    gain = gain_of(curves)
+    trained, sampled = sum(value or 0.0 for value in curves.named("tokens")), curves.tokens[-1]
+    return [
+        Fact(
+            "reward of the last step",
+            number(line.reward_with_failures),
+            f"{number(line.reward)} of those that succeeded" if line.failed_share else "no rollout of it failed",
+            hint="mean over the rollouts of the step; a failed one counts as 0",
+            to=to("step", found.key, curves.steps[-1]),
+        ),
+        Fact(
+            "80 % of the gain",
+            f"{gain.steps} steps" if gain else NONE,
+            f"{seconds(gain.seconds)} of training; {gain.measure}" if gain else "nothing gained, or too short to say",
+        ),
+        Fact("steps", count(len(curves.steps)), f"{seconds(curves.seconds[-1])} of training"),
+        Fact("trained tokens", count(trained), f"of about {count(sampled)} sampled" if sampled else ""),
+        Fact(
+            "useful tokens",
+            share(min(1.0, trained / sampled)) if sampled else NONE,
+            "trained of sampled, about",
+            hint="sampled tokens are the measured speed times the time of sampling; the profile below counts them",
+        ),
+    ]
+
+
+def _held_out_fact(found: Located, line: RunLine) -> Fact:
+    first, last = line.before, line.after
+    if first is None:
+        why = "not evaluated yet" if line.about.held_out else "this run has no held-out tasks"
+        return Fact("held-out", NONE, why, "muted")
+    if last is None:
+        return Fact("held-out", number(first.score), f"±{number(1.96 * first.error)} after {first.step} steps")
+    return Fact(
+        "held-out",
+        change(first.score, last.score),
+        f"±{number(1.96 * last.error)} after {last.step} steps, {last.failed} of {last.rollouts} failed",
+        "good" if last.score > first.score + 1.96 * (first.error**2 + last.error**2) ** 0.5 else "",
+        hint="failed rollouts count as 0; a click compares the first with the last, task by task",
+        to=to("versions", of=f"{found.key}@{first.step},{found.key}@{last.step}"),
+    )
+
+
+def _charts(found: Located, curves: Curves) -> list[Block]:
+    if not curves.steps and not curves.evaluations:
+        return []
+    marks = [
+        (float(change_.step), f"settings changed: {'; '.join(change_.changes)[:200]}") for change_ in curves.changes
+    ]
+
+    def series(metric: str, name: str, *, dashed: bool = False) -> Series:
+        values = curves.named(metric)
+        if metric == "reward_with_failures":  # releases that did not record it
+            values = [
+                own if own is not None else other for own, other in zip(values, curves.named("reward"), strict=True)
+            ]
+        points, places = points_of(curves.steps, values)
+        return Series(name, points, to=[to("step", found.key, curves.steps[place]) for place in places], dashed=dashed)
+
+    failed = any(curves.named("failed"))
+    rewards = [series("reward_with_failures", "failed as 0" if failed else "reward")]
+    if failed:
+        rewards.append(series("reward", "those that succeeded", dashed=True))
+    parts = [name for name in curves.names if name.startswith("reward/")]
+    rewards += [series(name, name.removeprefix("reward/"), dashed=True) for name in parts[:6]]
+    held_out = held_out_points(curves)
+    blocks: list[Block] = [
+        Chart(
+            rewards, "step", "reward", marks=marks, whole=True, title="Reward", note="a click on a point opens its step"
+        )
+        if curves.steps
+        else Notices([]),
+        Chart(
+            [Series("held-out", held_out)],
+            "after so many steps",
+            "reward",
+            marks=marks,
+            whole=True,
+            title="Held-out tasks",
+            note="with the interval of 95 %; failed rollouts count as 0",
+            empty="not evaluated yet" if curves.about.held_out else "this run has no held-out tasks",
+        ),
+    ]
+    for title, unit, metrics, bounds in CURVES:
+        made = [one for metric, name in metrics if metric in curves.names and _has(one := series(metric, name))]
+        if made:
+            small = Chart(made, "step", unit, marks=marks, bounds=bounds, whole=True, small=True, title=title)
+            blocks.append(small)
+    blocks += _failures(curves, series, marks)
+    return [block for block in blocks if not (isinstance(block, Notices) and not block.notices)]
+
+
+def _failures(curves: Curves, series: Callable[..., Series], marks: Sequence[tuple[float, str]]) -> list[Block]:
+    faults = sorted(name for name in curves.names if name.startswith(POLICY_FAULT))
+    made = [series("failed", "all that failed"), *(series(name, name.removeprefix(POLICY_FAULT)) for name in faults)]
+    taught = [series("groups", "groups"), series("groups_used", "that taught")]
+    found: list[Block] = []
+    if any(curves.named("failed")):
+        title = "Failed rollouts, and the policy's own faults" if faults else "Failed rollouts"
+        found.append(
+            Chart(made, "step", "rollouts", marks=marks, bounds=(0.0, None), whole=True, small=True, title=title)
+        )
+    if _has(taught[0]):
+        found.append(
+            Chart(taught, "step", "groups", marks=marks, bounds=(0.0, None), whole=True, small=True, title="Groups")
+        )
+    return found
+
+
+def _has(series: Series) -> bool:
+    return any(point[1] is not None for point in series.points)
+
+
+def _commands(found: Located, line: RunLine) -> Notices:
+    folder = folder_of(found)
+    links = [Link("the reward", to("rewards", found.key)), Link("compare with other runs", to("runs", runs=found.key))]
+    if not folder:
+        text = "its store is not in the run's folder on this machine, where commands would find it"
+        return Notices([Notice("Look further", detail=text, links=links)], title="Look further")
+    place = shlex.quote(folder)
+    commands = [
+        f"lightning advise {place}",
+        f"lightning profile {place}",
+        f"lightning audit {place}",
+        f"lightning replay {place} --train",
+    ]
+    notices = [Notice("look elsewhere", links=links)]
+    if line.steps:
+        notices.append(Notice("ask the same on the command line, and prove it", commands=commands))
+    if line.state.name in ("stopped", "failed"):
+        text = "go on from its last step: your own `lightning train`, or `Trainer(..., resume=True).fit(...)`, with"
+        notices.append(Notice(text, commands=[f"--out {place} --resume"]))
+    return Notices(notices, title="Look further")

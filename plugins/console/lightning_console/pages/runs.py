@@ -1,0 +1,188 @@
+"""All runs at a place: their states, rewards and alarms."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning.store.url import redacted
+
+from lightning_console.address import Address
+from lightning_console.blocks import (
+    Block,
+    Cell,
+    Column,
+    Control,
+    Controls,
+    Fact,
+    Facts,
+    Link,
+    Notice,
+    Notices,
+    Page,
+    Table,
+    Tone,
+)
+from lightning_console.pages.words import NONE, change, count, number, share, to, when
+from lightning_console.places import Places
+from lightning_console.queries.runs import RunLine, RunList, list_runs
+from lightning_console.queries.state import STATES, Name
+
+ROWS: Final = 100
+"""Runs on a page."""
+COLUMNS: Final = (
+    ("run", "text", "run", "its id; a click opens it"),
+    ("state", "text", "state", "running only where something says so; a finished run has recorded its end"),
+    ("alarms", "text", "alarms", "what the rules say after the last step, from the run's metrics alone"),
+    ("reward", "number", "reward", "mean of the last step, failed rollouts as 0"),
+    ("course", "text", "", "the reward of each step, failed rollouts as 0"),
+    ("held-out", "number", "held-out", "the first evaluation and the last, failed rollouts as 0"),
+    ("step", "number", "steps", "the last committed step, counted from 0 as in the ids of rollouts"),
+    ("rollouts", "number", "rollouts", "all of them, evaluations included"),
+    ("failed", "number", "failed", "rollouts that failed"),
+    ("model", "text", "", "the model's folder, and the algorithm"),
+    ("started", "text", "started", "when the run began"),
+)
+TONES: Final[dict[Name, Tone]] = {"running": "good", "finished": "", "stopped": "warn", "failed": "bad"}
+
+
+async def page(places: Places, address: Address) -> Page:
+    """`runs?q=&state=&sort=&cursor=&runs=KEY,KEY`: `sort` is the name of a column, with `-` before it from the largest on."""
+    sort = address.option("sort", "-started")
+    found = await list_runs(
+        places,
+        text=address.option("q"),
+        state=address.option("state"),
+        sort=sort.removeprefix("-"),
+        descending=sort.startswith("-"),
+        first=max(0, address.number("cursor", 0)),
+        limit=ROWS,
+    )
+    marked = [key for key in address.option("runs").split(",") if key]
+    blocks: list[Block] = [*_unreadable(found), _controls(address, found)]
+    blocks += _marked(marked, address)
+    blocks.append(_table(address, found, marked, sort, places))
+    if found.total:
+        blocks.insert(len(blocks) - 1, _facts(found))
+    before, after = _neighbours(address, found)
+    live = bool(found.states.get("running"))
+    return Page(str(address), "Runs", blocks, live=live, previous=before, next=after)
+
+
+def _unreadable(found: RunList) -> list[Block]:
+    notices = [Notice(f"{url} cannot be read", "bad", detail=why) for url, why in found.unreadable.items()]
+    notices += [
+        Notice(f"{url} has more runs than are listed", "warn", detail="only the newest of it are here")
+        for url in found.left_out
+    ]
+    return [Notices(notices)] if notices else []
+
+
+def _facts(found: RunList) -> Facts:
+    return Facts(
+        [Fact(name, count(found.states.get(name, 0)), tone=TONES[name], to=to("runs", state=name)) for name in STATES]
+    )
+
+
+def _controls(address: Address, found: RunList) -> Controls:
+    states = [("", f"all {found.total}"), *((name, f"{name} {found.states.get(name, 0)}") for name in STATES)]
+    return Controls(
+        str(address.having(cursor=None)),
+        [
+            Control("q", "name, model or algorithm", address.option("q")),
+            Control("state", "state", address.option("state"), states),
+        ],
+    )
+
+
+def _marked(marked: list[str], address: Address) -> list[Block]:
+    if not marked:
+        return []
+    keys = ",".join(marked)
+    text = f"{len(marked)} {'run is' if len(marked) == 1 else 'runs are'} marked"
+    links = [Link("compare them" if len(marked) > 1 else "open it in compare", to("compare", runs=keys))]
+    return [Notices([Notice(text, links=[*links, Link("mark none", str(address.having(runs=None)))])])]
+
+
+def _table(address: Address, found: RunList, marked: list[str], sort: str, places: Places) -> Table:
+    if found.total:
+        empty = "no run is like this: change the filters"
+    else:
+        empty = f"no runs in {redacted(places.where) or 'this store'} yet; `lightning demo` makes one"
+    return Table(
+        [
+            Column(name, "number" if kind == "number" else "text", hint, _sorted_by(address, by, sort) if by else "")
+            for name, kind, by, hint in COLUMNS
+        ],
+        [_row(line) for line in found.lines],
+        empty=empty,
+        keys=[line.key for line in found.lines],
+        select="runs",
+        selected=marked,
+        pages=_pages(address, found),
+        note=f"sorted by {sort.removeprefix('-')}, {'from the largest on' if sort.startswith('-') else 'from the least on'}; "
+        "mark rows to compare runs"
+        if found.lines
+        else "",
+    )
+
+
+def _sorted_by(address: Address, by: str, now: str) -> str:
+    return str(address.having(sort=by if now == f"-{by}" else f"-{by}", cursor=None))
+
+
+def _row(line: RunLine) -> list[Cell]:
+    alarm = next(iter(line.alarms), None)
+    serious = [each for each in line.alarms if each.serious]
+    said = ", ".join(each.cause.partition("/")[0] for each in (serious or line.alarms)[:3])
+    if len(serious or line.alarms) > 3:
+        said += f" and {len(serious or line.alarms) - 3} more"
+    here = to("run", line.key)
+    first, last = line.before, line.after
+    interval = f"±{number(1.96 * (last or first).error)}" if (last or first) else ""  # type: ignore[union-attr]
+    return [
+        Cell(line.id, here, hint=line.unread or line.store, tone="warn" if line.unread else ""),
+        Cell(line.state.name + (", pruned" if line.pruned else ""), tone=TONES[line.state.name], hint=line.state.why),
+        Cell(
+            said or ("no step yet" if not line.steps else "none"),
+            here if alarm else "",
+            "bad" if serious else "warn" if alarm else "muted",
+            "\n".join(each.text for each in line.alarms),
+        ),
+        Cell(number(line.reward_with_failures), hint=f"without failures {number(line.reward)}" if line.failed else ""),
+        Cell("", here if line.rewards else "", spark=line.rewards),
+        Cell(
+            change(first.score, last.score if last else None)
+            if first
+            else "no held-out tasks"
+            if not line.about.held_out
+            else NONE,
+            tone="" if first else "muted",
+            hint=f"after {(last or first).step} steps, {interval} (95 %)" if (last or first) else "",  # type: ignore[union-attr]
+        ),
+        Cell(
+            NONE if line.last is None else str(line.last),
+            to("step", line.key, line.last) if line.last is not None else "",
+        ),
+        Cell(count(line.rollouts)),
+        Cell(
+            count(line.failed),
+            tone="warn" if line.failed_share > 0.1 else "",
+            hint=f"{share(line.failed_share)} of the last step",
+        ),
+        Cell(line.about.model or NONE, hint=line.about.algorithm),
+        Cell(when(line.created_at)),
+    ]
+
+
+def _pages(address: Address, found: RunList) -> list[Link]:
+    return [
+        Link(f"{first + 1}–{min(first + ROWS, found.matched)}", str(address.having(cursor=first or None)))
+        for first in range(0, found.matched, ROWS)
+        if found.matched > ROWS
+    ]
+
+
+def _neighbours(address: Address, found: RunList) -> tuple[str, str]:
+    before = str(address.having(cursor=max(0, found.first - ROWS) or None)) if found.first else ""
+    after = str(address.having(cursor=found.first + ROWS)) if found.first + ROWS < found.matched else ""
+    return before, after

@@ -1,0 +1,314 @@
+"""The list of runs: what each is, whether it goes on, what it earned and what is wrong with it.
+
+The invariant: what a run's rows say is read again only when they can have changed, so that a list of many runs takes about two
+short reads for each. What cannot be read is named and hides nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from lightning.errors import LightningError
+from lightning.maintenance.prune import PRUNED
+from lightning.store.epochs import is_over
+from lightning.store.protocol import Store
+from lightning.trainer.diagnosis import Diagnosis
+from lightning.trainer.rules import diagnose
+from lightning.trainer.summary import Evaluation
+from lightning.trainer.trends import failed_share
+from lightning.types import Json, Run, Status
+from lightning_debug.advise import Recorded, read_course, settings_of
+
+from lightning_console.places import Places, key_of
+from lightning_console.queries.state import State, state_of
+
+LOOK: Final = 1000
+"""Runs of a store that are listed, the newest."""
+AT_ONCE: Final = 8
+"""Stores that are read at a time."""
+SPARK: Final = 48
+"""Points of a small curve."""
+BY_SEED: Final = ("seed", "tasks.train.mark", "forked_from")
+"""What runs may differ in that differ in nothing but their seed: training tasks are often drawn by it."""
+SHARE: Final = 20.0
+"""A run that goes on is read again after so many times what reading it took."""
+LEAST, MOST = 1.0, 30.0
+"""Seconds after which a run that goes on, and one that stopped, is read again at the earliest and about."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a run's configuration says of it. `alike` is the same for runs that differ in nothing but their seed."""
+
+    model: str
+    algorithm: str
+    seed: int | None
+    alike: str
+    tasks: int
+    held_out: int
+    forked_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One run of a list. `rewards` are those of its steps with failed rollouts as 0, thinned; `reward` and
+    `reward_with_failures` those of the last step. `before` and `after` are the first and the last held-out evaluation. `alarms`
+    are what the rules say after the last step; `unread` says why the run could not be read whole, empty where it could."""
+
+    key: str
+    id: str
+    store: str
+    project: str
+    created_at: float
+    about: About
+    state: State
+    steps: int
+    last: int | None
+    last_at: float | None
+    rollouts: int = 0
+    failed: int = 0
+    rewards: tuple[float, ...] = ()
+    reward: float | None = None
+    reward_with_failures: float | None = None
+    failed_share: float = 0.0
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    alarms: tuple[Diagnosis, ...] = ()
+    pruned: bool = False
+    unread: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunList:
+    """Runs from number `first` on of the `matched` ones of `total`. `unreadable` are reasons by store; `left_out` says of which
+    stores older runs are not among them."""
+
+    lines: tuple[RunLine, ...]
+    first: int
+    matched: int
+    total: int
+    states: Mapping[str, int]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass
+class _Known:
+    """What is known of a run: its line, made at `at` with so much work (`took`, seconds); `over` as it was then."""
+
+    line: RunLine
+    over: bool
+    until: float
+
+
+_known: WeakKeyDictionary[Store, dict[str, _Known]] = WeakKeyDictionary()
+_about: WeakKeyDictionary[Store, dict[tuple[str, float], About]] = WeakKeyDictionary()
+
+ORDERS: Final[Mapping[str, Callable[[RunLine], object]]] = {
+    "run": lambda line: line.id,
+    "started": lambda line: line.created_at,
+    "state": lambda line: line.state.name,
+    "steps": lambda line: line.steps,
+    "rollouts": lambda line: line.rollouts,
+    "failed": lambda line: line.failed,
+    "reward": lambda line: line.reward_with_failures,
+    "held-out": lambda line: None if line.before is None else (line.after or line.before).score,
+    "gain": lambda line: None if line.after is None or line.before is None else line.after.score - line.before.score,
+    "alarms": lambda line: (sum(alarm.serious for alarm in line.alarms), len(line.alarms)),
+}
+"""What a list can be sorted by."""
+
+
+async def list_runs(
+    places: Places,
+    *,
+    text: str = "",
+    state: str = "",
+    sort: str = "started",
+    descending: bool = True,
+    first: int = 0,
+    limit: int = 100,
+) -> RunList:
+    """Runs at a place: those whose names, model or algorithm have the `text`, and which are in a `state`; at most `limit` from
+    number `first` on. Raises `ConfigError` for a place that is none."""
+    stores = await places.stores()
+    unreadable, left_out = dict(places.unreadable), []
+    found: list[tuple[str, Store, list[Run]]] = []
+    limiter = asyncio.Semaphore(AT_ONCE)
+
+    async def read(url: str, store: Store) -> list[RunLine]:
+        async with limiter:
+            try:
+                runs = await store.list_runs(places.project, limit=LOOK, brief=True)
+                if len(runs) == LOOK:
+                    left_out.append(url)
+                found.append((url, store, runs))
+                return [await line_of(store, run, url) for run in runs]
+            except LightningError as error:
+                unreadable[url] = str(error)
+                return []
+
+    lines = [line for lines in await asyncio.gather(*(read(*each) for each in stores.items())) for line in lines]
+    names = Counter(line.id for line in lines)
+    lines = [_keyed(line, names[line.id] > 1) for line in lines]
+    words = text.casefold().split()
+    matched = [line for line in lines if (not state or line.state.name == state) and _has(line, words)]
+    order = ORDERS.get(sort, ORDERS["started"])
+    matched.sort(key=lambda line: line.created_at, reverse=True)
+    known = sorted((line for line in matched if order(line) is not None), key=order, reverse=descending)  # type: ignore[arg-type]
+    matched = [*known, *(line for line in matched if order(line) is None)]
+    return RunList(
+        tuple(matched[first : first + limit]),
+        first,
+        len(matched),
+        len(lines),
+        dict(Counter(line.state.name for line in lines)),
+        unreadable,
+        tuple(left_out),
+    )
+
+
+def _keyed(line: RunLine, several: bool) -> RunLine:
+    return replace(line, key=key_of(line.id, line.store if several else ""))
+
+
+def _has(line: RunLine, words: Sequence[str]) -> bool:
+    about = f"{line.id} {line.about.model} {line.about.algorithm} {line.store} {line.project}".casefold()
+    return all(word in about for word in words)
+
+
+async def line_of(store: Store, run: Run, url: str) -> RunLine:
+    """The line of a run (`run` may be brief). Raises `StoreError`."""
+    cache = _known.setdefault(store, {})
+    known, over = cache.get(run.id), await is_over(store, run.id)
+    if known is not None and known.line.created_at == run.created_at and known.over == over:
+        after = -1 if known.line.last is None else known.line.last
+        if (over or time.monotonic() < known.until) and not await store.steps(run.id, after=after, limit=1, brief=True):
+            return known.line
+    began = time.monotonic()
+    line = await _read(store, run, url, over=over)
+    took = time.monotonic() - began
+    wait = max(LEAST, SHARE * took) if line.state.name == "running" else random.uniform(MOST, 2 * MOST)  # noqa: S311 — not all at once
+    cache[run.id] = _Known(line, over, time.monotonic() + wait)
+    return line
+
+
+async def _read(store: Store, run: Run, url: str, *, over: bool) -> RunLine:
+    whole = await store.get_run(run.id) if not run.config else run
+    about = await about_of(store, run)
+    states: Counter[Status] = Counter()
+    for counted in await store.count_rollouts(run.id):
+        states[counted.status] += counted.rollouts
+    last = await store.last_step(run.id)
+    pruned = await store.get_state(run.id, PRUNED)
+    recent = await store.steps(run.id, after=last.step - 20, brief=True) if last else []
+    state = await state_of(store, run, url, over=over, steps=[(record.step, record.at) for record in recent])
+    line = RunLine(
+        key=key_of(run.id),
+        id=run.id,
+        store=url,
+        project=run.project,
+        created_at=run.created_at,
+        about=about,
+        state=state,
+        steps=0,
+        last=last.step if last else None,
+        last_at=last.at if last else None,
+        rollouts=sum(states.values()),
+        failed=states[Status.FAILED],
+        pruned=isinstance(pruned, Mapping),
+    )
+    try:
+        recorded = await read_course(store, whole or run)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # a run of another release, or made by hand
+        return replace(line, unread=f"its record cannot be read by this release: {type(error).__name__}: {error}")
+    return _with_course(line, recorded)
+
+
+def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
+    """The line with what the course of the run says."""
+    steps = recorded.steps
+    rewards = [metrics.get("reward_with_failures", metrics.get("reward", 0.0)) for metrics in steps]
+    held_out = recorded.evaluations
+    found = diagnose(course=recorded.after(len(steps))) if steps else []
+    last = steps[-1] if steps else {}
+    return replace(
+        line,
+        steps=len(steps),
+        rewards=tuple(thinned(rewards, SPARK)),
+        reward=last.get("reward"),
+        reward_with_failures=rewards[-1] if rewards else None,
+        failed_share=failed_share(last),
+        before=held_out[0] if held_out else None,
+        after=held_out[-1] if len(held_out) > 1 else None,
+        alarms=tuple(sorted((each for each in found if not each.minor), key=lambda each: not each.serious)),
+    )
+
+
+def thinned(values: Sequence[float], most: int) -> list[float]:
+    """At most `most` of the values, in order: means of windows."""
+    if len(values) <= most:
+        return list(values)
+    ends = [round(place * len(values) / most) for place in range(most + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(ends)]
+
+
+async def about_of(store: Store, run: Run) -> About:
+    """What a run's configuration says; it never changes, and is read once."""
+    cache = _about.setdefault(store, {})
+    key = (run.id, run.created_at)
+    if key not in cache:
+        whole = run if run.config else await store.get_run(run.id)
+        cache[key] = _about_of(whole.config if whole else {})
+    return cache[key]
+
+
+def _about_of(config: Mapping[str, Json]) -> About:
+    algorithm, tasks = config.get("algorithm"), config.get("tasks")
+    named = algorithm if isinstance(algorithm, Mapping) else {}
+    arguments = named.get("arguments")
+    level = arguments.get("low_level") if isinstance(arguments, Mapping) else None
+    seed = config.get("seed")
+    counts = [
+        len(found) if isinstance(tasks, Mapping) and isinstance(found := tasks.get(split), list | tuple) else 0
+        for split in ("train", "val")
+    ]
+    return About(
+        model=PurePath(str(config.get("model") or "")).name,
+        algorithm=" ".join(str(part) for part in (named.get("name"), level) if part),
+        seed=seed if isinstance(seed, int) else None,
+        alike=digest_of({name: value for name, value in settings_and_tasks(config).items() if name not in BY_SEED}),
+        tasks=counts[0],
+        held_out=counts[1],
+        forked_from=str(config.get("forked_from") or ""),
+    )
+
+
+def settings_and_tasks(config: Mapping[str, Json]) -> dict[str, Json]:
+    """What decides what a run learns: its settings by name, its seed and model, and how many tasks it has, with marks of which
+    they are."""
+    tasks = config.get("tasks")
+    found = {
+        name: value for name, value in config.items() if name not in ("config", "algorithm", "tasks", "train_agents")
+    }
+    for split in ("train", "val"):
+        own = tasks.get(split) if isinstance(tasks, Mapping) else None
+        if isinstance(own, list | tuple):
+            found |= {f"tasks.{split}": len(own), f"tasks.{split}.mark": digest_of(own)}
+    return found | settings_of(config)
+
+
+def digest_of(value: Json) -> str:
+    """A short mark of a value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
