@@ -42,7 +42,8 @@ async def test_a_run_is_in_mlflows_database_and_a_resumed_one_goes_on_in_it(
     assert run.data.metrics == {"reward": 0.5, "reward/f1": 0.75}
     assert tags["lightning.alarm.collapsed"] == "step 3: the reward collapsed"
 
-    (trace,) = client.search_traces([experiment.experiment_id], run_id=run.info.run_id)
+    (trace,) = client.search_traces([experiment.experiment_id])
+    assert trace.info.trace_metadata["mlflow.sourceRun"] == run.info.run_id
     assert (trace.info.tags["lightning.step"], trace.info.tags["lightning.reward.f1"]) == ("3", "0.75")
     spans = {span.name: span for span in trace.data.spans}
     assert [span.name for span in trace.data.spans].count("chat writer") == 2
