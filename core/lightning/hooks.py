@@ -98,7 +98,8 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """Where metrics go besides the store, for `trackers=["name"]`.
 
-    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`).
+    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`), one
+    with `alert(alert)` of alarms (`AlertTracker`).
     """
 
 

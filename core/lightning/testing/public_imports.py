@@ -89,7 +89,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
-        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace"),
+        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.resource_ref",
@@ -107,7 +107,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.server.agents",
             "lightning.server.projects",
             "lightning.store.epochs",
-            "lightning.store.exchanges",
         ),
         "a replay of training": (
             "lightning.maintenance.prune",
