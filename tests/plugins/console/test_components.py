@@ -393,9 +393,9 @@ def test_ticks_and_numbers(scripts: Tab) -> None:
         return scripts.evaluate(f"lightning.{expression}")
 
     assert of("ticks(0, 1)") == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert of("ticks(-0.03, 0.11, 5)") == [0, 0.05, 0.1]
+    assert of("ticks(-0.03, 0.11, 5)") == [-0.02, 0, 0.02, 0.04, 0.06, 0.08, 0.1]
     assert of("ticks(0, 3, 9, true)") == [0, 1, 2, 3]
-    assert of("ticks(0, 22, 9, true)") == [0, 5, 10, 15, 20]
+    assert of("ticks(0, 22, 9, true)") == list(range(0, 23, 2))
     assert of("ticks(5, 5)") == [5]
     assert of("labels([0, 0.5, 1])") == ["0.0", "0.5", "1.0"]
     assert of("number(-1234567)") == "−1 234 567"
@@ -538,6 +538,15 @@ def test_a_tokens_shade_follows_its_value(scripts: Tab) -> None:
     assert shades([0, 1, 1, 0], "sequential") == ["s0", "s7", "s7", "s0"]
     assert shades([0.5, 0.5], "diverging") == ["p7", "p7"]
     assert shades([0.0, 0.25, 1.0], "sequential") == ["s0", "s2", "s7"]
+
+
+def test_pieces_of_the_strip_end_with_a_line(scripts: Tab) -> None:
+    def ends(texts: list[str]) -> list[int]:
+        script = "(texts) => { const ends = [0]; while (ends.at(-1) < texts.length) ends.push(lightning.partEnd(texts, ends.at(-1))); return ends; }"
+        return list(scripts.evaluate(script, texts))
+
+    assert ends([".\n" if n % 100 == 99 else "a" for n in range(1050)]) == [0, 300, 600, 900, 1050]
+    assert ends(["a"] * 7000) == [0, 3000, 6000, 7000]
 
 
 def test_one_extreme_token_does_not_bleach_the_others(scripts: Tab) -> None:

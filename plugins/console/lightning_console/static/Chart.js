@@ -158,12 +158,12 @@ window.lightning = window.lightning || {components: {}};
     if (value.kind === "bar") [low, high] = [Math.min(0, low), Math.max(0, high)];
     state.wholeY = points.every((point) => point.y === null || Number.isInteger(point.y));
     [low, high] = spread(low, high, value.bounds[0], value.bounds[1], value.kind === "bar");
-    state.height = value.small ? 132 : 250;
+    state.height = value.small ? 136 : 252;
     const wanted = value.small ? 3 : 5;
     state.ticksY = lightning.ticks(low, high, wanted, state.wholeY);
     state.labelsY = lightning.labels(state.ticksY);
     const letters = Math.max(...state.labelsY.map((label) => label.length), 2);
-    state.box = {left: 14 + letters * 6.6, right: state.width - 12, top: value.small ? 20 : 26, bottom: state.height - (value.small ? 24 : 34)};
+    state.box = {left: 14 + letters * 6.6, right: state.width - 12, top: value.small ? 24 : 28, bottom: state.height - (value.small ? 24 : 34)};
     state.slot = value.kind === "bar" ? slotOf(points) : 0;
     let [from, to] = [left - state.slot / 2, right + state.slot / 2];
     if (!(to > from)) [from, to] = [from - 0.5, to + 0.5];
@@ -236,8 +236,19 @@ window.lightning = window.lightning || {components: {}};
       const alone = stretches(one.points).filter((points) => points.length === 1).flat();
       const few = placed.length <= 40 && !state.value.small;
       (few ? placed : [...alone, ...placed.slice(-1)]).forEach((point) => group.append(shape(one.shape, state.x(point.x), state.y(point.y), state.value.small ? 2.2 : 3)));
-    } else placed.forEach((point) => group.append(whisker(state, point), shape(one.shape, state.x(point.x), state.y(point.y), 3.4)));
+    } else heaps(placed).forEach(([point, count]) => group.append(whisker(state, point), shape(one.shape, state.x(point.x), state.y(point.y), 3.4 * Math.min(2.5, Math.sqrt(count)))));
     return group;
+  }
+
+  // Points of the very same place are one larger one.
+  function heaps(points) {
+    const found = new Map();
+    for (const point of points) {
+      const place = `${point.x} ${point.y}`;
+      if (found.has(place)) found.get(place)[1]++;
+      else found.set(place, [point, 1]);
+    }
+    return [...found.values()];
   }
 
   const xy = (state, point) => `${state.x(point.x).toFixed(1)} ${state.y(point.y).toFixed(1)}`;
@@ -336,7 +347,9 @@ window.lightning = window.lightning || {components: {}};
     const together = value.kind === "scatter" ? [spot] : spots.filter((one) => one.x === spot.x);
     const shown = together.length > 8 ? [spot] : together;
     const opens = spot.to && state.context.link(spot.to);
+    const heap = value.kind === "scatter" ? spots.filter((one) => one.row === spot.row && one.x === spot.x && one.y === spot.y).length : 1;
     readout.replaceChildren(make("div", {class: "at"}, `${value.x} ${number(spot.x, 6)}`), ...shown.map(line),
+      ...(heap > 1 ? [make("div", {class: "detail"}, `${heap} lie here; this is the first`)] : []),
       ...(spot.hint ? [make("div", {class: "detail"}, spot.hint)] : []), ...(opens ? [make("div", {class: "detail"}, "click or Enter opens it")] : []));
     readout.hidden = false;
     drawn.classList.toggle("opens", Boolean(opens));

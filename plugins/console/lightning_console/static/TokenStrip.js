@@ -3,7 +3,8 @@ window.lightning = window.lightning || {components: {}};
 (() => {
   "use strict";
   const STEPS = 7; // shades on each side of 0, and of a scale from least to most
-  const PART = 500; // tokens of one piece of the strip: what is not on the screen is not laid out
+  const PART = 300; // tokens at least of one piece of the strip, which ends with a line: what is not on the screen is not laid out
+  const LONGEST = 3000; // tokens at most of one
 
   // The shade of a value about 0, whose strongest is `most`: n7 ... n1, z, p1 ... p7.
   lightning.bin = (value, most) => {
@@ -54,10 +55,11 @@ window.lightning = window.lightning || {components: {}};
   // One span for each token, in parts.
   function fill(state) {
     const {texts, prompt} = state.value;
-    for (let from = 0; from < texts.length; from += PART) {
+    for (let from = 0, to; from < texts.length; from = to) {
       const part = document.createElement("div");
       part.className = "part";
-      for (let at = from; at < Math.min(texts.length, from + PART); at++) {
+      to = lightning.partEnd(texts, from);
+      for (let at = from; at < to; at++) {
         const span = document.createElement("span");
         const text = lightning.visible(texts[at]);
         span.textContent = text[0] === "·" || at < 1 ? `\u200b${text}` : text; // a line may break before a word, as it does at spaces
@@ -69,6 +71,12 @@ window.lightning = window.lightning || {components: {}};
       state.strip.append(part);
     }
   }
+
+  lightning.partEnd = (texts, from) => {
+    const most = Math.min(texts.length, from + LONGEST);
+    for (let to = from + PART; to < most; to++) if (texts[to - 1].endsWith("\n")) return to;
+    return most;
+  };
 
   function measures(state) {
     const {make} = lightning;

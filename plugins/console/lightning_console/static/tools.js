@@ -74,7 +74,7 @@ window.lightning = window.lightning || {components: {}};
     if (!(high > low)) return [low];
     const rough = (high - low) / Math.max(1, wanted);
     const power = 10 ** Math.floor(Math.log10(rough));
-    let step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+    let step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.7);
     if (whole) step = Math.max(1, step === 2.5 * power && power < 10 ? 5 * power : Math.round(step));
     const found = [];
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
