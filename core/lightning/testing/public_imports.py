@@ -127,8 +127,10 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.config.fields",
             "lightning.trainer.diagnosis",
             "lightning.trainer.held_out",
+            "lightning.trainer.metrics",
             "lightning.trainer.pacing",
             "lightning.trainer.rules",
+            "lightning.trainer.trends",
             "lightning.trainer.weight_sync",
         ),
     }

@@ -23,6 +23,8 @@ from lightning.store.resource_ref import existing_store
 from lightning.store.url import redacted
 from lightning.types import Run
 
+MANY: Final = 50
+"""Stores from which on the usual limit of open files may not be enough."""
 KEY: Final = re.compile(r"(?P<id>[^~]*)(?:~(?P<mark>[0-9a-f]{8}))?")
 
 
@@ -66,7 +68,12 @@ class Places:
         async with self._opening:
             found = {}
             self.unreadable = {}
-            for url in databases(self.where):
+            urls = databases(self.where)
+            if len(urls) > MANY:
+                from lightning.gateway.connections import allow_many_files  # it brings the gateway with it
+
+                allow_many_files()  # each store that is open has several
+            for url in urls:
                 shown = redacted(url)
                 try:
                     found[shown] = self._opened.get(url) or await self._open(url)

@@ -160,7 +160,7 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
     found, unread = await _of_rollouts(store, run, recorded)
     alarms = [*_of_course(recorded), *found]
     alarms = [replace(each, found=await _with_examples(store, run_id, each.found)) for each in alarms]
-    order = sorted(alarms, key=_urgency)
+    order = sorted(alarms, key=urgency)
     loud = tuple(alarm for alarm in order if not alarm.found.minor)
     me = await past_of(store, run, changed=True)
     alike = [other for other in past if me and me.is_alike(other)]
@@ -175,7 +175,8 @@ async def advise(store: Store, run_id: str, past: Sequence[Past] = ()) -> Advice
     )
 
 
-def _urgency(alarm: Alarm) -> tuple[bool, bool, int, float]:
+def urgency(alarm: Alarm) -> tuple[bool, bool, int, float]:
+    """What alarms are sorted by, the most urgent first."""
     cause = alarm.found.cause.partition("/")[0]
     place = next((place for place, causes in enumerate(FIRST) if cause in causes), len(FIRST))
     return not alarm.found.serious, not alarm.still, place, math.inf if alarm.since is None else alarm.since

@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 from lightning.maintenance import keeper_of
 from lightning.maintenance.prune import PruneRequest, carry_out, plan
+from lightning.plugins import plugins
 from lightning.store.epochs import Epoch, keep_epochs, mark_over
 from lightning.store.url import sqlite_url
+from lightning.types import Run
 from lightning_console.address import Address
 from lightning_console.places import Places, key_of
-from lightning_console.queries.runs import list_runs
+from lightning_console.queries.listing import list_runs
 from lightning_console.router import show
 
-from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder
+from tests.plugins.console.made_folder import MARKUP, STEPS, in_store, make_folder, plot
+from tests.plugins.debug.made_runs import Maker, Plot, State
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ async def test_runs_of_one_name_in_two_stores_are_told_apart(copied: Path) -> No
     places = Places(str(copied))
     rows = await table(places, "runs")
     addresses = {row["run"]["to"] for row in rows}
-    assert [row["run"]["text"] for row in rows] == ["one", "one"]
+    assert {row["run"]["text"] for row in rows} == {"one in one", "one in again"}
     assert len(addresses) == 2
     urls = {(await places.find(Address.parse(address).about[0])).url for address in addresses}
     assert len(urls) == 2
@@ -172,7 +175,16 @@ async def test_the_list_is_read_again_only_where_something_can_have_changed(copi
     first = await list_runs(places)
     (store,) = (await places.stores()).values()
     calls: list[str] = []
-    for name in ("get_run", "count_rollouts", "last_step", "list_rollouts", "metrics"):
+    for name in (
+        "list_runs",
+        "get_state",
+        "steps",
+        "get_run",
+        "count_rollouts",
+        "last_step",
+        "list_rollouts",
+        "metrics",
+    ):
         real = getattr(store, name)
 
         def counted(*args: Any, _real: Any = real, _name: str = name, **named: Any) -> Any:
@@ -211,17 +223,30 @@ async def test_a_run_is_running_while_a_trainer_holds_its_folder_and_stopped_whe
     assert "running: it committed a step" in await shown(Places(str(copied)), "run/one")
 
 
-async def test_a_store_that_goes_away_is_named_and_hides_no_other(folder: Path, copied: Path) -> None:
-    shutil.copytree(folder / "two", copied / "two")
-    places = Places(str(copied))
+async def test_a_store_that_goes_away_is_named_and_hides_no_other(folder: Path) -> None:
+    opened = Places(str(folder))
+    stores = {url.replace("sqlite", "postgresql"): store for url, store in (await opened.stores()).items()}
+    stores = {url: store for url, store in stores.items() if "/one/" in url or "/two/" in url}
+    places = Places(stores=stores)
     assert len((await list_runs(places)).lines) == 2
-    stores = await places.stores()
     await next(store for url, store in stores.items() if "/one/" in url).close()
     found = await list_runs(places)
     assert [line.id for line in found.lines] == ["two"]
     (why,) = found.unreadable.values()
     assert "not open" in why
     assert "not open" in await shown(places, "run/one")
+    await opened.close()
+
+
+async def test_a_list_that_takes_long_is_shown_as_far_as_it_is_read(copied: Path) -> None:
+    places = Places(str(copied), patience=0.0)
+    assert (await show(places, "runs")).live
+    for _ in range(200):
+        await asyncio.sleep(0.05)
+        if not (await show(places, "runs")).live:
+            break
+    (row,) = await table(places, "runs")
+    assert row["state"]["text"] == "finished"
     await places.close()
 
 
@@ -251,10 +276,6 @@ async def test_a_run_begins_with_what_is_wrong_and_its_points_lead_to_steps(plac
 
 
 async def test_alarms_lead_to_their_evidence() -> None:
-    from lightning.plugins import plugins
-
-    from tests.plugins.debug.made_runs import Maker, Plot, State
-
     store = plugins().store("memory://")
     await store.open()
     collapses = Plot(
@@ -304,6 +325,29 @@ async def test_a_run_says_what_it_lacks(places: Places) -> None:
         "nothing": "there is no page",
     }.items():
         assert words in await shown(places, address), address
+
+
+async def test_a_run_is_followed_while_it_goes_on() -> None:
+    store = plugins().store("memory://")
+    await store.open()
+    maker = Maker(store, plot("live", 2))
+    await store.put_run(Run("live", "live", {"model": "m", "tasks": {"train": [], "val": ["t"]}}, time.time()))
+    places = Places(stores={"memory://": store})
+    assert "no step is committed yet" in await shown(places, "run/live")
+    for step in range(3):
+        await maker.step(step)
+        for _ in range(100):  # an answer of just before may be shown for as long as twenty times what it took
+            page = await show(places, "run/live")
+            if page.next == f"step/live/{step}":
+                break
+            await asyncio.sleep(0.05)
+        assert page.live
+        assert (await fact(places, "run/live", "steps"))["value"] == str(step + 1)
+        assert len((await chart(places, "run/live", "Reward"))["series"][0]["points"]) == step + 1
+        assert (await table(places, "runs"))[0]["step"]["text"] == str(step)
+    await mark_over(store, "live", True)
+    assert not (await show(places, "run/live")).live
+    assert (await table(places, "runs"))[0]["state"]["text"] == "finished"
 
 
 async def test_settings_that_changed_are_marks_of_the_curves(copied: Path) -> None:
@@ -364,6 +408,7 @@ async def test_runs_side_by_side_and_the_setting_that_differs(places: Places) ->
         assert len(xs) == 3
     drawn = await chart(places, "compare?runs=one,two&measure=entropy", "entropy (nats)")
     assert [series["name"] for series in drawn["series"]] == ["one", "two"]
+    assert "versions?of=one%404%2Ctwo%404" in await shown(places, "compare?runs=one,two")
     assert "no run is marked" in await shown(places, "compare")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from lightning.errors import LightningError
@@ -22,8 +24,8 @@ from lightning_console.blocks import (
     Series,
     Table,
 )
-from lightning_console.pages.words import NONE, change, count, number, seconds, to, written
-from lightning_console.places import Places
+from lightning_console.pages.words import NONE, change, count, name_of, number, seconds, to, written
+from lightning_console.places import Located, Places
 from lightning_console.queries.curves import (
     AXES,
     Axis,
@@ -55,26 +57,37 @@ MEASURES: Final[Mapping[str, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A run with its key and what it is called here."""
+
+    key: str
+    name: str
+    curves: Curves
+
+
 async def page(places: Places, address: Address) -> Page:
     """`compare?runs=KEY,KEY&x=step|tokens|time&measure=`."""
     keys = list(dict.fromkeys(key for key in address.option("runs").split(",") if key))
     asked = address.option("x", "step")
     axis: Axis = "tokens" if asked == "tokens" else "time" if asked == "time" else "step"
     blocks: list[Block] = []
-    runs: list[tuple[str, Curves]] = []
+    read: list[tuple[Located, Curves]] = []
     for key in keys[:MOST]:
         try:
             found = await places.find(key)
-            runs.append((key, await read_curves(found.store, found.run)))
+            read.append((found, await read_curves(found.store, found.run)))
         except LightningError as error:
             blocks.append(Notices([Notice(f"{key} is left out", "bad", detail=str(error))]))
+    ids = Counter(found.run.id for found, _ in read)
+    runs = [Compared(found.key, name_of(found.run.id, found.url, ids[found.run.id] > 1), each) for found, each in read]
     if len(keys) > MOST:
         blocks.append(Notices([Notice(f"{MOST} of {len(keys)} runs are compared, the first ones", "warn")]))
     above = (Link("Runs", to("runs", runs=",".join(keys)) if keys else "runs"),)
     if not runs:
         say = Notice("no run is marked", detail="mark runs in the list, two or more", links=[Link("all runs", "runs")])
         return Page(str(address), "Compare", [*blocks, Notices([say])], above)
-    curves = [each for _, each in runs]
+    curves = [each.curves for each in runs]
     groups = grouped_by_seed(curves)
     measure = address.option("measure", "reward_with_failures")
     names = _names(runs, groups)
@@ -83,25 +96,20 @@ async def page(places: Places, address: Address) -> Page:
         _runs(runs, groups, names),
         _chart(runs, groups, names, axis, measure),
         _held_out(runs, groups, names, axis),
+        *_versions(runs),
         _settings(runs, groups),
     ]
     title = f"Compare {len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     return Page(str(address), title, blocks, above)
 
 
-def _names(runs: list[tuple[str, Curves]], groups: list[Spread]) -> list[str]:
+def _names(runs: list[Compared], groups: list[Spread]) -> list[str]:
     """What each group is called: the run's id, or how many seeds of it there are."""
     found = []
     for place, group in enumerate(groups):
-        label, several = _label(runs, group.members[0]), len(group.members)
-        found.append(label if several == 1 else f"{chr(ord('A') + place % 26)}: {several} seeds of {label}")
+        name, several = runs[group.members[0]].name, len(group.members)
+        found.append(name if several == 1 else f"{chr(ord('A') + place % 26)}: {several} seeds of {name}")
     return found
-
-
-def _label(runs: list[tuple[str, Curves]], place: int) -> str:
-    """What a run is called: its id, or its key where others have the same id."""
-    key, run = runs[place]
-    return key if sum(each.run == run.run for _, each in runs) > 1 else run.run
 
 
 def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) -> Controls:
@@ -123,7 +131,7 @@ def _controls(address: Address, runs: list[Curves], axis: Axis, measure: str) ->
     )
 
 
-def _runs(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str]) -> Table:
+def _runs(runs: list[Compared], groups: list[Spread], names: list[str]) -> Table:
     columns = [
         Column("group", hint="runs that differ in nothing but their seed are one group"),
         Column("run"),
@@ -138,7 +146,7 @@ def _runs(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str]
     rows = []
     for name, group in zip(names, groups, strict=True):
         for place in group.members:
-            key, run = runs[place]
+            run = runs[place].curves
             held_out, gain = run.evaluations, gain_of(run)
             last = held_out[-1] if held_out else None
             reward = run.named("reward_with_failures")
@@ -146,7 +154,7 @@ def _runs(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str]
             rows.append(
                 [
                     Cell(name.partition(":")[0] if len(group.members) > 1 else NONE, tone="muted"),
-                    Cell(_label(runs, place), to("run", key)),
+                    Cell(runs[place].name, to("run", runs[place].key)),
                     Cell(NONE if seed is None else str(seed)),
                     Cell(str(len(run.steps))),
                     Cell(
@@ -166,15 +174,15 @@ def _runs(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str]
     return Table(columns, rows, title="Runs")
 
 
-def _chart(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str], axis: Axis, measure: str) -> Chart:
+def _chart(runs: list[Compared], groups: list[Spread], names: list[str], axis: Axis, measure: str) -> Chart:
     series = []
     for name, group in zip(names, groups, strict=True):
         own = [runs[place] for place in group.members]
         if len(own) > 1:
-            points = mean_and_spread([(run.x(axis), run.named(measure)) for _, run in own])
+            points = mean_and_spread([(run.x(axis), run.named(measure)) for run in (each.curves for each in own)])
             series.append(Series(name, points))
         else:
-            key, run = own[0]
+            key, run = own[0].key, own[0].curves
             points, places = points_of(run.x(axis), run.named(measure))
             series.append(Series(name, points, to=[to("step", key, run.steps[place]) for place in places]))
     several = any(len(group.members) > 1 for group in groups)
@@ -189,10 +197,10 @@ def _chart(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str
     )
 
 
-def _held_out(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[str], axis: Axis) -> Chart:
+def _held_out(runs: list[Compared], groups: list[Spread], names: list[str], axis: Axis) -> Chart:
     series = []
     for name, group in zip(names, groups, strict=True):
-        own = [held_out_points(runs[place][1], axis) for place in group.members]
+        own = [held_out_points(runs[place].curves, axis) for place in group.members]
         if len(own) == 1:
             series.append(Series(name, own[0]))
         else:
@@ -211,10 +219,20 @@ def _held_out(runs: list[tuple[str, Curves]], groups: list[Spread], names: list[
     )
 
 
-def _settings(runs: list[tuple[str, Curves]], groups: list[Spread]) -> Table:
-    different = different_settings([run for _, run in runs])
+def _versions(runs: list[Compared]) -> list[Block]:
+    """The way to the held-out tasks of two runs, one by one."""
+    evaluated = [each for each in runs if each.curves.evaluations][:2]
+    if len(evaluated) < 2:
+        return []
+    of = ",".join(f"{each.key}@{each.curves.evaluations[-1].step}" for each in evaluated)
+    text = f"the last held-out evaluations of {' and '.join(each.name for each in evaluated)}"
+    return [Notices([Notice(text, links=[Link("task by task, the worst first", to("versions", of=of))])])]
+
+
+def _settings(runs: list[Compared], groups: list[Spread]) -> Table:
+    different = different_settings([each.curves for each in runs])
     return Table(
-        [Column("setting"), *(Column(_label(runs, place)) for place in range(len(runs)))],
+        [Column("setting"), *(Column(each.name) for each in runs)],
         [
             [
                 Cell(name),

@@ -43,8 +43,8 @@ async def page(places: Places, address: Address) -> Page:
         blocks = [
             *_warnings(rewards),
             _facts(rewards),
-            _over_steps(found, rewards),
             Controls(str(address), [Control("measure", "distribution of", chosen.name, choices)]),
+            _over_steps(found, rewards, chosen),
             *_distribution(found, chosen),
             _correlations(rewards),
         ]
@@ -91,11 +91,11 @@ def _facts(rewards: Rewards) -> Facts:
     return Facts(facts, note=looked if len(rewards.steps) < rewards.of_steps else "")
 
 
-def _over_steps(found: Located, rewards: Rewards) -> Chart:
+def _over_steps(found: Located, rewards: Rewards, chosen: Measure) -> Chart:
     series = [
         Series(
             each.name,
-            [[float(at.step), at.mean, at.low, at.high] for at in each.steps],
+            [[float(at.step), at.mean, *((at.low, at.high) if each is chosen else ())] for at in each.steps],
             to=[to("step", found.key, at.step) for at in each.steps],
             hints=[
                 f"median {number(at.middle)}, from {number(at.least)} to {number(at.most)}, {at.count} rollouts"
@@ -111,7 +111,7 @@ def _over_steps(found: Located, rewards: Rewards) -> Chart:
         "reward",
         whole=True,
         title="Over the steps",
-        note="the mean, with the middle half of the rollouts",
+        note=f"the means, that of {chosen.name} with the middle half of the rollouts",
     )
 
 
@@ -133,7 +133,7 @@ def _distribution(found: Located, chosen: Measure) -> list[Block]:
 
 def _correlations(rewards: Rewards) -> Table:
     def row(each: Correlation) -> list[Cell]:
-        strong = each.value is not None and abs(each.value) >= STRONG
+        strong = each.value is not None and abs(each.value) >= STRONG and "length" in each.name
         explained = rewards.explained.get(each.name) if each.part else None
         return [
             Cell(f"the part {each.name}" if each.part else each.name),

@@ -14,12 +14,14 @@ from lightning_console.address import Address
 from lightning_console.blocks import Block, Chart, Fact, Facts, Link, Notice, Notices, Page, Series
 from lightning_console.pages.advice import advice_blocks
 from lightning_console.pages.time import time_blocks
-from lightning_console.pages.words import NONE, change, count, located, number, seconds, share, to, when
+from lightning_console.pages.words import NONE, change, count, located, name_of, number, seconds, share, to, when
 from lightning_console.places import Located, Places
 from lightning_console.queries.curves import Curves, gain_of, held_out_points, points_of, read_curves
 from lightning_console.queries.insight import advice_of, folder_of, profile_of
 from lightning_console.queries.runs import RunLine, line_of
 
+LENGTH: Final = "length"
+"""A measure that follows from others."""
 CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float | None, float | None]]]] = (
     ("Entropy", "nats", (("entropy", "entropy"),), (0.0, None)),
     (
@@ -35,10 +37,12 @@ CURVES: Final[Sequence[tuple[str, str, tuple[tuple[str, str], ...], tuple[float 
         (0.0, 1.0),
     ),
     ("Norm of the gradient", "", (("grad_norm", "norm"),), (0.0, None)),
+    ("Length", "trained tokens of a rollout", ((LENGTH, "tokens"),), (0.0, None)),
     ("Calls of a rollout", "calls", (("calls_per_rollout", "calls"),), (0.0, None)),
     ("Cut off", "share of calls", (("truncated", "ended at the limit of tokens"),), (0.0, 1.0)),
     ("Age of the trained tokens", "steps", (("staleness_mean", "mean"), ("staleness_max", "oldest")), (0.0, None)),
     ("Sampling", "tokens per second", (("tokens_per_second", "sampled"),), (0.0, None)),
+    ("Prefix cache", "share of prompt tokens", (("prefix_hit_share", "found again"),), (0.0, 1.0)),
 )
 """Small charts: title, unit, metrics with their names, bounds."""
 
@@ -63,7 +67,7 @@ async def page(places: Places, address: Address) -> Page:
     blocks.append(_commands(found, line))
     return Page(
         str(address),
-        found.run.id,
+        name_of(found.run.id, found.url, "~" in found.key),
         blocks,
         (Link("Runs", "runs"),),
         live=waiting or line.state.name == "running",
@@ -91,7 +95,9 @@ async def _state(found: Located, line: RunLine, curves: Curves) -> Notices:
             Notice(
                 what,
                 detail=detail,
-                links=[Link("what is sampled of step 0", to("step", found.key, 0))] if line.rollouts and not over else (),
+                links=[Link("what is sampled of step 0", to("step", found.key, 0))]
+                if line.rollouts and not over
+                else (),
             )
         )
     if line.about.forked_from:
@@ -167,7 +173,7 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
     ]
 
     def series(metric: str, name: str, *, dashed: bool = False) -> Series:
-        values = curves.named(metric)
+        values = curves.lengths if metric == LENGTH else curves.named(metric)
         if metric == "reward_with_failures":  # releases that did not record it
             values = [
                 own if own is not None else other for own, other in zip(values, curves.named("reward"), strict=True)
@@ -200,7 +206,9 @@ def _charts(found: Located, curves: Curves) -> list[Block]:
         ),
     ]
     for title, unit, metrics, bounds in CURVES:
-        made = [one for metric, name in metrics if metric in curves.names and _has(one := series(metric, name))]
+        made = [
+            one for metric, name in metrics if metric in (LENGTH, *curves.names) and _has(one := series(metric, name))
+        ]
         if made:
             small = Chart(made, "step", unit, marks=marks, bounds=bounds, whole=True, small=True, title=title)
             blocks.append(small)

@@ -22,9 +22,10 @@ from lightning_console.blocks import (
     Table,
     Tone,
 )
-from lightning_console.pages.words import NONE, change, count, number, share, to, when
+from lightning_console.pages.words import NONE, change, count, name_of, number, share, to, when
 from lightning_console.places import Places
-from lightning_console.queries.runs import RunLine, RunList, list_runs
+from lightning_console.queries.listing import RunList, list_runs
+from lightning_console.queries.runs import RunLine
 from lightning_console.queries.state import STATES, Name
 
 ROWS: Final = 100
@@ -42,7 +43,13 @@ COLUMNS: Final = (
     ("model", "text", "", "the model's folder, and the algorithm"),
     ("started", "text", "started", "when the run began"),
 )
-TONES: Final[dict[Name, Tone]] = {"running": "good", "finished": "", "stopped": "warn", "failed": "bad"}
+TONES: Final[dict[Name, Tone]] = {
+    "running": "good",
+    "finished": "",
+    "stopped": "warn",
+    "failed": "bad",
+    "unread": "muted",
+}
 
 
 async def page(places: Places, address: Address) -> Page:
@@ -64,7 +71,7 @@ async def page(places: Places, address: Address) -> Page:
     if found.total:
         blocks.insert(len(blocks) - 1, _facts(found))
     before, after = _neighbours(address, found)
-    live = bool(found.states.get("running"))
+    live = found.reading or bool(found.states.get("running"))
     return Page(str(address), "Runs", blocks, live=live, previous=before, next=after)
 
 
@@ -79,7 +86,15 @@ def _unreadable(found: RunList) -> list[Block]:
 
 def _facts(found: RunList) -> Facts:
     return Facts(
-        [Fact(name, count(found.states.get(name, 0)), tone=TONES[name], to=to("runs", state=name)) for name in STATES]
+        [
+            Fact(
+                name,
+                count(found.states.get(name, 0)),
+                tone=TONES[name] if found.states.get(name) else "",
+                to=to("runs", state=name),
+            )
+            for name in STATES
+        ]
     )
 
 
@@ -140,10 +155,15 @@ def _row(line: RunLine) -> list[Cell]:
     first, last = line.before, line.after
     interval = f"±{number(1.96 * (last or first).error)}" if (last or first) else ""  # type: ignore[union-attr]
     return [
-        Cell(line.id, here, hint=line.unread or line.store, tone="warn" if line.unread else ""),
+        Cell(
+            name_of(line.id, line.store, "~" in line.key),
+            here,
+            hint=line.unread or line.store,
+            tone="warn" if line.unread else "",
+        ),
         Cell(line.state.name + (", pruned" if line.pruned else ""), tone=TONES[line.state.name], hint=line.state.why),
         Cell(
-            said or ("no step yet" if not line.steps else "none"),
+            said or (NONE if line.state.name == "unread" else "none" if line.steps else "no step yet"),
             here if alarm else "",
             "bad" if serious else "warn" if alarm else "muted",
             "\n".join(each.text for each in line.alarms),
@@ -154,7 +174,7 @@ def _row(line: RunLine) -> list[Cell]:
             change(first.score, last.score if last else None)
             if first
             else "no held-out tasks"
-            if not line.about.held_out
+            if not line.about.held_out and line.state.name != "unread"
             else NONE,
             tone="" if first else "muted",
             hint=f"after {(last or first).step} steps, {interval} (95 %)" if (last or first) else "",  # type: ignore[union-attr]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from datetime import datetime
+from pathlib import Path
 
 from lightning.errors import DataError
+from lightning.store.url import parse
 from lightning.types import Json
 
 from lightning_console.address import Address
@@ -23,6 +25,13 @@ async def located(places: Places, address: Address) -> Located:
     if not address.about or not address.about[0]:
         raise DataError(f"the address {str(address)!r} names no run: {address.page}/RUN")
     return await places.find(address.about[0])
+
+
+def name_of(run: str, url: str, several: bool) -> str:
+    """What a run is called: its id, and where `several` have it, the folder of its store as well."""
+    if not several:
+        return run
+    return f"{run} in {Path(parse(url).path).parent.name if url.startswith('sqlite:') else url}"
 
 
 def to(page: str, *about: str | int, **options: str | int) -> str:

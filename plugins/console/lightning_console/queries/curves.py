@@ -15,9 +15,10 @@ from typing import Final, Literal
 import numpy as np
 from lightning.store.epochs import read_epochs
 from lightning.store.protocol import Store
+from lightning.trainer.diagnosis import Course
 from lightning.trainer.runs import changes_of
 from lightning.trainer.summary import Evaluation, evaluations
-from lightning.trainer.trends import WINDOW
+from lightning.trainer.trends import WINDOW, lengths_of
 from lightning.types import Json, Run
 
 from lightning_console.queries.memo import Memo, stamp_of
@@ -89,6 +90,11 @@ class Curves:
         """A metric of each step; None where a step has none, or no finite one."""
         found = (values.get(name) for values in self.values)
         return [value if value is not None and math.isfinite(value) else None for value in found]
+
+    @property
+    def lengths(self) -> list[float | None]:
+        """Trained tokens for each rollout that was used, by step."""
+        return [next(iter(lengths_of(Course([metrics]))), None) for metrics in self.values]
 
     @property
     def names(self) -> list[str]:

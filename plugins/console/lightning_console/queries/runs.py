@@ -1,25 +1,22 @@
-"""The list of runs: what each is, whether it goes on, what it earned and what is wrong with it.
+"""One run in a line: what it is, whether it goes on, what it earned and what is wrong with it.
 
-The invariant: what a run's rows say is read again only when they can have changed, so that a list of many runs takes about two
-short reads for each. What cannot be read is named and hides nothing else.
+The invariant: what a run's rows say is read again only when they can have changed: a run that has not takes two short reads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Final
 from weakref import WeakKeyDictionary
 
-from lightning.errors import LightningError
 from lightning.maintenance.prune import PRUNED
 from lightning.store.epochs import is_over
 from lightning.store.protocol import Store
@@ -28,15 +25,11 @@ from lightning.trainer.rules import diagnose
 from lightning.trainer.summary import Evaluation
 from lightning.trainer.trends import failed_share
 from lightning.types import Json, Run, Status
-from lightning_debug.advise import Recorded, read_course, settings_of
+from lightning_debug.advise import Alarm, Recorded, read_course, settings_of, urgency
 
-from lightning_console.places import Places, key_of
+from lightning_console.places import key_of
 from lightning_console.queries.state import State, state_of
 
-LOOK: Final = 1000
-"""Runs of a store that are listed, the newest."""
-AT_ONCE: Final = 8
-"""Stores that are read at a time."""
 SPARK: Final = 48
 """Points of a small curve."""
 BY_SEED: Final = ("seed", "tasks.train.mark", "forked_from")
@@ -89,20 +82,6 @@ class RunLine:
     unread: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RunList:
-    """Runs from number `first` on of the `matched` ones of `total`. `unreadable` are reasons by store; `left_out` says of which
-    stores older runs are not among them."""
-
-    lines: tuple[RunLine, ...]
-    first: int
-    matched: int
-    total: int
-    states: Mapping[str, int]
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-
 @dataclass
 class _Known:
     """What is known of a run: its line, made at `at` with so much work (`took`, seconds); `over` as it was then."""
@@ -115,77 +94,14 @@ class _Known:
 _known: WeakKeyDictionary[Store, dict[str, _Known]] = WeakKeyDictionary()
 _about: WeakKeyDictionary[Store, dict[tuple[str, float], About]] = WeakKeyDictionary()
 
-ORDERS: Final[Mapping[str, Callable[[RunLine], object]]] = {
-    "run": lambda line: line.id,
-    "started": lambda line: line.created_at,
-    "state": lambda line: line.state.name,
-    "steps": lambda line: line.steps,
-    "rollouts": lambda line: line.rollouts,
-    "failed": lambda line: line.failed,
-    "reward": lambda line: line.reward_with_failures,
-    "held-out": lambda line: None if line.before is None else (line.after or line.before).score,
-    "gain": lambda line: None if line.after is None or line.before is None else line.after.score - line.before.score,
-    "alarms": lambda line: (sum(alarm.serious for alarm in line.alarms), len(line.alarms)),
-}
-"""What a list can be sorted by."""
 
-
-async def list_runs(
-    places: Places,
-    *,
-    text: str = "",
-    state: str = "",
-    sort: str = "started",
-    descending: bool = True,
-    first: int = 0,
-    limit: int = 100,
-) -> RunList:
-    """Runs at a place: those whose names, model or algorithm have the `text`, and which are in a `state`; at most `limit` from
-    number `first` on. Raises `ConfigError` for a place that is none."""
-    stores = await places.stores()
-    unreadable, left_out = dict(places.unreadable), []
-    found: list[tuple[str, Store, list[Run]]] = []
-    limiter = asyncio.Semaphore(AT_ONCE)
-
-    async def read(url: str, store: Store) -> list[RunLine]:
-        async with limiter:
-            try:
-                runs = await store.list_runs(places.project, limit=LOOK, brief=True)
-                if len(runs) == LOOK:
-                    left_out.append(url)
-                found.append((url, store, runs))
-                return [await line_of(store, run, url) for run in runs]
-            except LightningError as error:
-                unreadable[url] = str(error)
-                return []
-
-    lines = [line for lines in await asyncio.gather(*(read(*each) for each in stores.items())) for line in lines]
-    names = Counter(line.id for line in lines)
-    lines = [_keyed(line, names[line.id] > 1) for line in lines]
-    words = text.casefold().split()
-    matched = [line for line in lines if (not state or line.state.name == state) and _has(line, words)]
-    order = ORDERS.get(sort, ORDERS["started"])
-    matched.sort(key=lambda line: line.created_at, reverse=True)
-    known = sorted((line for line in matched if order(line) is not None), key=order, reverse=descending)  # type: ignore[arg-type]
-    matched = [*known, *(line for line in matched if order(line) is None)]
-    return RunList(
-        tuple(matched[first : first + limit]),
-        first,
-        len(matched),
-        len(lines),
-        dict(Counter(line.state.name for line in lines)),
-        unreadable,
-        tuple(left_out),
-    )
-
-
-def _keyed(line: RunLine, several: bool) -> RunLine:
-    return replace(line, key=key_of(line.id, line.store if several else ""))
-
-
-def _has(line: RunLine, words: Sequence[str]) -> bool:
-    about = f"{line.id} {line.about.model} {line.about.algorithm} {line.store} {line.project}".casefold()
-    return all(word in about for word in words)
+def known_line(store: Store, run: Run, url: str) -> RunLine:
+    """What is known of a run without reading: its line as it was, or its name."""
+    found = _known.get(store, {}).get(run.id)
+    if found is not None and found.line.created_at == run.created_at:
+        return found.line
+    about, state = About("", "", None, "", 0, 0), State("unread", "it is being read")
+    return RunLine(key_of(run.id), run.id, url, run.project, run.created_at, about, state, 0, None, None)
 
 
 async def line_of(store: Store, run: Run, url: str) -> RunLine:
@@ -252,7 +168,9 @@ def _with_course(line: RunLine, recorded: Recorded) -> RunLine:
         failed_share=failed_share(last),
         before=held_out[0] if held_out else None,
         after=held_out[-1] if len(held_out) > 1 else None,
-        alarms=tuple(sorted((each for each in found if not each.minor), key=lambda each: not each.serious)),
+        alarms=tuple(
+            sorted((each for each in found if not each.minor), key=lambda each: urgency(Alarm(each, None, True)))
+        ),
     )
 
 

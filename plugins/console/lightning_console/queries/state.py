@@ -19,8 +19,9 @@ from lightning.trainer.plan import TRAIN, is_lost, newest_generation, of_generat
 from lightning.trainer.reasons import grouped
 from lightning.types import Run, Status
 
-Name = Literal["running", "finished", "stopped", "failed"]
+Name = Literal["running", "finished", "stopped", "failed", "unread"]
 STATES: Final[tuple[Name, ...]] = ("running", "finished", "stopped", "failed")
+"""What a run can be; `unread` is one that is being read."""
 QUIET: Final = 300.0
 """Seconds for which a run may write nothing and still be taken to go on, where nothing else says it; five of its longest steps
 where these are more."""
