@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote
 
 from lightning.cli.runs import databases
 from lightning.errors import ConfigError, LightningError
@@ -19,6 +22,8 @@ from lightning.store.protocol import Store
 from lightning.store.resource_ref import existing_store
 from lightning.store.url import redacted
 from lightning.types import Run
+
+KEY: Final = re.compile(r"(?P<id>[^~]*)(?:~(?P<mark>[0-9a-f]{8}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +38,21 @@ class Located:
 
 class Places:
     """The stores at a place: a folder of runs, a run's folder, a database file, a store's or a server's URL; or `stores` that
-    are open already and belong to somebody else, by the URL that is shown of them. `project` bounds what is seen of them."""
+    are open already and belong to somebody else, by the URL that is shown of them. `project` bounds what is seen of them.
+    `patience` are the seconds that a page waits for what takes long to find out: it is shown without it then, as one that may
+    change. None: as long as it takes."""
 
     def __init__(
-        self, where: str = "", *, stores: Mapping[str, Store] | None = None, project: str | None = None
+        self,
+        where: str = "",
+        *,
+        stores: Mapping[str, Store] | None = None,
+        project: str | None = None,
+        patience: float | None = None,
     ) -> None:
         self.where = where
         self.project = project
+        self.patience = patience
         self.unreadable: dict[str, str] = {}
         """Why stores of the last look could not be read, by their URL without its password."""
         self._given = dict(stores or {})
@@ -70,14 +83,23 @@ class Places:
 
     async def find(self, key: str) -> Located:
         """The run of a key. Raises `ConfigError` for one that is in no store."""
-        name, _, mark = key.partition("~")
+        parts = KEY.fullmatch(key)
+        name, mark = (unquote(parts["id"]), parts["mark"]) if parts else (key, None)
+        refused: LightningError | None = None
         for url, store in (await self.stores()).items():
             if mark and mark != mark_of(url):
                 continue
-            run = await store.get_run(name)
+            try:
+                run = await store.get_run(name)
+            except LightningError as error:
+                refused = error
+                continue
             if run is not None and self.project in (None, run.project):
                 return Located(key, run, store, url)
-        raise ConfigError(f"there is no run {key!r} in {redacted(self.where) or 'this store'}")
+        if refused is not None:
+            raise refused
+        why = "".join(f"; {url} cannot be read: {said}" for url, said in self.unreadable.items())
+        raise ConfigError(f"there is no run {name!r} in {redacted(self.where) or 'this store'}{why}")
 
     async def close(self) -> None:
         """Close what was opened here. Idempotent."""
@@ -89,3 +111,9 @@ class Places:
 def mark_of(url: str) -> str:
     """What tells the run of one store from those of the same id in others."""
     return hashlib.sha256(url.encode()).hexdigest()[:8]
+
+
+def key_of(run: str, url: str = "") -> str:
+    """The key of a run; with a `url`, of the run in that store alone. A key has no comma: lists of them are separated by it."""
+    name = run.replace("%", "%25").replace(",", "%2C").replace("~", "%7E")
+    return f"{name}~{mark_of(url)}" if url else name

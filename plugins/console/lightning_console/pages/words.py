@@ -1,0 +1,84 @@
+"""How pages say numbers, times and shares, and which run an address means."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+
+from lightning.errors import DataError
+from lightning.types import Json
+
+from lightning_console.address import Address
+from lightning_console.blocks import Link
+from lightning_console.places import Located, Places
+from lightning_console.queries.state import said_seconds
+
+NONE = "–"
+"""What stands for no value."""
+
+
+async def located(places: Places, address: Address) -> Located:
+    """The run that an address is about. Raises `DataError` for an address without one, `ConfigError` for an unknown one."""
+    if not address.about or not address.about[0]:
+        raise DataError(f"the address {str(address)!r} names no run: {address.page}/RUN")
+    return await places.find(address.about[0])
+
+
+def to(page: str, *about: str | int, **options: str | int) -> str:
+    """The text of an address."""
+    return str(Address(page, tuple(map(str, about)), {name: str(value) for name, value in options.items()}))
+
+
+def trail(found: Located, *more: Link) -> tuple[Link, ...]:
+    """The pages above one of a run."""
+    return (Link("Runs", "runs"), Link(found.run.id, to("run", found.key)), *more)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A reward, a share or a metric."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 0.5 * 10**-digits:
+        return f"{value:.1e}"
+    return f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage."""
+    return (
+        NONE
+        if value is None or not math.isfinite(value)
+        else f"{100 * value:.1f} %"
+        if value < 0.1
+        else f"{100 * value:.0f} %"
+    )
+
+
+def count(value: float | None) -> str:
+    """A number of things, with its thousands apart."""
+    return NONE if value is None else f"{value:,.0f}".replace(",", " ")
+
+
+def seconds(value: float | None) -> str:
+    """A duration."""
+    return NONE if value is None else said_seconds(value)
+
+
+def when(at: float | None) -> str:
+    """A moment, by the clock of the machine that shows it."""
+    return NONE if not at else f"{datetime.fromtimestamp(at).astimezone():%Y-%m-%d %H:%M}"
+
+
+def change(before: float | None, after: float | None) -> str:
+    """Two numbers, the earlier first."""
+    return number(before) if after is None else f"{number(before)} → {number(after)}"
+
+
+def written(value: Json, longest: int = 160) -> str:
+    """A value as a text of one line: a text as it is, anything else as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
