@@ -1,4 +1,4 @@
-"""What a step made of its rollouts: each call's advantage and weight, derived again as an audit does, and whether that is proved.
+"""What a step made of its rollouts: each call's advantage and weight, derived again as an audit does, and if that is proved.
 
 The invariant: `proved` is true only where the rows that are derived now have the digest that the step recorded; everything else
 says why not, and no model is asked for it.
@@ -58,8 +58,8 @@ class CallCredit:
 @dataclass(frozen=True, slots=True)
 class MemberCredit:
     """What training made of a rollout. `total` is its return: `reward`, what its calls and its tools earned, and what its
-    length cost. `recorded` says whether its stored ids, logprobs and rewards have the digest that the step recorded; None where it
-    was not trained."""
+    length cost. `recorded` says whether what is stored of it has the digest that the step recorded; None where it was not
+    trained."""
 
     reward: float
     total: float
@@ -144,7 +144,7 @@ def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorith
             else "the rows that are derived now are not those that the step recorded: run `lightning audit`"
         )
     rewarded = [_rewarded(group, algorithm) for group in groups]
-    credits = _credits(batch.samples if batch else ())
+    given = _credits(batch.samples if batch else ())
     members, spreads = {}, {}
     for group, counted in zip(groups, rewarded, strict=True):
         returns = [rollout_return(member) for member in counted.trajectories]
@@ -154,7 +154,7 @@ def _derived(record: StepRecord, epoch: Epoch, groups: Sequence[Group], algorith
             digest = digests.get(member.rollout.id)
             same = None if digest is None else rollout_digest(member) == digest
             members[member.rollout.id] = MemberCredit(
-                member.reward, total, _calls(with_all, credits.get(member.rollout.id, {})), same
+                member.reward, total, _calls(with_all, given.get(member.rollout.id, {})), same
             )
     skipped = {} if batch is None or algorithm is None else _skipped(groups, batch, algorithm)
     return StepProof(record, epoch, algorithm, proved, why, members, spreads, skipped)

@@ -52,7 +52,7 @@ class Vocabulary:
 
 
 def vocabulary_of(located: Located) -> Vocabulary:
-    """The tokenizer of the model that the run began with; also one that lies in the run's own folder, if the model has moved."""
+    """The tokenizer of the model that the run began with, or the one in the run's own folder, if the model has moved."""
     model = _model(located.run)
     if not model:
         return Vocabulary(missing="the run names no model, so that tokens are shown as ids")
