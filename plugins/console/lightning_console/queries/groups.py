@@ -1,7 +1,7 @@
 """A group as a tree: sibling rollouts as one prefix tree of calls.
 
 The invariant: two calls are one node exactly when the calls before them are, and their prompts and answers are the same token
-ids from the same agent. (`lightning.batch.radix` builds the tree of tokens, whose nodes end inside of answers; and credit's states
+ids from the same agent. (`lightning.batch.radix` has the tree of tokens, whose nodes end inside of answers, and credit's states
 meet again after they have parted: neither has calls as nodes.)
 """
 
