@@ -23,6 +23,7 @@ from lightning_console.blocks import (
     Notices,
     Page,
     Table,
+    Tone,
 )
 from lightning_console.pages.words import NONE, count, located, number, seconds, to, trail, written
 from lightning_console.places import Located, Places
@@ -180,5 +181,5 @@ def _members(found: Located, view: GroupView) -> Table:
     return Table(columns, rows, title="Rollouts")
 
 
-def _tone(value: float | None) -> str:
+def _tone(value: float | None) -> Tone:
     return "" if not value else "good" if value > 0 else "bad"

@@ -28,7 +28,7 @@ async def page(places: Places, address: Address) -> Page:
         return await _choices(places, address, names)
     if len(names) > 2:
         raise DataError(f"two versions are compared, and the address names {len(names)}: versions?of=RUN@STEP,RUN@STEP")
-    found = await compare_versions(places, *names, bounds=_bounds(address))
+    found = await compare_versions(places, names[0], names[1], _bounds(address))
     blocks: list[Block] = [_facts(found), *_words(found), _regressions(found), _tasks(found)]
     trail = (*ABOVE, Link("Versions", "versions"))
     return Page(str(address), f"{found.a.name} beside {found.b.name}", blocks, trail)
