@@ -35,7 +35,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store",
         ),
         "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
-        "a server of any kind": ("lightning.addresses", "lightning.asyncio_utils"),
+        "a server of any kind": (
+            "lightning.addresses",
+            "lightning.asyncio_utils",
+            "lightning.gateway.connections",
+            "lightning.server.auth",
+            "lightning.server.errors",
+        ),
         "a command, a check": (
             "lightning.cli.check",
             "lightning.cli.locate",
