@@ -12,7 +12,7 @@ CAP ?= 2400
 # vLLM starts twice as slowly without byte code.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-frameworks test-slow test-official lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
+.PHONY: demo test test-fast test-frameworks test-slow test-official browser screenshots lint fix bench chaos compare compare-engines compare-correction compare-order ablate docs golden constraints clean
 
 demo: $(READY)
 	$(BIN)/lightning demo
@@ -28,8 +28,20 @@ test-fast: $(READY)
 test-frameworks: $(READY)
 	$(BIN)/pytest -m "framework and not slow" -n 2 --session-timeout=$(CAP)
 
-test-slow: $(READY)
+test-slow: $(READY) browser
 	$(BIN)/pytest -m slow -n 3 --dist loadfile --session-timeout=$(CAP)
+
+# The browser in which the console's pages are tested; without one those tests are left out, and say so.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		{ apt-get install -qq -y --no-install-recommends chromium || { apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends chromium; }; } >/dev/null 2>&1; } || \
+		echo "The console's pages are not tested, because there is no Chromium: install the system's package (apt-get install chromium)."
+
+# Pictures of every part of the console's pages, to be looked at: light, dark and as wide as a phone.
+screenshots: $(READY) browser
+	$(BIN)/python -m tests.plugins.console.gallery build/screenshots
 
 # Programs of others, as they were published, in environments of their own (downloads more than a gigabyte the first time, into .official),
 # and three of the programs trained with a real vLLM. ARGS: only programs whose name has one of these words, and no training.

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning.engines.protocol import Engine
     from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
+    from lightning.server.protocol import Host, Site
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.types import Caller, Rollout, StepRecord, StepState, ToolEvent
@@ -98,7 +99,8 @@ def register_runners(register: Callable[[str, Callable[[Agent, Config], Runner]]
 def register_trackers(register: Callable[[str, Callable[[Config], Tracker]], None]) -> None:
     """Where metrics go besides the store, for `trackers=["name"]`.
 
-    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`).
+    One that also has a method `attempt(record)` hears of finished rollouts (`lightning.tracking.protocol.RolloutTracker`), one
+    with `alert(alert)` of alarms (`AlertTracker`).
     """
 
 
@@ -115,6 +117,15 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
     """What `lightning doctor` looks at, by name: a function that yields `lightning.cli.check.Check`s, its findings.
 
     It gets None and should take a moment; or the WHAT of `--try NAME=WHAT`, which may be empty, and may take minutes.
+    """
+
+
+@hookspec
+def register_sites(register: Callable[[str, Callable[[Host], Site]], None]) -> None:
+    """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
+
+    `make(host)` is called before the port opens and should take a moment; it gives a `Site`, an ASGI application with a
+    `close`. Who may see what is the site's to check, by `host.authenticator`.
     """
 
 

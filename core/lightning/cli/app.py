@@ -65,7 +65,8 @@ COMMANDS: Mapping[str, CoreCommand] = MappingProxyType(
     }
 )
 FROM_PLUGINS = MappingProxyType(
-    {"plan": "planner"} | dict.fromkeys(("replay", "reward", "advise", "profile", "eval", "ab"), "debug")
+    {"plan": "planner", "console": "console"}
+    | dict.fromkeys(("replay", "reward", "advise", "profile", "eval", "ab"), "debug")
 )
 """Commands that plugins of this distribution bring, with the extra that installs each."""
 

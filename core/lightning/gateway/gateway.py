@@ -21,7 +21,7 @@ from lightning.gateway.policy import Policy
 from lightning.gateway.policy_registry import Policies
 from lightning.gateway.providers import Providers, read_providers
 from lightning.gateway.recorder import Recorder
-from lightning.gateway.routes import build_front
+from lightning.gateway.routes import OWN_PATHS, build_front
 from lightning.gateway.traces import TraceBook, TraceEndpoint
 from lightning.gateway.upstream.client import MODEL, Forwarder
 from lightning.gateway.upstream.servers import Upstream
@@ -82,9 +82,12 @@ class Gateway:
         )
         self.app = self._front.app
 
-    def mount(self, control: ASGIApp) -> None:
-        """Let another application answer everything below `/api/` on the gateway's port."""
-        self._front.control = control
+    def mount(self, app: ASGIApp, name: str = "api") -> None:
+        """Let another application answer everything below `/NAME` on the gateway's port. Raises `GatewayError` for a name
+        that is taken, and for one of the gateway's own."""
+        if name in OWN_PATHS or name in self._front.mounted:
+            raise GatewayError(f"nothing can be mounted at /{name}: something answers there already")
+        self._front.mounted[name] = app
 
     async def start(self) -> None:
         """Bind and serve on the running loop. Raises `GatewayError` when the address cannot be had."""

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 VERSIONS = ("/v1/deployments/{deployment}", "/v1", "/openai/v1", "/openai/deployments/{deployment}", "/openai")
 """What stands before a route: a version, or what Azure's clients have in its place."""
 PREFIXES = tuple(f"{root}{version}" for root in ("", "/r/{token}") for version in VERSIONS)
+OWN_PATHS = frozenset({"v1", "r", "openai", "health"})
+"""What paths of the gateway begin with."""
 MODELS = "/models"
 COUNT_PATH = f"{Messages.path}/count_tokens"
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_PATH, PATH)
@@ -60,7 +62,6 @@ OTHERS = (
 )
 EXISTING = f"These exist: {LISTED}; and the same below /r/<token>/v1."
 JSON = "application/json"
-CONTROL = "/api/"
 UNANSWERED = (aiohttp.ClientError, TimeoutError, OSError, UpstreamError)
 """What asking a policy server raises when it does not answer as itself."""
 
@@ -161,14 +162,16 @@ class Front:
 
     def __init__(self, app: Starlette, endpoints: Mapping[str, ASGIApp]) -> None:
         self.app, self._endpoints = app, endpoints
-        self.control: ASGIApp | None = None
-        """What answers below `/api/`, on the same port; None where nothing does."""
+        self.mounted: dict[str, ASGIApp] = {}
+        """What answers on the same port beside the gateway, by the first part of the path: `api`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        if self.control is not None and scope["type"] == "http" and scope["path"].startswith(CONTROL):
-            await self.control(scope, receive, send)
-            return
+        if self.mounted and scope["type"] == "http":
+            other = self.mounted.get(scope["path"][1:].partition("/")[0])
+            if other is not None:
+                await other(scope, receive, send)
+                return
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (endpoint or self.app)(scope, receive, send)
 

@@ -120,7 +120,17 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 Kind: TypeAlias = Literal[
-    "algorithms", "credits", "engines", "stores", "keepers", "runners", "trackers", "commands", "checks", "demos"
+    "algorithms",
+    "credits",
+    "engines",
+    "stores",
+    "keepers",
+    "runners",
+    "trackers",
+    "commands",
+    "checks",
+    "demos",
+    "sites",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.runner.protocol import Agent, Runner
+    from lightning.server.protocol import Host, Site
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
 
@@ -172,6 +173,10 @@ class Plugins:
     def demo(self, name: str) -> Callable[[], Demo]:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
+
+    def site(self, name: str) -> Callable[[Host], Site]:
+        """The factory of what answers below `/NAME` on servers."""
+        return cast("Callable[[Host], Site]", self.get("sites", name))
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""

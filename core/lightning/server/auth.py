@@ -143,11 +143,15 @@ class Authenticator:
         token = await self._token(identity)
         if not hmac.compare_digest(digest_of(secret), NOBODY if token is None else token.digest) or token is None:
             raise _refused("invalid_token", "The token is not one of this server.")
-        if token.revoked_at is not None:
-            raise _refused("revoked_token", f"The token {identity} was revoked.")
-        if token.expires_at is not None and token.expires_at <= time.time():
-            raise _refused("expired_token", f"The token {identity} has expired.")
-        return Principal(identity, token.name, token.scope, None if token.project == ALL_PROJECTS else token.project)
+        return _holder(token)
+
+    async def still(self, identity: str) -> Principal:
+        """The holder of the token with this id, which `principal` has verified before. Raises as `principal` does when it has
+        expired or was revoked since."""
+        token = await self._token(identity)
+        if token is None:
+            raise _refused("invalid_token", "The token is not one of this server.")
+        return _holder(token)
 
     async def _token(self, identity: str) -> Token | None:
         """What the store says, or said less than `CACHE_SECONDS` ago. Unknown ids are not remembered: a new token works at
@@ -165,6 +169,15 @@ class Authenticator:
         if len(self._known) > CACHED:
             self._known.popitem(last=False)
         return token
+
+
+def _holder(token: Token) -> Principal:
+    """Whose token it is. Raises `ApiError` (401) for one that opens nothing any more."""
+    if token.revoked_at is not None:
+        raise _refused("revoked_token", f"The token {token.id} was revoked.")
+    if token.expires_at is not None and token.expires_at <= time.time():
+        raise _refused("expired_token", f"The token {token.id} has expired.")
+    return Principal(token.id, token.name, token.scope, None if token.project == ALL_PROJECTS else token.project)
 
 
 def _refused(kind: str, why: str) -> ApiError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning.plugins import plugins
 from lightning.policy_server import make_policy_server
 from lightning.policy_server.auto_settings import Demand
 from lightning.policy_server.protocol import PolicyServer
-from lightning.server.auth import check_exposure
+from lightning.server.auth import Authenticator, check_exposure
 from lightning.server.control import (
     RUNNER_FILE,
     Control,
@@ -34,11 +34,13 @@ from lightning.server.control import (
     runner_token,
     token_file,
 )
+from lightning.server.protocol import Host
+from lightning.server.sites import mount_sites
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.runs import claim_folder
-from lightning.trainer.stack import check_ports, open_gateway
-from lightning.types import LLM, Rollout, Run, Task, new_id
+from lightning.trainer.stack import check_ports, make_gateway
+from lightning.types import DEFAULT_PROJECT, LLM, Json, Rollout, Run, Task, new_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,12 @@ class RunningServer:
     policy: PolicyServer
     gateway: Gateway
     log: Path
+    sites: tuple[str, ...] = ()
+    """Below which paths plugins answer, such as `/console`."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
         """A key that is valid for `ttl` seconds; its calls are recorded as one rollout called `name`."""
-        run = await self.store.put_run(Run(new_id("session"), name, self.run.config, time.time()))
-        rollout = Rollout(f"{run.id}/0", run.id, Task(input=name), run.id, split="serve", max_attempts=1)
-        await self.store.create_rollouts([rollout])
-        # A run of its own, so that the lease is of this session and no other.
-        (lease,) = await self.store.lease(run.id, f"{self.run.id}/server", limit=1, ttl=ttl)
-        return LLM(f"{self.gateway.url}/v1", self.gateway.issue(rollout.id, lease.attempt, ttl=ttl), "policy")
+        return await _Sessions(self.store, self.gateway, self.run.config)(name, ttl)
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds` when given; raises `PolicyServerError` when the policy server dies before."""
@@ -67,6 +66,25 @@ class RunningServer:
         except TimeoutError:
             return
         raise PolicyServerError(f"the policy server died; its log is {self.log}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sessions:
+    """Sessions on a gateway, each a run of its own with one rollout. `config` is kept with those of the server's own model."""
+
+    store: Store
+    gateway: Gateway
+    config: Mapping[str, Json]
+
+    async def __call__(self, name: str, ttl: float, *, project: str = DEFAULT_PROJECT, run: str = "") -> LLM:
+        """See `OpenSession`."""
+        about = {"session_of": run} if run else self.config
+        session = await self.store.put_run(Run(new_id("session"), name, about, time.time(), project))
+        rollout = Rollout(f"{session.id}/0", session.id, Task(input=name), session.id, split="serve", max_attempts=1)
+        await self.store.create_rollouts([rollout])
+        # A run of its own, so that the lease is of this session and no other.
+        (lease,) = await self.store.lease(session.id, f"{session.id}/server", limit=1, ttl=ttl)
+        return LLM(f"{self.gateway.url}/v1", self.gateway.issue(rollout.id, lease.attempt, ttl=ttl, run=run), "policy")
 
 
 @asynccontextmanager
@@ -95,8 +113,13 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         policy = make_policy_server(model, config.policy_server, log=folder / "vllm.log", claims=False, demand=demand)
         resources.push_async_callback(policy.close)
         await policy.start()
-        gateway = await open_gateway(resources, store, policy, config, run.id)
-        yield RunningServer(run, store, policy, gateway, folder / "vllm.log")
+        gateway = await make_gateway(store, policy, config, run.id)
+        resources.push_async_callback(gateway.close)
+        sessions = _Sessions(store, gateway, run.config)
+        host = Host("", "", store, Authenticator(store), sessions, gateway.served, own_model=True)
+        sites = mount_sites(resources, gateway, host)
+        await gateway.start()
+        yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(sites))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +131,8 @@ class Server:
     store: Store
     admin_file: Path | None
     runner_file: Path | None
+    sites: tuple[str, ...] = ()
+    """Below which paths plugins answer, such as `/console`."""
 
     async def wait(self, seconds: float | None = None) -> None:
         """Return after `seconds`; without them, never."""
@@ -137,9 +162,12 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(gateway.close)
         control = Control(store, gateway, config)
         resources.push_async_callback(control.close)
+        sessions = _Sessions(store, gateway, {})
+        public = config.server.public_url.rstrip("/")
+        sites = mount_sites(resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served))
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)
         if admin is not None or file.is_file():
             file, _ = await runner_token(store, folder, project)
-        yield Server(control.url, store, admin, file if file.is_file() else None)
+        yield Server(control.url, store, admin, file if file.is_file() else None, tuple(sites))

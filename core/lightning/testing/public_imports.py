@@ -35,7 +35,13 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.store",
         ),
         "an adapter, of spans": ("lightning.instrument.tracer_provider", "lightning.plugins.importing"),
-        "a server of any kind": ("lightning.addresses", "lightning.asyncio_utils"),
+        "a server of any kind": (
+            "lightning.addresses",
+            "lightning.asyncio_utils",
+            "lightning.gateway.connections",
+            "lightning.server.auth",
+            "lightning.server.errors",
+        ),
         "a command, a check": (
             "lightning.cli.check",
             "lightning.cli.locate",
@@ -89,7 +95,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.policy_server.weight_transfer",
             "lightning.policy_server.weight_transfer.transfer",
         ),
-        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace"),
+        "a tracker": ("lightning.spans.attributes", "lightning.spans.trace", "lightning.store.exchanges"),
         "a search": (
             "lightning.instrument.components",
             "lightning.store.resource_ref",
@@ -107,7 +113,6 @@ PUBLIC: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "lightning.server.agents",
             "lightning.server.projects",
             "lightning.store.epochs",
-            "lightning.store.exchanges",
         ),
         "a replay of training": (
             "lightning.maintenance.prune",

@@ -37,3 +37,11 @@ class RolloutTracker(Tracker, Protocol):
     """A tracker that is also told of each attempt of each rollout that has ended for good."""
 
     def attempt(self, record: AttemptRecord) -> None: ...
+
+
+@runtime_checkable
+class AlertTracker(Tracker, Protocol):
+    """A tracker that is also told of alarms: `alert` is what targets of `trainer.alerts` get (`run`, `step`, `cause`, `text`
+    with the cure, ...), whether or not there are any."""
+
+    def alert(self, alert: Mapping[str, Json]) -> None: ...

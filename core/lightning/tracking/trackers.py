@@ -1,4 +1,4 @@
-"""Hands the metrics of each step, and finished rollouts, to every tracker of a run, each in a thread of its own.
+"""Hands the metrics of each step, alarms and finished rollouts to every tracker of a run, each in a thread of its own.
 
 The invariant: training neither waits for a tracker nor fails with one. One that cannot start is left out; later a call that
 fails costs what was told by it and no more, for a run outlives a full disk and a backend that is down.
@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, cast
 
 from lightning.config import Config
+from lightning.gateway.redaction import redacted_json
 from lightning.plugins import plugins
 from lightning.store.protocol import Store
-from lightning.tracking.protocol import AttemptRecord, RolloutTracker, Tracker
+from lightning.tracking.protocol import AlertTracker, AttemptRecord, RolloutTracker, Tracker
 from lightning.types import Json, Rollout
 
 logger = logging.getLogger(__name__)
@@ -28,15 +29,27 @@ CLOSE_SECONDS = 20.0
 MAX_WAITING = 4096
 """Finished rollouts that wait for one tracker; what is more is not told, since a backend that is down stays down for long."""
 
-_Item: TypeAlias = "tuple[int, dict[str, float]] | Rollout | None"
+_Told: TypeAlias = "tuple[int, dict[str, float]] | dict[str, Json] | Rollout"
+"""The metrics of a step, an alarm, or a rollout that has ended."""
 
 
 class Trackers:
-    """The trackers of one run, as a context. Raises `PluginError` for a name that no plugin registers."""
+    """The trackers of one run, as a context. They are told the settings, without credentials, and what else stands in `about`.
+    Raises `PluginError` for a name that no plugin registers."""
 
-    def __init__(self, names: Sequence[str], config: Config, *, run: str, folder: Path, store: Store) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        config: Config,
+        *,
+        run: str,
+        folder: Path,
+        store: Store,
+        about: Mapping[str, Json] | None = None,
+    ) -> None:
         factories = [(name, plugins().tracker(name)) for name in dict.fromkeys(names)]
-        described: Mapping[str, Json] = config.model_dump(mode="json")
+        said = redacted_json({**(about or {}), **config.model_dump(mode="json")}, "settings") if factories else {}
+        described = cast("Mapping[str, Json]", said)
         self._feeds = [_Feed(name, factory, config, run, described, folder, store) for name, factory in factories]
 
     def __enter__(self) -> Self:
@@ -56,6 +69,11 @@ class Trackers:
         """Pass the metrics of a step on; returns at once."""
         for feed in self._feeds:
             feed.put((step, dict(values)))
+
+    def alert(self, alert: dict[str, Json]) -> None:
+        """Pass an alarm on to the trackers that have a place for it; returns at once."""
+        for feed in self._feeds:
+            feed.put(alert)
 
     def finished(self, rollout: Rollout) -> None:
         """A rollout has ended for good; trackers that want to know read it from the store in their own thread."""
@@ -78,7 +96,7 @@ class _Feed:
     ) -> None:
         self._name, self._factory, self._config, self._store = name, factory, config, store
         self._run, self._described, self._folder = run, described, folder
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Told | None] = queue.SimpleQueue()
         self._wants_rollouts = True  # until the tracker is made, nobody knows
         self._missed, self._failed = 0, 0
         # A daemon: a tracker that hangs for ever must not keep the process.
@@ -87,7 +105,7 @@ class _Feed:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: _Told | None) -> None:
         if self._thread.is_alive():
             self._queue.put(item)
 
@@ -126,10 +144,13 @@ class _Feed:
         except Exception as error:  # noqa: BLE001 — a tracker is a stranger's code and no reason to stop training
             logger.warning("the tracker %r failed and is left out from here on: %s", self._name, error or repr(error))
 
-    def _tell(self, tracker: Tracker, item: tuple[int, dict[str, float]] | Rollout, loop: asyncio.Runner) -> None:
+    def _tell(self, tracker: Tracker, item: _Told, loop: asyncio.Runner) -> None:
         try:
             if isinstance(item, tuple):
                 tracker.log(*item)
+            elif isinstance(item, dict):
+                if isinstance(tracker, AlertTracker):
+                    tracker.alert(item)
             elif isinstance(tracker, RolloutTracker):
                 for record in loop.run(attempts_of(self._store, item)):
                     tracker.attempt(record)

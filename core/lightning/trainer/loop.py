@@ -169,7 +169,9 @@ class Loop:
     def alert(self, step: int, found: Sequence[Diagnosis]) -> None:
         """Tell who wants to know of what is serious."""
         for alarm in (each for each in found if each.serious):
-            self.alerts.send({"run": self.stack.run.id, "step": step, **alarm.to_json()})
+            told: dict[str, Json] = {"run": self.stack.run.id, "step": step, **alarm.to_json()}
+            self.alerts.send(told)
+            self.trackers.alert(told)
 
     async def context(self, step: int, result: StepResult) -> dict[str, Json]:
         """How the step was computed, for its record."""

@@ -304,8 +304,14 @@ class Trainer:
         await keep_epochs(stack.store, stack.run, epochs)
         await mark_over(stack.store, stack.run.id, False)
         await stack.prompts.keep(stack.store, stack.run.id)
+        described = self._described((), ())
         trackers = Trackers(
-            self.config.trainer.trackers, self.config, run=stack.run.id, folder=self.out, store=stack.store
+            self.config.trainer.trackers,
+            self.config,
+            run=stack.run.id,
+            folder=self.out,
+            store=stack.store,
+            about={name: described[name] for name in ("model", "algorithm", "train_agents")},
         )
         return resources.enter_context(trackers)
 

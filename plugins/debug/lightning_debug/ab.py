@@ -26,7 +26,7 @@ from lightning.types import Fault, Json, Resource, ResourceKind, Rollout, Task
 from lightning_debug.divergence import first_difference
 from lightning_debug.evaluate import Evaluator, Setup, Variant, check_any_scored
 from lightning_debug.statistics import SequentialTest
-from lightning_debug.transcript import text_of, with_numbered_ids
+from lightning_debug.transcript import text_of, tool_calls_of, with_numbered_ids
 
 AT_ONCE: Final = 16
 """Rollouts of each variant between two looks, where both share a vLLM; at most what runs at once."""
@@ -127,7 +127,7 @@ async def compare(
             for run, rollouts in new.items():
                 every[run] += rollouts
             _check_bounds([*new[a.run], *new[b.run]], bounds)
-            found = [*_paired(new[a.run], new[b.run], setup.n, bounds[0])]
+            found = [*paired_tasks(new[a.run], new[b.run], setup.n, bounds[0])]
             paired += [each for each, _ in found if each is not None]
             lost += sum(gone for _, gone in found)
             test.add([_within(each.difference, test) for each, _ in found if each is not None])
@@ -193,7 +193,7 @@ def _check_bounds(rollouts: Sequence[Rollout], bounds: tuple[float, float]) -> N
             )
 
 
-def _paired(
+def paired_tasks(
     a: Sequence[Rollout], b: Sequence[Rollout], n: int, lowest: float
 ) -> Iterator[tuple[PairedTask | None, int]]:
     """Each task, and how many of its pairs are lost; None where all are. Both lists have n rollouts for each task, in order."""
@@ -218,10 +218,10 @@ def _paired(
         yield PairedTask(a[first].task.id, mean_a, mean_b, worst_a.id, worst_b.id), n - len(pairs)
 
 
-async def divergent_call(store: Store, a: str, b: str) -> DivergentCall | None:
+async def divergent_call(store: Store, a: str, b: str, store_of_b: Store | None = None) -> DivergentCall | None:
     """The first call, by who made it and in which order, where two rollouts differ in the request or in the answer; None where
-    none does."""
-    ours, theirs = await _calls(store, a), await _calls(store, b)
+    none does. Both are in `store`, unless B has its own."""
+    ours, theirs = await _calls(store, a), await _calls(store_of_b or store, b)
     waiting: dict[str, list[_Call]] = {}
     for call in theirs:
         waiting.setdefault(call.caller, []).append(call)
@@ -257,7 +257,8 @@ async def _calls(store: Store, rollout: str) -> list[_Call]:
             continue
         said = with_numbered_ids(exchange.request, numbers) if exchange is not None else None
         request = said if isinstance(said, dict) else {"prompt": list(transition.prompt_ids)}
-        text = "" if exchange is None else text_of(exchange.reply)
+        reply = None if exchange is None else exchange.reply
+        text = " ".join(filter(None, [text_of(reply), *map(str, tool_calls_of(reply))]))
         made.append(_Call(transition.caller.name, request, list(transition.response_ids), text))
     return made
 

@@ -1,1 +1,1 @@
-"""Trackers of other systems: TensorBoard and OpenTelemetry. Each is imported when a run begins that asks for it."""
+"""Trackers of other systems, from TensorBoard to W&B. Each is imported when a run begins that asks for it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 
 from lightning.spans import attributes as genai
@@ -20,9 +19,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from lightning_trackers.shared import LOST, facts_of, times_of
+
 MODEL = "policy"
 """The name by which agents call the model that is trained, whichever it is (docs/gateway.md)."""
-LOST = "the attempt was lost through no fault of the agent, and the rollout was tried again"
 STATUS = {"ok": StatusCode.OK, "error": StatusCode.ERROR, "unset": StatusCode.UNSET}
 
 
@@ -47,22 +47,11 @@ class TraceMaker:
 
     def _top(self, record: AttemptRecord, context: SpanContext) -> ReadableSpan:
         rollout = record.rollout
-        begin, end = _times(record)
-        attributes: dict[str, Json] = {
-            genai.OPERATION: genai.INVOKE_AGENT,
-            "lightning.run": self._run,
-            "lightning.rollout": rollout.id,
-            "lightning.attempt": record.attempt,
-            "lightning.task": rollout.task.id,
-            "lightning.group": rollout.group,
-            "lightning.step": rollout.step,
-            "lightning.split": rollout.split,
-        }
+        begin, end = times_of(record)
+        attributes: dict[str, Json] = {genai.OPERATION: genai.INVOKE_AGENT, "lightning.run": self._run}
+        attributes |= {f"lightning.{name}": value for name, value in facts_of(record).items()}
         status = Status(StatusCode.ERROR, LOST)
         if record.attempt == rollout.attempt:
-            attributes |= {"lightning.status": rollout.status.value, "lightning.reward": rollout.reward}
-            attributes |= {f"lightning.reward.{name}": value for name, value in rollout.rewards.items()}
-            attributes["lightning.fault"] = rollout.fault
             good = rollout.status is Stands.SUCCEEDED
             status = Status(StatusCode.OK) if good else Status(StatusCode.ERROR, rollout.error)
         return ReadableSpan(
@@ -161,16 +150,6 @@ def _made_id(*names: str) -> str:
 
 def _context(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-
-
-def _times(record: AttemptRecord) -> tuple[float, float]:
-    """When the attempt began and ended, as far as what happened in it tells; its own duration is known, not its beginning."""
-    happened: list[Transition | Span] = [*record.transitions, *record.spans]
-    begins = [one.started_at for one in happened]
-    ends = [*(one.ended_at for one in happened), *(event.at for event in record.tool_events)]
-    end = max(ends, default=time.time())
-    seconds = record.rollout.seconds if record.attempt == record.rollout.attempt else 0.0
-    return min([*begins, end - seconds]), end
 
 
 def _named(caller: Caller) -> Mapping[str, Json]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.config import Config
+from lightning.config import Config, with_settings
 from lightning.errors import PluginError
 from lightning.plugins import Plugins
 from lightning.store.memory import MemoryStore
@@ -122,6 +122,29 @@ async def test_an_attempt_that_is_not_taken_costs_that_attempt_alone(
     await asyncio.to_thread(told)
     await store.close()
     assert [call for call in module.calls if isinstance(call, str)] == ["first", "second"]
+
+
+def test_alarms_reach_those_that_have_a_place_for_them(
+    tracker, tmp_path: Path, warnings_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tracker("mine")
+    monkeypatch.setattr(module.Tracker, "alert", lambda self, alert: module.calls.append(alert), raising=False)
+    with Trackers(["mine", "jsonl"], Config(), run="a", folder=tmp_path, store=MemoryStore()) as run:
+        run.alert({"cause": "collapsed"})
+        run.log(0, {"reward": 0.5})
+    assert module.calls == [("start", "a"), {"cause": "collapsed"}, ("log", 0, {"reward": 0.5}), ("close",)]
+    assert warnings_of() == []
+
+
+def test_settings_are_told_without_credentials(tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tracker("mine")
+    monkeypatch.setattr(module.Tracker, "start", lambda self, run, config, folder: module.calls.append(config))
+    config = with_settings(Config(), {"runner.k8s.env": {"PLACE": "sk-" + "a1B2" * 10, "API_KEY": "plain"}})
+    with Trackers(["mine"], config, run="a", folder=tmp_path, store=MemoryStore(), about={"model": "tiny"}):
+        pass
+    said = module.calls[0]
+    assert (said["model"], said["trainer"]["steps"]) == ("tiny", Config().trainer.steps)
+    assert said["runner"]["k8s"]["env"] == {"PLACE": "[redacted]", "API_KEY": "[redacted]"}
 
 
 def test_one_that_hangs_does_not_keep_the_run(tracker, tmp_path: Path, warnings_of, monkeypatch) -> None:

@@ -221,14 +221,19 @@ def test_much_that_is_masked_is_told_once_with_its_cure(caplog: pytest.LogCaptur
         assert cure in record.getMessage()
 
 
-async def test_a_serious_finding_is_told_to_who_wants_to_know(bench: Any, tmp_path: Path) -> None:
+async def test_a_serious_finding_is_told_to_who_wants_to_know(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = tmp_path / "told"
+    heard: list[Any] = []
     program = f"command:{sys.executable} -c \"import sys; open('{told}', 'a').write(sys.stdin.read() + chr(10))\""
     script = {"script": lambda body: Reply("xxx")}
     async with bench(
         tmp_path / "r", trainer__steps=6, trainer__eval_every=0, trainer__alerts=(program,), **script
     ) as made:
+        monkeypatch.setattr(made.loop.trackers, "alert", heard.append)
         await made.loop.run({})
     (alert,) = [json.loads(line) for line in told.read_text().splitlines()]
+    assert heard == [alert], "trackers hear of it as well"
     assert (alert["run"], alert["cause"], alert["step"], alert["steps"]) == ("run", "equal groups", 4, [0, 1, 2, 3, 4])
     assert "learnable" in alert["text"]

@@ -1,0 +1,33 @@
+"""The sites that plugins bring, on a gateway's port.
+
+The invariant: a site that cannot be made is named in the log and left out, and the server serves without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from lightning.errors import LightningError
+from lightning.gateway import Gateway
+from lightning.plugins import plugins
+from lightning.server.protocol import Host
+
+logger = logging.getLogger(__name__)
+
+
+def mount_sites(resources: AsyncExitStack, gateway: Gateway, host: Host) -> list[str]:
+    """Mount every site before the gateway starts; `resources` closes them. Returns their paths."""
+    mounted = []
+    for name in plugins().names("sites"):
+        path = f"/{name}"
+        try:
+            site = plugins().site(name)(replace(host, path=path))
+            gateway.mount(site, name)
+        except LightningError as error:
+            logger.warning("nothing answers at %s: %s", path, error)
+            continue
+        resources.push_async_callback(site.close)
+        mounted.append(path)
+    return mounted

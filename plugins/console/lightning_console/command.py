@@ -1,0 +1,121 @@
+"""`lightning console`: a page on which people see their agent learn; the same as a folder, or as tools for a coding agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lightning.asyncio_utils import run_to_end
+from lightning.cli.locate import locate
+from lightning.cli.output import escape, say
+from lightning.cli.runs import databases
+from lightning.errors import ConfigError, MissingExtraError
+from lightning.store.resource_ref import run_id_of, store_in
+from lightning.store.url import redacted
+
+from lightning_console.address import Address
+from lightning_console.places import Places
+
+SKILL = Path(__file__).parent / "SKILL.md"
+PATIENCE = "patience=5"
+"""How long a page waits for a server that does not answer, in seconds, unless its URL says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a command line names: a place, and the address of the first page there."""
+
+    where: str
+    start: str
+
+
+def console(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN|FOLDER|STORE-URL|SERVER-URL]",
+            help="A run, a folder of runs, a store's URL, or a server's (with a token in LIGHTNING_TOKEN).",
+        ),
+    ] = "runs",
+    port: Annotated[int, typer.Option(help="The port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the pages into a folder that opens without a server, and stop."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="With --export: maximum number of rollouts.", min=1)] = 100,
+    mcp: Annotated[
+        bool, typer.Option("--mcp", help="Answer a coding agent on standard input and output, as an MCP server.")
+    ] = False,
+    skill: Annotated[
+        bool, typer.Option("--skill", help="Print what a coding agent should know about lightning (SKILL.md).")
+    ] = False,
+    seconds: Annotated[float | None, typer.Option(help="Stop after this many seconds; default: at Ctrl-C.")] = None,
+) -> None:
+    """Open a page on which you see your agent learn, and why: runs, steps, groups, rollouts and single tokens."""
+    if skill:
+        typer.echo(SKILL.read_text(encoding="utf-8"), nl=False)
+        return
+    if mcp and export is not None:
+        raise ConfigError("give --mcp or --export DIR: one of the two")
+    target = find(place)
+    if export is not None:
+        from lightning_console.export import export_pages
+
+        written = asyncio.run(export_pages(target.where, target.start, export, rollouts=limit))
+        say(f"{escape(str(written.index))} opens in a browser: {escape(written.said)}")
+    elif mcp:
+        from lightning_console.mcp_server import serve_stdio
+
+        asyncio.run(serve_stdio(target.where))
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            run_to_end(_serve(target, port, browser, seconds))
+
+
+def find(place: str) -> Target:
+    """What a command line names. Raises `ConfigError` for a place that is none."""
+    if "://" in place:
+        is_server = place.partition("://")[0] in ("http", "https")
+        return Target(_patient(place) if is_server else place, "runs")
+    path = Path(place)
+    if store_in(path):
+        return Target(place, str(Address("run", (run_id_of(path),))))
+    if not path.exists() and place != "runs":
+        with contextlib.suppress(ConfigError):
+            locate(place, Path("runs"))
+            return find(str(Path("runs") / place))
+    databases(place)  # says what is wrong
+    return Target(place, "runs")
+
+
+def _patient(url: str) -> str:
+    if "patience=" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}{PATIENCE}"
+
+
+async def _serve(target: Target, port: int, browser: bool, seconds: float | None) -> None:
+    from lightning_console.web.local import local_console
+
+    places = Places(target.where)
+    await places.stores()
+    for url, why in places.unreadable.items():
+        if len(places.unreadable) == len(databases(target.where)):
+            await places.close()
+            raise ConfigError(f"{url}: {why}")
+        say(f"{escape(url)} is left out: {escape(why)}")
+    async with local_console(places, port=port, start=target.start) as running:
+        try:
+            await asyncio.shield(running.ready)
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("console", str(error.name)) from error
+        say(f"{escape(redacted(target.where))} is shown at {running.url} (Ctrl-C ends it)")
+        if browser:
+            await asyncio.to_thread(webbrowser.open, running.url)
+        await (asyncio.Event().wait() if seconds is None else asyncio.sleep(seconds))

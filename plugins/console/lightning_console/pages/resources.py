@@ -1,0 +1,239 @@
+"""Prompts and weights: which versions there are, what each earned, which is live, and how two differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from lightning.store.protocol import LATEST, ResourceUse
+from lightning.types import Resource
+
+from lightning_console.address import Address
+from lightning_console.blocks import (
+    Action,
+    Actions,
+    Block,
+    Cell,
+    Column,
+    Control,
+    Controls,
+    Diff,
+    Fact,
+    Facts,
+    Link,
+    Message,
+    Messages,
+    Notice,
+    Notices,
+    Page,
+    Table,
+)
+from lightning_console.pages.words import NONE, count, number, to, when, written
+from lightning_console.places import Places, key_of
+from lightning_console.queries.resources import ResourceView, list_resources, resource_view
+
+ABOVE = (Link("Runs", "runs"), Link("Prompts and weights", "resources"))
+LONGEST = 100_000
+"""Characters of a content."""
+
+
+async def page(places: Places, address: Address) -> Page:
+    """The list of resources, or the page of one."""
+    if not address.about:
+        return await _list(places, address)
+    view = await resource_view(places, address.about[0], address.option("store"))
+    newest = view.versions[0].version
+    after = view.version(address.number("to", newest))
+    before = view.version(address.number("from", _before(view, after.version)))
+    blocks: list[Block] = [_facts(view), _actions(view, after), _versions(view), _uses(view)]
+    if view.elsewhere:
+        marks = [(view.mark, view.store), *view.elsewhere.items()]
+        own = Address(address.page, address.about)
+        blocks.insert(0, Controls(str(own), [Control("store", "store", view.mark, marks)]))
+    blocks += _content(address, view, before, after)
+    blocks.append(_moves(view))
+    return Page(str(address), view.name, blocks, ABOVE)
+
+
+def _before(view: ResourceView, version: int) -> int:
+    """What a version is compared with: the one that it was made from, else the one before it."""
+    parent = view.version(version).metadata.get("parent")
+    known = {each.version for each in view.versions}
+    if isinstance(parent, int) and parent in known:
+        return parent
+    return max((each for each in known if each < version), default=version)
+
+
+async def _list(places: Places, address: Address) -> Page:
+    lines, unreadable = await list_resources(places)
+    rows = [
+        [
+            Cell(line.name, to("resources", line.name, store=line.mark)),
+            Cell(line.kind),
+            Cell(count(line.versions)),
+            Cell(", ".join(f"{alias} = {version}" for alias, version in line.aliases.items()) or NONE),
+            Cell(when(line.created_at)),
+            Cell(line.store),
+        ]
+        for line in sorted(lines, key=lambda each: (-each.created_at, each.name))
+    ]
+    columns = [
+        Column("name"),
+        Column("kind"),
+        Column("versions", "number"),
+        Column("aliases"),
+        Column("newest"),
+        Column("store"),
+    ]
+    empty = "no prompts or weights here: prompt optimisation makes them, and `lightning resources put`"
+    blocks: list[Block] = [Table(columns, rows, empty=empty)]
+    if unreadable:
+        blocks.insert(0, Notices([Notice(f"{url} cannot be read", "bad", why) for url, why in unreadable.items()]))
+    return Page(str(address), "Prompts and weights", blocks, ABOVE[:1])
+
+
+def _facts(view: ResourceView) -> Facts:
+    facts = [Fact("kind", str(view.versions[0].kind)), Fact("versions", count(len(view.versions) + view.left_out))]
+    facts += [
+        Fact(alias.alias, f"version {alias.version}", f"since {when(alias.at)}" if alias.at else "")
+        for alias in view.aliases
+    ]
+    return Facts([*facts, Fact("store", view.store)])
+
+
+def _versions(view: ResourceView) -> Table:
+    rows = []
+    for each in view.versions:
+        named = [alias.alias for alias in view.aliases if alias.version == each.version]
+        scored = [use for use in view.uses if use.version == each.version]
+        rows.append(
+            [
+                Cell(str(each.version), _shown(view, each.version)),
+                Cell(", ".join(named) or NONE),
+                Cell(when(each.created_at)),
+                Cell(count(sum(use.rollouts for use in scored))),
+                Cell(number(_mean(scored))),
+                Cell(written(dict(each.metadata)) if each.metadata else NONE),
+                Cell(each.digest[:12]),
+            ]
+        )
+    columns = [
+        Column("version", "number"),
+        Column("aliases"),
+        Column("made"),
+        Column("rollouts", "number"),
+        Column("mean reward", "number", "over all runs and splits"),
+        Column("how it came to be"),
+        Column("SHA-256"),
+    ]
+    note = f"{count(view.left_out)} older versions are not shown" if view.left_out else ""
+    return Table(columns, rows, title="Versions", note=note)
+
+
+def _mean(uses: Sequence[ResourceUse]) -> float | None:
+    scored = sum(use.scored for use in uses)
+    return sum((use.reward or 0.0) * use.scored for use in uses) / scored if scored else None
+
+
+def _shown(view: ResourceView, version: int) -> str:
+    return to("resources", view.name, store=view.mark, to=version)
+
+
+def _uses(view: ResourceView) -> Table:
+    rows = [
+        [
+            Cell(str(use.version), _shown(view, use.version)),
+            Cell(use.run, to("run", key_of(use.run, view.store))),
+            Cell(use.split),
+            Cell(count(use.rollouts)),
+            Cell(count(use.failed), tone="bad" if use.failed else ""),
+            Cell(number(use.reward)),
+        ]
+        for use in view.uses
+    ]
+    columns = [
+        Column("version", "number"),
+        Column("run"),
+        Column("split"),
+        Column("rollouts", "number"),
+        Column("failed", "number"),
+        Column("mean reward", "number"),
+    ]
+    return Table(columns, rows, title="What each earned", empty="no rollout has run with it yet")
+
+
+def _content(address: Address, view: ResourceView, before: Resource, after: Resource) -> list[Block]:
+    if before.version == after.version:
+        text = _text(after)
+        return [Messages([Message("system", text, f"version {after.version}")], title="Content")]
+    choices = [(str(each.version), f"version {each.version}") for each in view.versions]
+    return [
+        Controls(
+            str(address),
+            [
+                Control("from", "from", str(before.version), choices),
+                Control("to", "to", str(after.version), choices),
+            ],
+        ),
+        Diff(
+            f"version {before.version}",
+            f"version {after.version}",
+            _text(before),
+            _text(after),
+            _shown(view, before.version),
+            _shown(view, after.version),
+            title="What is different",
+        ),
+    ]
+
+
+def _text(resource: Resource) -> str:
+    content = resource.content
+    text = content if isinstance(content, str) else json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… ({len(text) - LONGEST} characters more)"
+
+
+def _actions(view: ResourceView, chosen: Resource) -> Actions:
+    """What may be done with the version that is shown."""
+    actions = []
+    about = {"store": view.store, "name": view.name}
+    for alias in view.aliases:
+        if alias.alias == LATEST:
+            continue
+        if alias.version != chosen.version:
+            actions.append(
+                Action(
+                    "promote",
+                    f"point {alias.alias} to version {chosen.version}",
+                    {**about, "alias": alias.alias, "version": chosen.version},
+                    f"{alias.alias} points to version {alias.version} now. Point it to version {chosen.version}?",
+                )
+            )
+        if len(view.moves[alias.alias]) > 1:
+            actions.append(
+                Action(
+                    "roll_back",
+                    f"roll {alias.alias} back",
+                    {**about, "alias": alias.alias, "version": alias.version},
+                    f"point {alias.alias} to where it pointed before version {alias.version}?",
+                )
+            )
+    actions.append(
+        Action(
+            "promote",
+            f"point another alias to version {chosen.version}",
+            {**about, "version": chosen.version},
+            f"point it to version {chosen.version}?",
+            [("alias", "alias")],
+        )
+    )
+    return Actions(actions, title=f"Version {chosen.version}")
+
+
+def _moves(view: ResourceView) -> Table:
+    moves = sorted((move for moves in view.moves.values() for move in moves), key=lambda each: -each.at)
+    rows = [
+        [Cell(move.alias), Cell(str(move.version), _shown(view, move.version)), Cell(when(move.at))] for move in moves
+    ]
+    columns = [Column("alias"), Column("version", "number"), Column("since")]
+    return Table(columns, rows, title="Where aliases pointed", empty="no alias but latest, which moves by itself")

@@ -1,0 +1,190 @@
+"""A rollout's conversation as people read it: each message once, in the order in which it was said.
+
+The invariant: a message that an agent sends again is not told again; what the agent changed of what was said before is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning.types import Json, StepState, Transition
+from lightning_debug.transcript import said_in
+
+from lightning_console.queries.said import Said
+from lightning_console.queries.tokens import Vocabulary
+
+MOST: Final = 500
+"""Messages that are told: the first ones."""
+LONGEST: Final = 20_000
+"""Characters of a text."""
+PROMPTS: Final = 2_000
+"""Tokens of a prompt that is told where its request is not recorded: the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One message. `call` is the number of the call that it was first sent with, or answers, from 1; `data` are arguments or
+    values as JSON, by name. `missing` says why it is not the recorded text."""
+
+    role: str
+    text: str
+    call: int
+    who: str = ""
+    tag: str = ""
+    data: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
+
+
+def conversation(
+    calls: Sequence[Transition], said: Sequence[Said], states: Sequence[StepState], vocabulary: Vocabulary
+) -> tuple[list[Line], int]:
+    """The messages of an attempt, and how many are left out."""
+    lines: list[Line] = []
+    told: dict[str, list[object]] = {}
+    asked: dict[str, str] = {}
+    waiting = list(states)
+    for number, (call, one) in enumerate(zip(calls, said, strict=True), 1):
+        name = call.caller.name
+        for state in [each for each in waiting if each.response_id == call.id]:
+            lines.append(_state(state, number))
+            waiting.remove(state)
+        if not call.choice:
+            given = list(_sent(one.request, asked)) if one.request else _decoded(call, vocabulary)
+            known = told.get(name, [])
+            fresh = _behind(known, [_key(each) for each in given])
+            lines += [_line(each, number, name) for each in given[fresh:]]
+            told[name] = [_key(each) for each in given]
+        answer = _Message("assistant", one.text, tuple((made.name, made.arguments) for made in one.tool_calls))
+        if answer.text or answer.calls or not call.status.answered:
+            end = call.finish_reason if call.finish_reason not in ("stop", "") else ""
+            choice = f"choice {call.choice + 1}" if call.choice else ""
+            tag = ", ".join(filter(None, [str(call.status) if call.status != "ok" else "", end, choice]))
+            lines.append(_line(answer, number, name, tag, one.missing))
+        told[name] = [*told.get(name, []), _key(answer)]
+    lines += [_state(state, len(calls)) for state in waiting]
+    return lines[:MOST], max(0, len(lines) - MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    role: str
+    text: str
+    calls: tuple[tuple[str, Any], ...] = ()
+    tool: str = ""
+    missing: str = ""
+
+
+def _key(message: _Message) -> object:
+    return message.role, message.text, json.dumps(message.calls, sort_keys=True, default=str)
+
+
+def _behind(known: Sequence[object], now: Sequence[object]) -> int:
+    """How many of the messages were told before: those that both begin with."""
+    count = 0
+    for one, other in zip(known, now, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _decoded(call: Transition, vocabulary: Vocabulary) -> list[_Message]:
+    ids = call.prompt_ids[-PROMPTS:]
+    if not len(ids):
+        return []
+    cut = f"… ({len(call.prompt_ids) - len(ids)} tokens before)\n" if len(ids) < len(call.prompt_ids) else ""
+    why = "its request is not recorded: this is the whole prompt, decoded from its token ids"
+    return [_Message("user", cut + vocabulary.text(ids), missing=why)]
+
+
+def _sent(request: Mapping[str, Any], asked: dict[str, str]) -> Iterator[_Message]:
+    """The messages of a request of any of the four APIs. `asked` are the tools' names by the ids of their calls so far."""
+    for name in ("system", "instructions"):
+        if request.get(name):
+            yield _Message("system", _text(request[name]))
+    if (prompt := request.get("prompt")) is not None:
+        yield _Message("user", prompt if isinstance(prompt, str) else _text(prompt))
+    items = request.get("messages") or request.get("input") or []
+    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items:
+        if isinstance(item, Mapping):
+            yield from _item(item, asked)
+
+
+def _item(item: Mapping[str, Any], asked: dict[str, str]) -> Iterator[_Message]:
+    _remember(item, asked)
+    role = {"developer": "system", "function": "tool"}.get(str(item.get("role")), str(item.get("role") or ""))
+    if item.get("type") == "function_call_output":
+        yield _Message("tool", _text(item.get("output")), tool=asked.get(str(item.get("call_id")), ""))
+        return
+    content = item.get("content")
+    results = [part for part in content or () if _is_result(part)] if isinstance(content, list) else []
+    for part in results:
+        yield _Message("tool", _text(part.get("content")), tool=asked.get(str(part.get("tool_use_id")), ""))
+    text, calls = said_in(item)
+    made = tuple((call.name, call.arguments) for call in calls)
+    if role == "tool":
+        tool = str(item.get("name") or asked.get(str(item.get("tool_call_id")), ""))
+        yield _Message("tool", text or _text(content), tool=tool)
+    elif made or text or not results:
+        others = [part for part in content if not _is_said(part)] if isinstance(content, list) else []
+        more = "".join(f"\n({part.get('type', 'a part')})" for part in others if isinstance(part, Mapping))
+        yield _Message(role or ("assistant" if made else "user"), text + more, made)
+
+
+def _is_result(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "tool_result"
+
+
+def _is_said(part: object) -> bool:
+    kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+    return kind in ("text", "input_text", "output_text", "tool_result") or kind.endswith(("_call", "tool_use"))
+
+
+def _remember(item: Mapping[str, Any], asked: dict[str, str]) -> None:
+    content = item.get("content")
+    parts = [item, *(item.get("tool_calls") or ()), *(content if isinstance(content, list) else ())]
+    for part in parts:
+        if isinstance(part, Mapping):
+            made = part.get("function")
+            name = made.get("name") if isinstance(made, Mapping) else part.get("name")
+            identity = part.get("call_id") or part.get("id")
+            if name and identity:
+                asked[str(identity)] = str(name)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) and "text" in part for part in value):
+        return "".join(str(part["text"]) for part in value)
+    return "" if value is None else written(value)
+
+
+def _line(message: _Message, number: int, who: str, tag: str = "", missing: str = "") -> Line:
+    data = tuple(
+        (name, cut(arguments if isinstance(arguments, str) else written(arguments)))
+        for name, arguments in message.calls
+    )
+    shown = who if message.role == "assistant" else message.tool
+    return Line(message.role, cut(message.text), number, shown, tag, data, missing or message.missing)
+
+
+def _state(state: StepState, number: int) -> Line:
+    values = state.values
+    data: tuple[tuple[str, str], ...] = ()
+    if isinstance(values, Mapping):
+        data = tuple((str(name), cut(written(value))) for name, value in values.items())
+    return Line("state", "" if data else cut(written(values)), number, state.name, data=data)
+
+
+def written(value: Json) -> str:
+    """A value as indented JSON; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1, default=str)
+
+
+def cut(text: str) -> str:
+    """A text of at most `LONGEST` characters."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… ({len(text) - LONGEST} characters more)"

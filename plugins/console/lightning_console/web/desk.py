@@ -1,0 +1,101 @@
+"""What a console's pages ask of it: to show an address, and to do an action.
+
+The invariant: a visitor sees the runs of their token's project and no others; an answer is bounded in time; and what fails is
+said on the page, while the console goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import orjson
+from lightning.errors import LightningError
+from lightning.store.protocol import Store
+
+from lightning_console import router
+from lightning_console.address import Address
+from lightning_console.blocks import Link, Notice, Notices, Page
+from lightning_console.places import Places
+from lightning_console.web import actions
+from lightning_console.web.chat import Chat
+from lightning_console.web.visitors import Visitor, visitor
+
+logger = logging.getLogger(__name__)
+
+SECONDS: Final = 60.0
+"""Until a page is given up."""
+TALKS: Final = ("say", "begin_again")
+
+
+class Desk:
+    """Answers the pages of all visitors. `places_of` gives what a visitor sees; `start` is the address of the first page."""
+
+    def __init__(
+        self,
+        places_of: Callable[[Visitor], Places],
+        chat: Chat,
+        *,
+        start: str = "runs",
+        where: str = "",
+        has_login: bool = False,
+    ) -> None:
+        self._places_of, self._chat = places_of, chat
+        self._start, self._where, self._has_login = start, where, has_login
+
+    async def show(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The page of `asked["address"]`, or that it is still the one whose digest is `asked["seen"]`."""
+        who = visitor()
+        address = str(asked.get("address") or self._start)
+        page = (await self._page(who, address)).to_json()
+        written = orjson.dumps(page, default=str, option=orjson.OPT_NON_STR_KEYS)
+        digest = hashlib.sha256(written).hexdigest()
+        if digest == asked.get("seen"):
+            return {"same": True, "live": page["live"]}
+        where = f"{self._where} · {who.name}" if who.name else self._where
+        said = {"digest": digest, "live": page["live"], "where": where, "leave": self._has_login}
+        return {"page": orjson.loads(written), **said}
+
+    async def act(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do the action `asked["name"]`; returns what was `said` of it, or the `error`."""
+        who, name = visitor(), str(asked.get("name"))
+        given = asked.get("arguments")
+        given = given if isinstance(given, dict) else {}
+        places = self._places_of(who)
+        try:
+            if name in TALKS:
+                return {"said": await self._chat.act(await self._store(places), who, name, given)}
+            async with asyncio.timeout(SECONDS):
+                return {"said": await actions.act(places, who, name, given)}
+        except TimeoutError:
+            return {"error": f"this took more than {SECONDS:g} s; look whether it was done before you try again"}
+        except LightningError as error:
+            return {"error": str(error)}
+
+    async def _page(self, who: Visitor, text: str) -> Page:
+        places = self._places_of(who)
+        try:
+            async with asyncio.timeout(SECONDS):
+                if text.partition("?")[0] == "chat":
+                    return await self._chat.page(await self._store(places), who, Address.parse(text))
+                page = await router.show(places, text)
+                return await actions.with_actions(places, who, page)
+        except TimeoutError:
+            return _cannot(text, f"this page took more than {SECONDS:g} s: it asks for too much, or its store is slow")
+        except LightningError as error:
+            return _cannot(text, str(error))
+        except Exception as error:
+            logger.exception("the page %r could not be made", text[:200])
+            return _cannot(text, f"a fault of the console: {type(error).__name__}: {error}; its log says more")
+
+    async def _store(self, places: Places) -> Store | None:
+        stores = await places.stores()
+        return next(iter(stores.values()), None)
+
+
+def _cannot(address: str, why: str) -> Page:
+    notices = Notices([Notice(why, "bad", links=(Link("all runs", "runs"),))])
+    return Page(address, "This cannot be shown", [notices], (Link("Runs", "runs"),), live=True)

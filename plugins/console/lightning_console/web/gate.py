@@ -1,0 +1,211 @@
+"""What stands before every page of a console: who may ask, from which page, for what.
+
+The invariant: without a session nothing is answered but the login page; no request that another site's page has sent does
+anything; and a page gets leave from the browser to ask this server alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qs, quote, urlsplit
+
+from lightning.errors import LightningError
+from lightning.server.errors import ApiError
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightning_console.web.visitors import VISITOR, Door, Visitor
+
+STATIC: Final = Path(__file__).parent.parent / "static"
+LONGEST_FORM: Final = 4_096
+"""Bytes of the login form."""
+FILES: Final = "lightning"
+"""Below it are the console's own scripts and styles."""
+PAGES: Final = frozenset({"", "assets", "static", "svelte", "theme.css", "config", "manifest.json", "favicon.ico"})
+CALLS: Final = frozenset({"component_server", "info", "startup-events", "heartbeat", "app_id"})
+"""What of Gradio's own routes is answered: not uploads, files, proxies, queues or monitoring, which no page here uses."""
+HEADERS: Final = {
+    "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' data: blob:; "
+    "worker-src 'self' blob:; frame-ancestors 'none'; base-uri 'self'; form-action 'self'; object-src 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+LOGIN: Final = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Log in · lightning</title>
+<link rel="icon" href="data:,">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>:root{{color-scheme:light dark}}body{{font:16px/1.5 system-ui,sans-serif;max-width:30rem;margin:15vh auto;
+padding:0 1rem}}input,button{{font:inherit;padding:.5rem;width:100%;box-sizing:border-box;margin:.4rem 0}}.bad{{color:#c62828}}
+</style></head><body>
+<h1>lightning</h1><p>Give a token of this server. A viewer's lets you look; a trainer's or an admin's also promotes, rolls back
+and takes notes.</p>{said}<form method="post" action="{path}/login"><input type="hidden" name="next" value="{next}">
+<label>Token<input name="token" type="password" placeholder="lt_..." autocomplete="off" autofocus required></label>
+<button>Log in</button></form><p>Whoever runs the server makes one: <code>lightning token create viewer --store PLACE</code></p>
+</body></html>"""
+OUTSIDE: Final = (
+    "This console is not open to you. Open the address that `lightning console` has printed: it has a token."
+)
+
+
+class Gate:
+    """An ASGI application before another one, `inside`, which is asked for when it is first needed. It answers below `path`."""
+
+    def __init__(
+        self, door: Door, path: str, inside: Callable[[], Awaitable[ASGIApp]], *, secure: bool = False
+    ) -> None:
+        self._door, self._path, self._inside, self._secure = door, path, inside, secure
+        self._serving: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or say why not."""
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        try:
+            answer = await self._answer(request)
+        except ApiError as error:
+            answer = self._login(request, error.message, error.status)
+        except LightningError as error:
+            answer = PlainTextResponse(f"The console cannot be opened now: {error}", 503)
+        safe = _with_headers(send)
+        if isinstance(answer, Response):
+            await answer(scope, receive, safe)
+            return
+        VISITOR.set(answer)
+        scope = {**scope, "query_string": b""}  # Gradio has a `page` of its own
+        inside = await self._inside()
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await inside(scope, receive, safe)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            self._serving.discard(task)
+
+    def close(self) -> None:
+        """Cut off what is being answered: Gradio's pages keep a request open as long as they are looked at. Idempotent."""
+        self._closed = True
+        for task in list(self._serving):
+            task.cancel()
+
+    async def _answer(self, request: Request) -> Response | Visitor:
+        """An answer, or the visitor whom the application inside may serve."""
+        path = request.url.path
+        if path == "/favicon.ico":
+            return Response(status_code=204)
+        if path in ("/", self._path):
+            return RedirectResponse(f"{self._path}/" + (f"?{request.url.query}" if request.url.query else ""), 307)
+        if not path.startswith(f"{self._path}/"):
+            return PlainTextResponse("There is nothing here.", 404)
+        if not _is_from_here(request):
+            return PlainTextResponse("This request came from another site's page, and does nothing here.", 403)
+        rest = path[len(self._path) + 1 :]
+        if rest == "login" and self._door.form:
+            return await self._enter(request) if request.method == "POST" else self._login(request)
+        token = request.query_params.get("token", "") if rest == "" and not self._door.form else ""
+        if token:
+            return self._admitted(request, await self._door.enter(token), request.query_params.get("page", ""))
+        session = request.cookies.get(_cookie(request), "")
+        visitor = await self._door.find(session) if session else None
+        if rest == "logout" and request.method == "POST":
+            return self._leave(request, session)
+        if visitor is None:
+            return self._outside(request, rest)
+        if rest.startswith(f"{FILES}/"):
+            return _file(rest.partition("/")[2])
+        first, _, second = rest.partition("/")
+        if first in PAGES or (first == "gradio_api" and second.partition("/")[0] in CALLS):
+            return visitor
+        return PlainTextResponse("There is nothing here.", 404)
+
+    def _outside(self, request: Request, rest: str) -> Response:
+        """What somebody without a session gets."""
+        if not self._door.form:
+            return PlainTextResponse(OUTSIDE, 401)
+        if rest == "" and request.method == "GET":
+            page = request.query_params.get("page", "")
+            return RedirectResponse(f"{self._path}/login" + (f"?next={quote(page)}" if page else ""), 303)
+        return PlainTextResponse("Log in first.", 401)
+
+    async def _enter(self, request: Request) -> Response:
+        given = await _form(request)
+        return self._admitted(request, await self._door.enter(given.get("token", "")), given.get("next", ""))
+
+    def _admitted(self, request: Request, session: str, page: str) -> Response:
+        answer = RedirectResponse(f"{self._path}/" + (f"?page={quote(page, safe='')}" if page else ""), 303)
+        answer.set_cookie(
+            _cookie(request), session, path=self._path, httponly=True, samesite="strict", secure=self._secure
+        )
+        return answer
+
+    def _leave(self, request: Request, session: str) -> Response:
+        if session:
+            self._door.leave(session)
+        answer = RedirectResponse(f"{self._path}/", 303)
+        answer.delete_cookie(_cookie(request), path=self._path, httponly=True, samesite="strict", secure=self._secure)
+        return answer
+
+    def _login(self, request: Request, said: str = "", status: int = 200) -> Response:
+        if not self._door.form:
+            return PlainTextResponse(said, status)
+        said = f'<p class="bad" role="alert">{html.escape(said)}</p>' if said else ""
+        page = html.escape(request.query_params.get("next", ""), quote=True)
+        return HTMLResponse(LOGIN.format(said=said, path=html.escape(self._path), next=page), status)
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers.update(HEADERS)
+            headers.setdefault("cache-control", "no-store")
+        await send(message)
+
+    return sending
+
+
+def _is_from_here(request: Request) -> bool:
+    """Whether a request may have been sent by a page of this very server, or by a person who followed a link to it.
+
+    Another port of the same machine counts as the same site for cookies, so that their `SameSite` alone is not enough.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
+        return False
+    if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        return request.method == "GET" and request.headers.get("sec-fetch-mode") == "navigate"
+    return True
+
+
+def _cookie(request: Request) -> str:
+    """Cookies are of a host, whatever its port: each console has a name of its own."""
+    return f"lightning-console-{request.url.port or 0}"
+
+
+async def _form(request: Request) -> dict[str, str]:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > LONGEST_FORM:
+            raise ApiError(413, "too_large", "That is no token.")
+    given = parse_qs(body.decode("latin-1"))
+    return {name: values[0] for name, values in given.items()}
+
+
+def _file(name: str) -> Response:
+    """One of the console's own scripts and styles."""
+    path = STATIC / name
+    if "/" in name or path.suffix not in (".js", ".css") or not path.is_file():
+        return PlainTextResponse("There is no such file.", 404)
+    return FileResponse(path, headers={"cache-control": "no-cache"})

@@ -1,0 +1,210 @@
+"""The `mlflow` tracker: a run of MLflow, with each finished rollout as a trace of it, and alarms as its tags.
+
+The invariant: the `MLFLOW_*` variables decide where it goes; MLflow's own state of this process (its active run, experiment
+and tracking URI) stays the program's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning.errors import MissingExtraError, PluginError
+from lightning.store.exchanges import Exchange
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Json, ToolEvent, Transition
+
+from lightning_trackers.shared import (
+    PROJECT,
+    calls_of,
+    cured,
+    error_of,
+    facts_of,
+    finite,
+    flat,
+    known_run,
+    remember_run,
+    times_of,
+)
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+CURE: Final = "Look at MLFLOW_TRACKING_URI and MLFLOW_TRACKING_TOKEN; sqlite:///FILE.db needs no server"
+DEFAULTS: Final = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false"}
+"""What is set unless the environment says otherwise: MLflow would try for minutes, and once more when the program ends."""
+RETRIES: Final = "urllib3.connectionpool"
+ODD: Final = re.compile(r"[^\w\-./: ]")
+"""What MLflow does not take in a name."""
+PARAMS, LONGEST_PARAM, LONGEST_TAG = 100, 6000, 5000
+"""How many parameters a request may have, and the characters of one and of a tag."""
+
+
+class MLflow:
+    """Metrics by step, settings as parameters (those that a resumed run changed as tags, since parameters stay as they are),
+    alarms as tags, and each attempt as a trace: its model calls and its tools."""
+
+    def __init__(self) -> None:
+        self._client: MlflowClient | None = None
+        self._run, self._experiment = "", ""
+        self._quiet = _NotHere()
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Begin a run, or go on with the one that the run's folder names."""
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        try:
+            import mlflow
+
+            if not mlflow.get_tracking_uri().startswith(("http", "databricks", "file")):
+                import alembic  # noqa: F401 — a database needs both, which MLflow says otherwise
+                import sqlalchemy  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError("mlflow", error.name or "mlflow") from error
+        logging.getLogger(RETRIES).addFilter(self._quiet)
+        try:
+            with cured("MLflow did not begin the run", CURE):
+                client = mlflow.MlflowClient()
+                self._run, self._experiment = self._known(client, known_run(folder, "mlflow")) or self._new(client, run)
+                self._settings(client, flat(config))
+        except PluginError:
+            logging.getLogger(RETRIES).removeFilter(self._quiet)
+            raise
+        self._client = client
+        remember_run(folder, "mlflow", self._run)
+
+    def _known(self, client: MlflowClient, run: str) -> tuple[str, str] | None:
+        """The run that the folder names, open again; None where MLflow does not have it."""
+        from mlflow.exceptions import MlflowException
+
+        if not run:
+            return None
+        try:
+            found = client.get_run(run)
+            client.update_run(run, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow has no run %s any more (is MLFLOW_TRACKING_URI another?): a new one begins", run)
+            return None
+        return run, found.info.experiment_id
+
+    def _new(self, client: MlflowClient, run: str) -> tuple[str, str]:
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
+        if not experiment:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+            found = client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found is not None else client.create_experiment(name)
+        made = client.create_run(experiment, run_name=run, tags={"lightning.run": run})
+        return made.info.run_id, experiment
+
+    def _settings(self, client: MlflowClient, settings: Mapping[str, Json]) -> None:
+        from mlflow.entities import Param, RunTag
+
+        wanted = {ODD.sub("_", name): str(value)[:LONGEST_PARAM] for name, value in settings.items()}
+        have = client.get_run(self._run).data.params
+        new = [Param(name, value) for name, value in wanted.items() if name not in have]
+        for begin in range(0, len(new), PARAMS):
+            client.log_batch(self._run, params=new[begin : begin + PARAMS])
+        other = [name for name, value in wanted.items() if have.get(name, value) != value]
+        if other:
+            tags = [RunTag(f"lightning.changed.{name}", wanted[name][:LONGEST_TAG]) for name in other]
+            client.log_batch(self._run, tags=tags[:PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        from mlflow.entities import Metric
+
+        if self._client is None:
+            return
+        now = int(time.time() * 1000)
+        metrics = [Metric(ODD.sub("_", name), value, now, step) for name, value in finite(values).items()]
+        with cured(f"MLflow did not take the metrics of step {step}", CURE):
+            self._client.log_batch(self._run, metrics=metrics)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Send an attempt as a trace."""
+        if self._client is None:
+            return
+        client, (begin, end), error = self._client, times_of(record), error_of(record)
+        facts = facts_of(record)
+        with cured(f"MLflow did not take the rollout {record.rollout.id}", CURE):
+            top = client.start_trace(
+                "rollout",
+                "AGENT",
+                inputs=record.rollout.task.input,
+                tags={f"lightning.{ODD.sub('_', name)}": str(value) for name, value in facts.items()},
+                experiment_id=self._experiment,
+                start_time_ns=_nanoseconds(begin),
+                run_id=self._run,
+            )
+            for call, exchange in calls_of(record):
+                self._call(client, top, call, exchange)
+            for event in record.tool_events:
+                self._tool(client, top, event)
+            said = {name: value for name, value in facts.items() if name.startswith("reward")}
+            status = "ERROR" if error else "OK"
+            client.end_trace(top.trace_id, said | ({"error": error} if error else {}), None, status, _nanoseconds(end))
+
+    def _call(self, client: MlflowClient, top: Any, call: Transition, exchange: Exchange | None) -> None:
+        attributes = {
+            "agent": call.caller.name,
+            "policy_version": call.version,
+            "finish_reason": call.finish_reason,
+            "input_tokens": len(call.prompt_ids),
+            "output_tokens": len(call.response_ids),
+        }
+        asked, answered = (None, None) if exchange is None else (exchange.request, exchange.reply)
+        start = _nanoseconds(call.started_at)
+        span = client.start_span(
+            f"chat {call.caller.name}", top.trace_id, top.span_id, "CHAT_MODEL", asked, attributes, start
+        )
+        status = "OK" if call.status.answered else "ERROR"
+        client.end_span(top.trace_id, span.span_id, answered, None, status, _nanoseconds(call.ended_at))
+
+    def _tool(self, client: MlflowClient, top: Any, event: ToolEvent) -> None:
+        """A tool run, of which the time of its end alone is known."""
+        at, status = _nanoseconds(event.at), "OK" if event.status == "ok" else "ERROR"
+        attributes = {"status": event.status, "call_id": event.call_id}
+        span = client.start_span(event.name, top.trace_id, top.span_id, "TOOL", event.arguments, attributes, at)
+        client.end_span(top.trace_id, span.span_id, event.output or event.error, None, status, at)
+
+    def alert(self, alert: Mapping[str, Json]) -> None:
+        """Send an alarm as the tag `lightning.alarm.CAUSE` of the run."""
+        if self._client is not None:
+            name, text = ODD.sub("_", str(alert["cause"])), f"step {alert['step']}: {alert['text']}"
+            with cured("MLflow did not take an alarm", CURE):
+                self._client.set_tag(self._run, f"lightning.alarm.{name}", text[:LONGEST_TAG])
+
+    def close(self) -> None:
+        """End the run."""
+        try:
+            if self._client is not None:
+                with cured("MLflow did not end the run", CURE):
+                    self._client.set_terminated(self._run)
+        finally:
+            logging.getLogger(RETRIES).removeFilter(self._quiet)
+
+
+class _NotHere(logging.Filter):
+    """Leaves out what a library logs in this thread: that it tries again. What it gives up is said by whoever asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a line is logged."""
+        return record.thread != self._thread
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(round(seconds * 1e9), 0)

@@ -1,0 +1,124 @@
+"""What trackers of several systems share: which run of theirs is ours, what an attempt says, and errors with their cure.
+
+The invariant: only the core is imported, so that a tracker needs its own library and no other tracker's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from lightning.errors import LightningError, PluginError
+from lightning.store.exchanges import Exchange, read
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Json, Span, Transition
+
+PROJECT: Final = "lightning"
+"""The project, or experiment, of runs for which the environment names none."""
+LOST: Final = "the attempt was lost through no fault of the agent, and the rollout was tried again"
+
+
+@contextmanager
+def cured(what: str, cure: str) -> Iterator[None]:
+    """Make whatever a library raises one line: what was not done, why, and what helps."""
+    try:
+        yield
+    except LightningError:
+        raise
+    except Exception as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+        raise PluginError(f"{what}: {reason.removesuffix('.')}. {cure}") from error
+
+
+def known_run(folder: Path, tracker: str) -> str:
+    """The id under which a tracker keeps this run, from the run's folder; empty for a run that it does not know yet."""
+    file = _file(folder, tracker)
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+
+
+def remember_run(folder: Path, tracker: str, name: str) -> None:
+    """Keep the id, so that a resumed run goes on in the same run of the tracker."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _file(folder, tracker).write_text(name + "\n", encoding="utf-8")
+
+
+def new_name(run: str) -> str:
+    """An id for a run that no other run of the same name has, elsewhere or later."""
+    return f"{run}-{uuid4().hex[:8]}"
+
+
+def _file(folder: Path, tracker: str) -> Path:
+    return folder / f"{tracker}-run.txt"
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """The values that a curve can show, as the tracker `tensorboard` writes them."""
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+
+def flat(settings: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    """Settings by the dotted names that `--set` takes; lists and empty sections as JSON."""
+    found: dict[str, Json] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = json.dumps(value) if isinstance(value, list | dict) else value
+    return found
+
+
+def facts_of(record: AttemptRecord) -> dict[str, Json]:
+    """What names an attempt and, for the last one, how it ended; what is not known is left out."""
+    rollout = record.rollout
+    facts: dict[str, Json] = {
+        "rollout": rollout.id,
+        "attempt": record.attempt,
+        "task": rollout.task.id,
+        "group": rollout.group,
+        "step": rollout.step,
+        "split": rollout.split,
+    }
+    if record.attempt == rollout.attempt:
+        facts |= {"status": rollout.status.value, "reward": rollout.reward, "fault": rollout.fault}
+        facts |= {f"reward.{name}": value for name, value in rollout.rewards.items()}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def error_of(record: AttemptRecord) -> str:
+    """Why an attempt has no reward; empty where it has one."""
+    if record.attempt != record.rollout.attempt:
+        return LOST
+    return "" if record.rollout.reward is not None else record.rollout.error or record.rollout.status.value
+
+
+def times_of(record: AttemptRecord) -> tuple[float, float]:
+    """When the attempt began and ended, as far as what happened in it tells; its own duration is known, not its beginning."""
+    happened: list[Transition | Span] = [*record.transitions, *record.spans]
+    begins = [one.started_at for one in happened]
+    ends = [*(one.ended_at for one in happened), *(event.at for event in record.tool_events)]
+    end = max(ends, default=time.time())
+    seconds = record.rollout.seconds if record.attempt == record.rollout.attempt else 0.0
+    return min([*begins, end - seconds]), end
+
+
+def calls_of(record: AttemptRecord) -> list[tuple[Transition, Exchange | None]]:
+    """The model calls with what was sent and got, where it is recorded. Raises `StoreError` for what cannot be read."""
+    pairs = zip(record.transitions, read(record.transitions), strict=True)
+    return [(call, exchange) for call, exchange in pairs if call.choice == 0]
+
+
+def messages_of(exchange: Exchange) -> list[dict[str, Any]]:
+    """The messages of a call, the answer last, as the API that was used has them."""
+    request = exchange.request if isinstance(exchange.request, dict) else {}
+    reply = exchange.reply if isinstance(exchange.reply, dict) else {}
+    sent = request.get("messages") or request.get("input") or []
+    asked = [{"role": "user", "content": sent}] if isinstance(sent, str) else sent
+    choices = reply.get("choices")
+    answered: Any = [choices[0].get("message")] if choices else reply.get("output") or [reply]
+    return [one for one in [*asked, *answered] if isinstance(one, dict) and one]

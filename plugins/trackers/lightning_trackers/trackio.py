@@ -1,0 +1,138 @@
+"""The `trackio` tracker: a run of Trackio, with each finished rollout as a trace and its alerts.
+
+The invariant: `TRACKIO_DIR`, `TRACKIO_SERVER_URL` or `TRACKIO_SPACE_ID` decide where it goes, a database on this machine
+without them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning.errors import MissingExtraError
+from lightning.store.exchanges import Exchange
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Json, ToolEvent, Transition
+
+from lightning_trackers.shared import (
+    PROJECT,
+    calls_of,
+    cured,
+    error_of,
+    facts_of,
+    finite,
+    flat,
+    known_run,
+    messages_of,
+    new_name,
+    remember_run,
+    times_of,
+)
+
+if TYPE_CHECKING:
+    import trackio
+
+CURE: Final = (
+    "Look at TRACKIO_SERVER_URL and TRACKIO_WRITE_TOKEN, or TRACKIO_SPACE_ID; without them it keeps a local database"
+)
+
+
+class Trackio:
+    """Metrics by step, settings, alerts, and each attempt as a trace: its messages, its model calls and its tools."""
+
+    def __init__(self) -> None:
+        self._run: trackio.Run | None = None
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Begin a run, or go on with the one that the run's folder names."""
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingExtraError("trackio", error.name or "trackio") from error
+        name = known_run(folder, "trackio") or new_name(run)
+        with cured("Trackio did not begin the run", CURE):
+            project = os.environ.get("TRACKIO_PROJECT") or PROJECT
+            self._run = trackio.init(project, name=name, config=flat(config), resume="allow", embed=False)
+        remember_run(folder, "trackio", name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the values of a step."""
+        if self._run is not None:
+            self._run.log(dict(finite(values)), step=step)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Write an attempt as a trace."""
+        import trackio
+
+        if self._run is None:
+            return
+        calls, (begin, end) = calls_of(record), times_of(record)
+        said = [exchange for _, exchange in calls if exchange is not None]
+        messages = messages_of(said[-1]) if said else []
+        trace = trackio.Trace(
+            messages=messages or [{"role": "user", "content": str(record.rollout.task.input)}],
+            metadata={
+                **facts_of(record),
+                "status": "error" if error_of(record) else "ok",
+                "error": error_of(record),
+                "duration_ms": (end - begin) * 1000,
+            },
+            spans=[*(_call(*pair) for pair in calls), *(_tool(*one) for one in enumerate(record.tool_events))],
+        )
+        self._run.log({"rollout": trace}, step=record.rollout.step)
+
+    def alert(self, alert: Mapping[str, Json]) -> None:
+        """Write an alarm as an alert of Trackio."""
+        import trackio
+
+        if self._run is not None:
+            step = alert["step"]
+            assert isinstance(step, int), "the loop counts them"
+            self._run.alert(str(alert["cause"]), str(alert["text"]), level=trackio.AlertLevel.WARN, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def _call(call: Transition, exchange: Exchange | None) -> dict[str, Any]:
+    """A model call as a span; without what was said where that is not recorded."""
+    tokens = {"input_tokens": len(call.prompt_ids), "output_tokens": len(call.response_ids)}
+    return {
+        "id": f"call-{call.seq}",
+        "name": call.caller.name,
+        "kind": "generation",
+        "start_time": _time(call.started_at),
+        "end_time": _time(call.ended_at),
+        "duration_ms": (call.ended_at - call.started_at) * 1000,
+        "status": "ok" if call.status.answered else "error",
+        "error": call.error,
+        "input": exchange.request if exchange is not None else None,
+        "output": exchange.reply if exchange is not None else None,
+        "model": "policy",
+        "usage": tokens,
+        "metadata": {"policy_version": call.version, "finish_reason": call.finish_reason},
+    }
+
+
+def _tool(number: int, event: ToolEvent) -> dict[str, Any]:
+    """A tool run, of which the time of its end alone is known."""
+    return {
+        "id": f"tool-{number}",
+        "name": event.name,
+        "kind": "tool",
+        "start_time": _time(event.at),
+        "end_time": _time(event.at),
+        "status": event.status,
+        "error": event.error,
+        "input": event.arguments,
+        "output": event.output,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,131 @@
+"""The `wandb` tracker: a run of Weights & Biases, with a table of the rollouts of each step and its alerts.
+
+The invariant: the `WANDB_*` variables and `wandb login` decide where it goes; nothing is asked for on the terminal, nothing
+that the program prints is captured, and neither code nor the command line is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning.errors import MissingExtraError, PluginError
+from lightning.tracking.protocol import AttemptRecord
+from lightning.types import Json
+
+from lightning_trackers.shared import (
+    PROJECT,
+    calls_of,
+    cured,
+    error_of,
+    facts_of,
+    finite,
+    known_run,
+    messages_of,
+    new_name,
+    remember_run,
+)
+
+if TYPE_CHECKING:
+    import wandb
+
+COLUMNS: Final = (
+    "step",
+    "split",
+    "rollout",
+    "attempt",
+    "task",
+    "status",
+    "reward",
+    "error",
+    "tokens",
+    "input",
+    "answer",
+)
+LONGEST: Final = 4000
+"""Characters of a text in a table."""
+CURE: Final = "Log in (wandb login), look at WANDB_BASE_URL, or set WANDB_MODE=offline and upload later (wandb sync)"
+SECONDS: Final = 30
+"""How long W&B may take to begin a run, unless WANDB_INIT_TIMEOUT says otherwise."""
+
+
+class WandB:
+    """Metrics by step, settings, alerts, and the finished rollouts of each step as rows of the table `rollouts`. Traces are no
+    part of W&B but of Weave, which is another service: the tracker `otel` sends them to what takes OTLP."""
+
+    def __init__(self) -> None:
+        self._run: wandb.Run | None = None
+        self._rows: list[list[Json]] = []
+
+    def start(self, run: str, config: Mapping[str, Json], folder: Path) -> None:
+        """Begin a run, or go on with the one that the run's folder names."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("wandb", error.name or "wandb") from error
+        known = known_run(folder, "wandb")
+        settings: dict[str, Any] = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
+        settings |= {"program": "lightning", "x_disable_meta": True, "x_save_requirements": False}
+        if "WANDB_INIT_TIMEOUT" not in os.environ:
+            settings["init_timeout"] = SECONDS
+        folder.mkdir(parents=True, exist_ok=True)
+        with cured("W&B did not begin the run", CURE):
+            mode = wandb.setup().settings.mode
+            if mode == "online" and not wandb.login(prompt=False):  # `init` would ask for a key on the terminal
+                raise PluginError(f"W&B did not begin the run: there is no API key. {CURE}")
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or PROJECT,
+                id=known or new_name(run),
+                name=run,
+                dir=os.environ.get("WANDB_DIR") or str(folder),
+                resume=None if mode == "offline" else "allow",
+                settings=wandb.Settings(**settings),
+            )
+            self._run.config.update(dict(config), allow_val_change=True)
+            # The step of a resumed run may be one that was told before, which W&B's own step does not allow.
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric("*", step_metric="step")
+        remember_run(folder, "wandb", self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the values of a step, and the rollouts that have ended since the last one."""
+        import wandb
+
+        if self._run is None:
+            return
+        told: dict[str, Any] = {**finite(values), "step": step}
+        if self._rows:
+            told["rollouts"] = wandb.Table(columns=list(COLUMNS), data=self._rows, allow_mixed_types=True)
+            self._rows = []
+        self._run.log(told)
+
+    def attempt(self, record: AttemptRecord) -> None:
+        """Keep an attempt for the table of its step."""
+        facts = facts_of(record) | {"error": error_of(record)}
+        facts["tokens"] = sum(len(call.response_ids) for call in record.transitions)
+        facts["input"] = _text(record.rollout.task.input)
+        said = [exchange for _, exchange in calls_of(record) if exchange is not None and exchange.reply is not None]
+        facts["answer"] = _text(messages_of(said[-1])[-1].get("content")) if said else ""
+        self._rows.append([facts.get(name) for name in COLUMNS])
+
+    def alert(self, alert: Mapping[str, Json]) -> None:
+        """Send an alarm as an alert of W&B."""
+        if self._run is not None:
+            title, text = f"{self._run.name}: {alert['cause']}", f"step {alert['step']}: {alert['text']}"
+            self._run.alert(title, text, level="WARN", wait_duration=1)
+
+    def close(self) -> None:
+        """End the run; W&B uploads what is left."""
+        if self._run is not None:
+            with cured("W&B did not take all of the run", "Its folder `wandb` has it: wandb sync"):
+                self._run.finish()
+
+
+def _text(value: Any) -> str:
+    text = (
+        value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    )
+    return text if len(text) <= LONGEST else text[:LONGEST] + " ..."

@@ -1,0 +1,20 @@
+"""A tracker whose library is not installed says which extra brings it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.config import Config
+from lightning.errors import MissingExtraError
+from lightning.plugins import plugins
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_it_says_which_extra_brings_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    for variable in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING"):
+        monkeypatch.setenv(variable, "0")
+    with pytest.raises(MissingExtraError, match=rf"pip install 'lightning\[{name}\]<1'"):
+        plugins().tracker(name)(Config()).start("run", {}, tmp_path)
