@@ -46,7 +46,8 @@ def main(tokens: int) -> None:
         print(f"a token's reasons after {took:.2f} s")
         changed = gallery.one(gallery.strip(tokens + 1, tokens // 10)).to_json()
         took = tab.evaluate(
-            f"async (page) => {{ const began = performance.now(); draw(page); await {PAINTED}; return (performance.now() - began) / 1000; }}",
+            f"async (page) => {{ const began = performance.now(); draw(page); await {PAINTED};"
+            " return (performance.now() - began) / 1000; }",
             changed,
         )
         print(f"drawn again with one token more after {took:.2f} s")

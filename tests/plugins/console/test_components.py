@@ -17,8 +17,11 @@ from lightning_console.blocks import (
     Diff,
     Fact,
     Facts,
+    GroupTree,
+    Link,
     Message,
     Messages,
+    Node,
     Notice,
     Notices,
     Page,
@@ -186,23 +189,18 @@ def poisoned(value: Any, name: str = "") -> Any:
     return EVIL + value if isinstance(value, str) and name not in keep else value
 
 
-@pytest.mark.parametrize("name", ["runs", "run", "rollout", "group"])
-def test_markup_in_every_text_of_every_component_is_text(show: Show, name: str) -> None:
-    tab = show(Page("runs", "calm", []))
-    page = poisoned(gallery.pages()[name].to_json())
+def test_markup_in_every_text_of_every_component_is_text(scripts: Tab) -> None:
+    for name, page in gallery.pages().items():
+        scripts.evaluate("(page) => draw(page)", poisoned(page.to_json()))
+        scripts.evaluate(
+            "document.querySelectorAll('button:not(.keys), .t:nth-child(80), summary').forEach((it) => it.click())"
+        )
+        scripts.evaluate("document.querySelectorAll('main [data-hint], .span, .node').forEach((it) => it.focus())")
+        scripts.wait_for_timeout(50)
 
-    tab.evaluate("(page) => draw(page)", page)
-    for at in tab.locator("button:visible:not(.keys)").all()[:40]:
-        at.click(timeout=2000, force=True)
-    if name == "rollout":
-        tab.locator(".t").nth(80).click(force=True)
-    for at in tab.locator("main [data-hint]").all()[:10]:
-        at.focus()
-    tab.wait_for_timeout(50)
-
-    assert tab.evaluate("window.ran") is None
-    assert tab.locator("#host :is(img, script, iframe, object)").count() == 0
-    assert tab.locator("h1").inner_text().startswith("<img src=x")
+        assert scripts.evaluate("window.ran") is None, name
+        assert scripts.locator("#host :is(img, script, iframe, object)").count() == 0, name
+        assert scripts.locator("h1").inner_text().startswith("<img src=x"), name
 
 
 # Components
@@ -360,6 +358,16 @@ def test_a_chart_reads_points_by_pointer_and_keyboard(show: Show) -> None:
     assert tab.locator(".plot .series.c1").count() == 0
 
 
+def test_a_finger_reads_a_point_before_it_opens_it(open_page: OpenPage, tmp_path: Path) -> None:
+    chart = Chart([Series("a", [[0, 1.0], [1, 2.0]], to=["step/r/0", "step/r/1"])], "step", "reward")
+    tab = gallery.shown(open_page(**gallery.LOOKS["phone"]), tmp_path, gallery.one(chart))
+
+    tab.locator(".plot > svg").tap(position={"x": 60, "y": 100})
+    assert (tab.locator(".readout").is_visible(), opened(tab)) == (True, [])
+    tab.locator(".plot > svg").tap(position={"x": 60, "y": 100})
+    assert opened(tab) == ["step/r/0"]
+
+
 def test_a_chart_of_many_points_draws_few_and_says_so(show: Show) -> None:
     points: list[list[float | None]] = [[n, (n * 7919) % 1000] for n in range(30_000)]
     points[12_345] = [12_345, 5000]
@@ -445,6 +453,17 @@ def test_a_tree_opens_calls_and_compares_where_they_part(show: Show) -> None:
         "(all) => all.map((it) => parseFloat(it.getAttribute('stroke-width')))"
     )
     assert widths[0] > widths[1] > widths[2], "an edge is as wide as its visits"
+
+
+def test_a_high_tree_is_seen_from_its_root(show: Show) -> None:
+    leaves = [Node(0, "answer", 1, 0.5, 0.1, rollouts=[Link(str(n), f"rollout/r/{n}")]) for n in range(64)]
+    tab = show(gallery.one(GroupTree([Node(-1, "", 64, 0.5), *leaves], 0.0, 1.0)))
+    root, scroller = tab.locator(".node").first.bounding_box(), tab.locator(".GroupTree .scroller").bounding_box()
+
+    assert root is not None
+    assert scroller is not None
+    assert scroller["y"] < root["y"] < scroller["y"] + scroller["height"]
+    assert tab.locator(".ends a").count() == 64
 
 
 def test_a_trees_nodes_never_overlap(scripts: Tab) -> None:
@@ -542,8 +561,10 @@ def test_a_tokens_shade_follows_its_value(scripts: Tab) -> None:
 
 def test_pieces_of_the_strip_end_with_a_line(scripts: Tab) -> None:
     def ends(texts: list[str]) -> list[int]:
-        script = "(texts) => { const ends = [0]; while (ends.at(-1) < texts.length) ends.push(lightning.partEnd(texts, ends.at(-1))); return ends; }"
-        return list(scripts.evaluate(script, texts))
+        found = [0]
+        while found[-1] < len(texts):
+            found.append(scripts.evaluate("([texts, from]) => lightning.partEnd(texts, from)", [texts, found[-1]]))
+        return found
 
     assert ends([".\n" if n % 100 == 99 else "a" for n in range(1050)]) == [0, 300, 600, 900, 1050]
     assert ends(["a"] * 7000) == [0, 3000, 6000, 7000]
@@ -559,14 +580,6 @@ def test_one_extreme_token_does_not_bleach_the_others(scripts: Tab) -> None:
 
 
 # Looks
-
-
-@pytest.mark.parametrize("look", gallery.LOOKS)
-def test_no_page_is_wider_than_its_window(open_page: OpenPage, tmp_path: Path, look: str) -> None:
-    tab = open_page(**gallery.LOOKS[look])
-    for page in gallery.pages().values():
-        gallery.shown(tab, tmp_path, page)
-        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page.title
 
 
 CONTRAST = """() => {
@@ -597,9 +610,12 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("look", ["light", "dark"])
-def test_all_text_can_be_read(open_page: OpenPage, tmp_path: Path, look: str) -> None:
-    tab = open_page(**gallery.LOOKS[look])
+@pytest.mark.parametrize("look", gallery.LOOKS)
+def test_all_text_can_be_read_and_no_page_is_wider_than_its_window(
+    open_page: OpenPage, tmp_path: Path, look: str
+) -> None:
+    tab = gallery.shown(open_page(**gallery.LOOKS[look]), tmp_path, None)
     for page in gallery.pages().values():
-        gallery.shown(tab, tmp_path, page)
+        tab.evaluate("(page) => draw(page)", page.to_json())
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), page.title
         assert tab.evaluate(CONTRAST) == [], page.title

@@ -129,7 +129,8 @@ window.lightning = window.lightning || {components: {}};
     state.visible = state.series.filter((one) => !state.hidden.has(one.name));
     scales(state);
     const {width, height} = state;
-    const drawn = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: "0", role: "img", "data-key": "plot", class: value.kind,
+    const drawn = svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, tabindex: "0", role: "img", "data-key": "plot",
+      class: `${value.kind} ${state.visible.length > 4 ? "many" : ""}`,
       "aria-label": describe(state)}, axes(state), marks(state),
       state.visible.map((one) => (value.kind === "bar" ? bars(state, one) : curve(state, one))));
     state.cursor = svg("g", {class: "cursor"});
@@ -299,15 +300,22 @@ window.lightning = window.lightning || {components: {}};
       chosen = spot;
       read(state, spot, spots, drawn, said);
     };
-    drawn.addEventListener("pointermove", (event) => {
+    const at = (event) => {
       const box = drawn.getBoundingClientRect();
       choose(nearest(spots, event.clientX - box.left, event.clientY - box.top, state.value.kind === "scatter" ? 1 : 0.15), false);
-    });
+    };
+    drawn.addEventListener("pointermove", (event) => event.pointerType !== "touch" && at(event));
     const hide = () => { chosen = null; state.readout.hidden = true; state.cursor.replaceChildren(); };
-    drawn.addEventListener("pointerleave", hide);
+    drawn.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && hide());
     drawn.addEventListener("blur", hide);
     const open = () => chosen && chosen.to && state.context.link(chosen.to) && state.context.open(chosen.to);
-    drawn.addEventListener("click", open);
+    let reads = false; // a finger's first touch of a point reads it, the second one opens it
+    drawn.addEventListener("pointerdown", (event) => {
+      const before = chosen;
+      at(event);
+      reads = event.pointerType === "touch" && chosen !== before;
+    });
+    drawn.addEventListener("click", () => reads || open());
     drawn.addEventListener("keydown", (event) => {
       if (event.key === "Enter") open();
       const next = step(spots, chosen, event.key);

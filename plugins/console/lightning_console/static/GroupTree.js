@@ -25,7 +25,9 @@ window.lightning = window.lightning || {components: {}};
     const key = `GroupTree ${context.key}`;
     const board = make("div", {class: "board", style: `width: ${size.width}px; height: ${size.height}px`},
       svg("svg", {...size, "aria-hidden": "true"}, edges, layout.ends.map((end) => twig(end, layout, left))), labels, items, ends);
-    element.append(legend(value, strongest, widest), make("div", {class: "scroller", "data-scrolls": true}, board), detail);
+    const scroller = make("div", {class: "scroller", "data-scrolls": true}, board);
+    element.append(legend(value, strongest, widest), scroller, detail);
+    scroller.scrollTop = layout.places[0].y - scroller.clientHeight / 2; // a high tree is seen from its root
     const show = (index) => {
       context.remember(key, index);
       items.forEach((item, at) => item.classList.toggle("at", at === index));
