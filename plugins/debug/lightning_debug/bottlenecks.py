@@ -29,6 +29,9 @@ REUSED = 16
 SMALL = 512
 """Up to so many tokens, a micro-batch takes about as long as an empty one."""
 MICROBATCH = 8192
+WASTED = 0.5
+"""The share of tokens in groups that teach nothing from which on another choice of tasks is named: where most groups teach, it
+made held-out rewards worse (docs/benchmarks.md, "Which tasks a step takes")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +217,14 @@ def _untaught(profile: Profile, config: Config) -> Iterable[Help]:
     trained = {key for record in profile.records for key in record.rollouts}
     taught_groups = {one.group for one in profile.rollouts if (one.id, one.attempt) in trained}
     reasons = ", ".join(f"{reason} {tokens}" for reason, tokens in profile.tokens.untaught.items())
-    chosen = config.trainer.order == "learnable"
+    chosen = config.trainer.order == "learnable" or lost / sampled < WASTED
     ways = ["tasks that the policy solves sometimes"]
     if not profile.recorded.schedule.dynamic_sampling:
         ways.insert(0, "the algorithm dynamic_sampling=true")
     yield Help(
         "groups that teach nothing",
         f"{lost / sampled:.0%} of the sampled tokens are of groups that taught nothing ({reasons}): "
-        + ("" if chosen else "sample the tasks that teach, or ")
+        + ("" if chosen else "sample the tasks that teach (held-out tasks say whether that helps), or ")
         + f"give {', or '.join(ways)}",
         () if chosen else ("trainer.order=learnable",),
         lost / sampled * taught / profile.seconds,

@@ -260,9 +260,12 @@ def test_groups_that_teach_nothing_are_counted_by_reason() -> None:
 
 def test_nothing_is_said_to_help_that_a_run_has_or_cannot_have() -> None:
     assert helped(profiled(teaching=1), "groups that teach nothing").settings == ("trainer.order=learnable",)
-    found = helped(profiled(teaching=1, settings={"trainer.order": "learnable"}), "groups that teach nothing")
-    assert found.settings == ()
-    assert "dynamic_sampling=true" in found.text
+    half = profiled(teaching=1)
+    most_teach = replace(half, tokens=replace(half.tokens, untaught={"all_rewards_equal": half.tokens.sampled // 4}))
+    for profile in (profiled(teaching=1, settings={"trainer.order": "learnable"}), most_teach):
+        found = helped(profile, "groups that teach nothing")
+        assert found.settings == ()
+        assert "dynamic_sampling=true" in found.text
     slow: MadeRun = {"seconds": {"update": 5.0}, "settings": {"policy_server.weight_transfer": "file"}}
     assert helped(profiled(**slow), "weight update").settings == ("policy_server.weight_transfer=auto",)
     slow["settings"]["policy_server.attach"] = "http://127.0.0.1:8000"
