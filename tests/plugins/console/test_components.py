@@ -559,6 +559,16 @@ def test_a_tokens_shade_follows_its_value(scripts: Tab) -> None:
     assert shades([0.0, 0.25, 1.0], "sequential") == ["s0", "s2", "s7"]
 
 
+def test_a_strip_begins_at_what_was_sampled(show: Show) -> None:
+    for count in (1500, 5000):
+        tab = show(gallery.one(gallery.strip(count, count - 6)))
+        strip, first = tab.locator(".strip").bounding_box(), tab.locator(".t:not(.given)").first.bounding_box()
+
+        assert strip is not None
+        assert first is not None
+        assert strip["y"] < first["y"] < strip["y"] + strip["height"]
+
+
 def test_pieces_of_the_strip_end_with_a_line(scripts: Tab) -> None:
     def ends(texts: list[str]) -> list[int]:
         found = [0]

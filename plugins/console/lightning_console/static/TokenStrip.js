@@ -4,6 +4,7 @@ window.lightning = window.lightning || {components: {}};
   "use strict";
   const STEPS = 7; // shades on each side of 0, and of a scale from least to most
   const PART = 300; // tokens at least of one piece of the strip, which ends with a line: what is not on the screen is not laid out
+  const LARGE = 3000; // tokens from which on pieces off the screen are left for later
   const LONGEST = 3000; // tokens at most of one
 
   // The shade of a value about 0, whose strongest is `most`: n7 ... n1, z, p1 ... p7.
@@ -38,7 +39,7 @@ window.lightning = window.lightning || {components: {}};
     const {make, number} = lightning;
     if (!value.texts.length) return element.append(lightning.empty("no tokens were recorded of this call"));
     const state = {value, context, spans: [], chosen: -1, key: `TokenStrip ${context.key}`};
-    state.strip = make("div", {class: "strip", tabindex: "0", role: "listbox", "aria-label": "tokens", "data-key": "strip", "data-scrolls": true, translate: "no", dir: "ltr"});
+    state.strip = make("div", {class: value.texts.length > LARGE ? "strip large" : "strip", tabindex: "0", role: "listbox", "aria-label": "tokens", "data-key": "strip", "data-scrolls": true, translate: "no", dir: "ltr"});
     state.detail = make("aside", {class: "why", "aria-live": "polite"});
     state.legend = make("div", {class: "legend"});
     if (value.prompt_left_out) state.strip.append(make("div", {class: "left-out"}, `${number(value.prompt_left_out)} tokens of the prompt before these are left out`));
@@ -48,6 +49,8 @@ window.lightning = window.lightning || {components: {}};
         make("p", {class: "note"}, `${number(value.texts.length)} tokens, the first ${number(value.prompt)} given (grey), the rest sampled. · is a space, ⏎ the end of a line.`)), state.detail));
     colour(state);
     listen(state);
+    const first = state.spans[value.prompt];
+    if (first) state.strip.scrollTop = first.getBoundingClientRect().top - state.strip.getBoundingClientRect().top - 70; // what was sampled, and a few lines before it
     const kept = context.remember(state.key);
     choose(state, kept < value.texts.length ? kept : -1, false);
   };
