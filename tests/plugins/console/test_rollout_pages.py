@@ -186,7 +186,7 @@ async def test_keys_go_from_call_to_call(places: Places) -> None:
         (each["lane"], each["name"], each["begin"], each["end"], each["selected"]) for each in timeline["spans"]
     ] == [
         (0, "call 1", 0.0, 2.0, False),
-        (0, "form +0", 0.0, 0.0, False),
+        (0, "form +0", 2.0, 2.0, False),  # the agent's clock is behind
         (1, "call 2", 2.0, 4.0, True),
         (1, "reward +1", 4.0, 4.0, False),
     ]
@@ -202,7 +202,7 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
 
         client = openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key)
         messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": task.input}]
-        lightning.state({"left": 2})
+        lightning.state(left=2)
         made = client.chat.completions.create(model=llm.model, messages=messages).choices[0].message
         messages.append(made.model_dump(exclude_none=True))
         for asked in made.tool_calls or ():
@@ -212,7 +212,7 @@ async def test_messages_are_those_that_were_sent(tmp_path: Path) -> None:
         client.chat.completions.create(model=llm.model, messages=messages)
         return 0.5
 
-    record = rollout(agent, Task(MARKUP), [ToolCall("search", {"query": "cats"}), "CATS"], adapters=("raw",))
+    record = rollout(agent, Task(MARKUP), [ToolCall("search", '{"query": "cats"}'), "CATS"], adapters=("raw",))
     assert record.rollout.reward == 0.5, record.rollout.error
     store = await stored(record)
     places = Places(stores={"memory://": store})

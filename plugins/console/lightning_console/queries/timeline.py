@@ -1,7 +1,7 @@
 """When what ran in a rollout: calls, tools, rewards and states on lanes, one for each agent and as many more as ran at a time.
 
-The invariant: spans of one lane do not overlap. Tools tell when they ended; they began at the earliest when the call that asked
-for them had its answer.
+The invariant: spans of one lane do not overlap, and what belongs to a call is on its side of it, though agents have clocks of
+their own. Tools tell when they ended; they began at the earliest when the call that asked for them had its answer.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def lanes_of(
     raw += [_tool(event, calls, by_id, numbers) for event in events]
     for given in rewards:
         behind = by_id.get(given.response_id)
-        at = given.at or (behind.ended_at if behind else 0.0)
+        at = max(given.at, behind.ended_at) if behind else given.at
         lane = behind.caller.name if behind else _anyone(calls)
         raw.append(_Raw(lane, "reward", f"{given.name} {given.value:+g}", at, at, numbers.get(given.response_id, 0)))
     for state in states:
         behind = by_id.get(state.response_id)
-        at = state.at or (behind.started_at if behind else 0.0)
+        at = min(state.at or behind.started_at, behind.started_at) if behind else state.at
         lane = behind.caller.name if behind else _anyone(calls)
         raw.append(_Raw(lane, "state", state.name, at, at, numbers.get(state.response_id, 0)))
     known = [each for each in raw if each.begin > 0]
@@ -98,11 +98,12 @@ def _tool(
 ) -> _Raw:
     asked = next((call for call in calls if event.call_id and event.call_id in call.tool_calls), None)
     behind = asked or by_id.get(event.response_id)
-    begin = min(behind.ended_at, event.at) if behind else event.at
+    begin = behind.ended_at if behind else event.at
+    end = max(event.at, begin)
     who = behind.caller.name if behind else event.caller.name if event.caller else _anyone(calls)
     detail = event.error or event.output
     number = numbers.get(behind.id, 0) if behind else 0
-    return _Raw(f"{who} · tools", "tool", event.name, begin, event.at, number, event.status, detail[:200])
+    return _Raw(f"{who} · tools", "tool", event.name, begin, end, number, event.status, detail[:200])
 
 
 def _laid_out(raw: Sequence[_Raw], start: float, last: float) -> Lanes:
