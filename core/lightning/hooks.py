@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.engines.protocol import Engine
     from lightning.maintenance.keeper import Keeper
     from lightning.runner.protocol import Agent, Runner
-    from lightning.server.protocol import Host, Site
+    from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
     from lightning.types import Caller, Rollout, StepRecord, StepState, ToolEvent
@@ -121,11 +121,11 @@ def register_checks(register: Callable[[str, Callable[[str | None], Iterable[Che
 
 
 @hookspec
-def register_sites(register: Callable[[str, Callable[[Host], Site]], None]) -> None:
+def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
     """Web applications on the port of `lightning serve`, by the path's first part: `register("pages", make)` answers `/pages`.
 
-    `make(host)` is called before the port opens and should take a moment; it gives a `Site`, an ASGI application with a
-    `close`. Who may see what is the site's to check, by `host.authenticator`.
+    `make(host)` is called before the port opens and should take a moment; it gives a `WebApp`, an ASGI application with a
+    `close`. Who may see what is the application's to check, by `host.authenticator`.
     """
 
 

@@ -73,7 +73,7 @@ async def _serve_model(
         for name, value in (("OPENAI_BASE_URL", llm.base_url), ("OPENAI_API_KEY", llm.api_key)):
             console.print(f"export {name}={value}")
         console.print(f"model: {llm.model}")
-        for path in serving.sites:
+        for path in serving.web_apps:
             made = f"lightning token create viewer --store {place}"
             console.print(f"{serving.gateway.url}{path} is a page for people; it asks for a token: {made}")
         await serving.wait(seconds)
@@ -87,7 +87,7 @@ async def _serve_store(console: Console, place: str, settings: Config, out: Path
         console.print(f"ready at {server.url} (Ctrl-C ends it)")
         if server.admin_file is not None:
             console.print(f"the first admin token is in {server.admin_file}: keep it; `lightning token` makes others")
-        for path in server.sites:
+        for path in server.web_apps:
             console.print(f"{server.url}{path} is a page for people; it asks for a viewer's token, or the admin's")
         token = f"$(cat {server.runner_file})" if server.runner_file else "..."
         console.print(f"run agents with: LIGHTNING_TOKEN={token} lightning runner --server {server.url} MODULE:AGENT")

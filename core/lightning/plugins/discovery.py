@@ -130,7 +130,7 @@ Kind: TypeAlias = Literal[
     "commands",
     "checks",
     "demos",
-    "sites",
+    "web_apps",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

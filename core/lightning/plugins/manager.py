@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.demos import Demo
     from lightning.engines.protocol import Engine
     from lightning.runner.protocol import Agent, Runner
-    from lightning.server.protocol import Host, Site
+    from lightning.server.protocol import Host, WebApp
     from lightning.store.protocol import Store
     from lightning.tracking.protocol import Tracker
 
@@ -174,9 +174,9 @@ class Plugins:
         """The factory of a demonstration."""
         return cast("Callable[[], Demo]", self.get("demos", name))
 
-    def site(self, name: str) -> Callable[[Host], Site]:
+    def web_app(self, name: str) -> Callable[[Host], WebApp]:
         """The factory of what answers below `/NAME` on servers."""
-        return cast("Callable[[Host], Site]", self.get("sites", name))
+        return cast("Callable[[Host], WebApp]", self.get("web_apps", name))
 
     def store(self, url: str) -> Store:
         """A store, not yet opened, for a URL such as `sqlite:///runs/a/lightning.db`; its scheme names the factory."""

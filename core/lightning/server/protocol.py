@@ -1,4 +1,4 @@
-"""What a plugin answers on the port of a Lightning Server (the hook `register_sites`), and what it is given for that.
+"""What a plugin answers on the port of a Lightning Server (the hook `register_web_apps`), and what it is given for that.
 
 The invariant: a site sees a store of all projects, so it must ask whose token it is dealing with, and show that project alone.
 """
@@ -40,7 +40,7 @@ class Host:
     own_model: bool = False
 
 
-class Site(Protocol):
+class WebApp(Protocol):
     """An ASGI application that is closed before the server is. `scope["path"]` is the whole path of the request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...

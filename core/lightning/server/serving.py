@@ -35,7 +35,7 @@ from lightning.server.control import (
     token_file,
 )
 from lightning.server.protocol import Host
-from lightning.server.sites import mount_sites
+from lightning.server.web_apps import mount_web_apps
 from lightning.store.protocol import Store
 from lightning.store.url import redacted, sqlite_url
 from lightning.trainer.runs import claim_folder
@@ -52,7 +52,7 @@ class RunningServer:
     policy: PolicyServer
     gateway: Gateway
     log: Path
-    sites: tuple[str, ...] = ()
+    web_apps: tuple[str, ...] = ()
     """Below which paths plugins answer, such as `/console`."""
 
     async def open_session(self, name: str, ttl: float) -> LLM:
@@ -117,9 +117,9 @@ async def serve(model: Path, config: Config, folder: Path) -> AsyncIterator[Runn
         resources.push_async_callback(gateway.close)
         sessions = _Sessions(store, gateway, run.config)
         host = Host("", "", store, Authenticator(store), sessions, gateway.served, own_model=True)
-        sites = mount_sites(resources, gateway, host)
+        web_apps = mount_web_apps(resources, gateway, host)
         await gateway.start()
-        yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(sites))
+        yield RunningServer(run, store, policy, gateway, folder / "vllm.log", tuple(web_apps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Server:
     store: Store
     admin_file: Path | None
     runner_file: Path | None
-    sites: tuple[str, ...] = ()
+    web_apps: tuple[str, ...] = ()
     """Below which paths plugins answer, such as `/console`."""
 
     async def wait(self, seconds: float | None = None) -> None:
@@ -164,10 +164,12 @@ async def serve_store(url: str, config: Config, folder: Path) -> AsyncIterator[S
         resources.push_async_callback(control.close)
         sessions = _Sessions(store, gateway, {})
         public = config.server.public_url.rstrip("/")
-        sites = mount_sites(resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served))
+        web_apps = mount_web_apps(
+            resources, gateway, Host("", public, store, Authenticator(store), sessions, gateway.served)
+        )
         await gateway.start()
         admin = await first_admin_token(store, folder)
         file = token_file(store, folder, RUNNER_FILE)
         if admin is not None or file.is_file():
             file, _ = await runner_token(store, folder, project)
-        yield Server(control.url, store, admin, file if file.is_file() else None, tuple(sites))
+        yield Server(control.url, store, admin, file if file.is_file() else None, tuple(web_apps))

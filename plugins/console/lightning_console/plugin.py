@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning.hooks import hookimpl
 
 if TYPE_CHECKING:
-    from lightning.server.protocol import Host, Site
+    from lightning.server.protocol import Host, WebApp
 
 
 @hookimpl
@@ -18,9 +18,9 @@ def register_commands(register: Callable[[str, Callable[[], Callable[..., None]]
 
 
 @hookimpl
-def register_sites(register: Callable[[str, Callable[[Host], Site]], None]) -> None:
+def register_web_apps(register: Callable[[str, Callable[[Host], WebApp]], None]) -> None:
     """`/console` of `lightning serve`."""
-    register("console", console_site)
+    register("console", console_app)
 
 
 def console_command() -> Callable[..., None]:
@@ -30,8 +30,8 @@ def console_command() -> Callable[..., None]:
     return console
 
 
-def console_site(host: Host) -> Site:
+def console_app(host: Host) -> WebApp:
     """The console on a server's port."""
-    from lightning_console.web.site import ConsoleSite
+    from lightning_console.web.server import ConsoleApp
 
-    return ConsoleSite(host)
+    return ConsoleApp(host)

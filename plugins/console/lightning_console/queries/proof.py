@@ -14,9 +14,8 @@ from typing import Final
 import numpy as np
 from lightning.algorithms.intake import Overlong, with_rules
 from lightning.algorithms.protocol import Algorithm, Batch, needs_critic
-from lightning.batch.sample import Sample, TokenSpan
-from lightning.batch.trajectory import Group, Trajectory
-from lightning.credit.intermediate import call_rewards
+from lightning.batch import Group, Sample, TokenSpan, Trajectory
+from lightning.credit import call_rewards
 from lightning.credit.protocol import rollout_return
 from lightning.errors import LightningError
 from lightning.maintenance.prune import PRUNED

@@ -18,8 +18,8 @@ from lightning_console.web.visitors import TokenDoor, Visitor
 HERE: Final = "this server"
 
 
-class ConsoleSite:
-    """A `Site`. Gradio is imported when the first visitor has been let in: a server that nobody looks at pays nothing."""
+class ConsoleApp:
+    """A `WebApp`. Gradio is imported when the first visitor has been let in: a server that nobody looks at pays nothing."""
 
     def __init__(self, host: Host) -> None:
         self._projects = Projects(host.store)

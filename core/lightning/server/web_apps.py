@@ -1,6 +1,6 @@
-"""The sites that plugins bring, on a gateway's port.
+"""The web applications that plugins bring, on a gateway's port.
 
-The invariant: a site that cannot be made is named in the log and left out, and the server serves without it.
+The invariant: one that cannot be made is named in the log and left out, and the server serves without it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lightning.server.protocol import Host
 logger = logging.getLogger(__name__)
 
 
-def mount_sites(resources: AsyncExitStack, gateway: Gateway, host: Host) -> list[str]:
-    """Mount every site before the gateway starts; `resources` closes them. Returns their paths."""
+def mount_web_apps(resources: AsyncExitStack, gateway: Gateway, host: Host) -> list[str]:
+    """Mount each of them before the gateway starts; `resources` closes them. Returns their paths."""
     mounted = []
-    for name in plugins().names("sites"):
+    for name in plugins().names("web_apps"):
         path = f"/{name}"
         try:
-            site = plugins().site(name)(replace(host, path=path))
-            gateway.mount(site, name)
+            app = plugins().web_app(name)(replace(host, path=path))
+            gateway.mount(app, name)
         except LightningError as error:
             logger.warning("nothing answers at %s: %s", path, error)
             continue
-        resources.push_async_callback(site.close)
+        resources.push_async_callback(app.close)
         mounted.append(path)
     return mounted
