@@ -27,7 +27,7 @@ class DemoRun:
 
     folder: Path
     steps: int = 3
-    command: Sequence[str] = ("demo", "tiny", "--held-out", "8")
+    command: Sequence[str] = ("demo", "tiny", "--no-pages", "--held-out", "8")
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:

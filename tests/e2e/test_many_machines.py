@@ -180,8 +180,8 @@ def test_a_real_training_goes_on_when_a_server_and_a_client_are_killed(processes
     """The README's three processes with a real vLLM, over PostgreSQL, and a fourth to lose."""
     with PostgresServer() as database:
         trainer = processes.start(
-            "trainer", "demo", "tiny", "--runner", "remote", "--store", database.url, "--out", "run", "--steps", "2",
-            "--held-out", "8", "--set", "trainer.tasks_per_step=4",
+            "trainer", "demo", "tiny", "--no-pages", "--runner", "remote", "--store", database.url, "--out", "run",
+            "--steps", "2", "--held-out", "8", "--set", "trainer.tasks_per_step=4",
         )  # fmt: skip
         server = processes.start("server", "serve", "--store", database.url, "--out", "tokens")
         urls = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -45,6 +46,9 @@ def test_two_steps_of_it_train_exactly_what_vllm_sampled(demo_run: Any, dtype: s
         assert record.metrics["mean_logprob_gap"] <= mean
         assert record.metrics["p999_logprob_gap"] <= most
     assert "correct before" in run.output
+    index = run.folder / "pages" / "index.html"
+    assert f"as pages for a browser: {index}" in run.output
+    assert "run" in json.loads((index.parent / "lightning-export.json").read_text())["start"]
     command = [sys.executable, "-m", "lightning", "replay", str(run.folder), "--train"]
     again = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert again.returncode == 0, again.stdout + again.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,3 +85,28 @@ def test_with_the_real_model_it_is_the_default(
     monkeypatch.setattr(type(plugins()), "demo", lambda self, name: {"calculator": lambda: real}[name])
     lightning("demo")
     assert [(model, folder.name.startswith("demo-calculator-")) for model, folder in chosen] == [(tmp_path, True)]
+
+
+def test_a_console_that_cannot_be_shown_is_said_before_anything_is_trained(
+    lightning, chosen: list[tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gradio" else found(name))
+    ran = lightning("demo", "tiny", "--console")
+    assert ran.code == 2
+    assert "pip install 'lightning[console]" in ran.err
+    assert not chosen[0][1].exists()
+
+
+def test_a_console_that_dies_is_no_matter_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def start(line: list[str]) -> subprocess.Popen[bytes]:
+        started.append(line)
+        return subprocess_popen([sys.executable, "-c", "import os; os.abort()"], stderr=subprocess.DEVNULL)
+
+    subprocess_popen = subprocess.Popen
+    monkeypatch.setattr(command.subprocess, "Popen", start)
+    with command._console(tmp_path / "run"):
+        time.sleep(0.5)
+    assert started[0][1:] == ["-m", "lightning", "console", str(tmp_path / "run")]

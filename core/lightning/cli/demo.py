@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import logging
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +28,10 @@ DEFAULT, WITHOUT_MODEL = "calculator", "tiny"
 """The demonstration that is run when none is named, and the one that is run in its place where its model is not installed."""
 HELD_OUT = 200
 TRAIN_TASKS = 4000
+PAGES = "pages"
+"""The folder, in that of the run, of the console's pages."""
+PAGES_ROLLOUTS = 24
+"""Rollouts with a page of their own: these are made in seconds."""
 
 
 def demo(
@@ -51,6 +59,12 @@ def demo(
         typer.Option(metavar="URL", help="Database URL, for several machines; default: a file in the folder."),
     ] = None,
     held_out: Annotated[int, typer.Option(help="Number of held-out tasks to evaluate on.", min=1)] = HELD_OUT,
+    watch: Annotated[
+        bool, typer.Option("--console", help="Show the run in the browser while it goes (`lightning console`).")
+    ] = False,
+    pages: Annotated[
+        bool, typer.Option("--pages/--no-pages", help="Write what happened as pages that a browser opens.")
+    ] = True,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")] = None,
 ) -> None:
     """Train a real agent with a real vLLM on this machine, and compare it before and after."""
@@ -76,9 +90,12 @@ def demo(
         resume=resume,
         config=config,
     )
-    with stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"):
+    with (
+        stoppable(f"lightning demo {name} --seed {seed} --out {folder} --resume (and the same options)"),
+        _console(folder) if watch else contextlib.nullcontext(),
+    ):
         summary = trainer.fit(chosen.agent, chosen.tasks(TRAIN_TASKS, config.trainer.seed), chosen.val_tasks(held_out))
-    _report(chosen, summary, trainer, folder, console)
+    _report(chosen, summary, trainer, folder, console, pages=pages)
 
 
 def _default() -> Demo:
@@ -106,7 +123,7 @@ def _folder(name: str, *, resume: bool) -> Path:
     return known[-1]
 
 
-def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, console: Console) -> None:
+def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, console: Console, *, pages: bool) -> None:
     from lightning.cli.report import draw_rewards, show_story, show_summary, tell_story, write_report
 
     write_report(summary, folder)
@@ -131,6 +148,8 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         )
     except MissingExtraError as error:
         console.print(f"\nReport: {folder / 'report.json'}   No picture: {error}", highlight=False, soft_wrap=True)
+    if pages and (index := _write_pages(folder)) is not None:
+        console.print(f"What happened, as pages for a browser: {index}", highlight=False, soft_wrap=True)
     if chosen.source is not None:
         console.print(f"The agent, untouched: {chosen.source}", highlight=False, soft_wrap=True)
     console.print(
@@ -140,6 +159,43 @@ def _report(chosen: Demo, summary: Summary, trainer: Trainer, folder: Path, cons
         highlight=False,
         soft_wrap=True,
     )
+
+
+@contextlib.contextmanager
+def _console(folder: Path) -> Iterator[None]:
+    """The console of a run, in a process of its own: whatever becomes of it, training does not hear of it. Raises
+    `MissingExtraError` where it cannot be started."""
+    for package in ("lightning_console", "gradio"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError("console", package)
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-m", "lightning", "console", str(folder)])  # noqa: S603 — our own command
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _write_pages(folder: Path) -> Path | None:
+    """Write the console's pages of a run, which open without a server; None where the console is not installed."""
+    if "console" not in plugins().names("commands"):
+        return None
+    pages = folder / PAGES
+    command = [sys.executable, "-m", "lightning", "console", str(folder), "--export", str(pages)]
+    done = subprocess.run(  # noqa: S603 — our own command
+        [*command, "--limit", str(PAGES_ROLLOUTS)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        logger.warning(
+            "the pages of the run were not written: %s", done.stderr.strip() or f"exit code {done.returncode}"
+        )
+        return None
+    return pages / "index.html"
 
 
 def _decoder(model: Path) -> Callable[[list[int]], str]:

@@ -45,8 +45,8 @@ def command(engine: str, seed: int, folder: Path, given: argparse.Namespace) -> 
     if given.steps is not None:
         settings.append(f"trainer.steps={given.steps}")
     return [
-        sys.executable, "-m", "lightning", "demo", "tiny", *ENGINES[engine], "--seed", str(seed), "--out", str(folder),
-        "--held-out", str(given.held_out), *(part for item in settings for part in ("--set", item)),
+        sys.executable, "-m", "lightning", "demo", "tiny", "--no-pages", *ENGINES[engine], "--seed", str(seed),
+        "--out", str(folder), "--held-out", str(given.held_out), *(part for item in settings for part in ("--set", item)),
     ]  # fmt: skip
 
 
